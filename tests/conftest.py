@@ -1,0 +1,75 @@
+"""What every test shares: one thread per process, the `gpu` marker, and packages that lean on torchvision."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+# Before torch is imported, and inherited by every process that a test starts: ranks share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _import_beside_torchvision(name: str, fragments: list[Any]) -> ModuleType:
+    """Import a package that imports torchvision, also where torchvision's compiled operators do not load.
+
+    A torchvision built for CUDA beside a CPU-only torch fails while it registers shapes for two operators that its
+    library would have declared. Declaring them is safe only after that failure: where the library does load, a second
+    declaration aborts the process. `fragments` keeps the declarations alive for the session.
+    """
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    try:
+        import_module("torchvision")
+    except ModuleNotFoundError:
+        pass
+    except RuntimeError as error:
+        if "operator torchvision::nms does not exist" not in str(error):
+            raise
+        for module in [m for m in sys.modules if m.partition(".")[0] == "torchvision"]:
+            del sys.modules[module]
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        fragments.append(library)
+        import_module("torchvision")
+    return import_module(name)
+
+
+@pytest.fixture(scope="session")
+def import_package() -> Callable[[str], ModuleType]:
+    """Import timm, transformers or torchvision by name; skips where the package is not installed."""
+    fragments: list[Any] = []
+
+    def load(name: str) -> ModuleType:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # their import-time warnings are not ours to fix
+            return _import_beside_torchvision(name, fragments)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def timm(import_package: Callable[[str], ModuleType]) -> ModuleType:
+    return import_package("timm")
+
+
+@pytest.fixture(scope="session")
+def transformers(import_package: Callable[[str], ModuleType]) -> ModuleType:
+    return import_package("transformers")

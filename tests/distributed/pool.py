@@ -1,0 +1,236 @@
+"""A pool of processes that are already joined in one gloo group, so that a distributed test costs milliseconds.
+
+Starting ranks takes seconds and a case takes milliseconds; so one group serves the whole session. A case that fails or
+hangs leaves the ranks out of step with each other and would fail every later case: the pool then kills the group, and
+the next case starts a fresh one.
+"""
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
+CASE_TIMEOUT = 120.0  # seconds one case may take
+GRACE = 5.0  # seconds the other ranks have to answer after the first failure
+
+
+class RanksFailed(AssertionError):
+    """A case failed on at least one rank. `tracebacks` maps every failed rank to its traceback."""
+
+    def __init__(self, name: str, world_size: int, tracebacks: dict[int, str]) -> None:
+        self.tracebacks = tracebacks
+        parts = [f"{name} failed on {len(tracebacks)} of {world_size} ranks"]
+        parts += [f"----- rank {rank} -----\n{text.rstrip()}" for rank, text in sorted(tracebacks.items())]
+        super().__init__("\n".join(parts))
+
+
+class _Job(NamedTuple):
+    path: list[str]  # sys.path of the test, by which its module is found
+    filters: list[tuple[Any, str, Any, str, int]]
+    call: bytes  # pickled (fn, args)
+
+
+class RankPool:
+    """`world_size` processes in one gloo group; `run` sends one function to all of them."""
+
+    def __init__(self, world_size: int, *, case_timeout: float = CASE_TIMEOUT, grace: float = GRACE) -> None:
+        self.world_size = world_size
+        self.case_timeout = case_timeout
+        self.grace = grace
+        self._group: _Group | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `fn(rank, world_size, *args)` on every rank and return the results in rank order.
+
+        fn: a module-level function; args and results: anything that pickles (tensors are copied).
+        Every rank starts from the same seed, and sees the warning filters of the calling test.
+        Raises RanksFailed with the traceback of every failed rank; ranks that hang show where they hang.
+        """
+        job = _Job(list(sys.path), _filters(), pickle.dumps((fn, args)))
+        if self._group is None:
+            self._group = _Group(self.world_size)
+        results, failures = self._group.call(pickle.dumps(job), self.case_timeout, self.grace)
+        if failures:
+            self.close()
+            raise RanksFailed(getattr(fn, "__qualname__", repr(fn)), self.world_size, failures)
+        return [results[rank] for rank in range(self.world_size)]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the running group; empty before the first case and after a failure."""
+        return [] if self._group is None else [process.pid for process in self._group.processes]
+
+    def close(self) -> None:
+        """Kill the group, if there is one. The next `run` starts another."""
+        if self._group is not None:
+            self._group.kill()
+            self._group = None
+
+
+class _Group:
+    """One generation of rank processes, the pipes to them, and the folder they meet in."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.folder = Path(tempfile.mkdtemp(prefix="booster-ranks-"))
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        self.kill = weakref.finalize(self, _kill, self.processes, self.pipes, self.folder)
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            # Not daemonic: a daemonic process may not start DataLoader workers.
+            process = context.Process(target=_serve, args=(rank, world_size, str(self.folder), theirs), daemon=False)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, job: bytes, timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """Return (results by rank, tracebacks by rank); every rank is in exactly one of the two."""
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        waiting = dict(enumerate(self.pipes))
+        for rank, pipe in list(waiting.items()):
+            try:
+                pipe.send_bytes(job)
+            except OSError:
+                failures[rank] = self._epitaph(rank)
+                del waiting[rank]
+        deadline = time.monotonic() + timeout
+        reason = f"no answer within {timeout:g} s"
+        while waiting:
+            if failures and time.monotonic() + grace < deadline:
+                deadline = time.monotonic() + grace
+                reason = f"no answer within {grace:g} s after the failure of rank {min(failures)}"
+                grace = timeout  # the first failure alone shortens the wait
+            ready = wait(list(waiting.values()), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                del waiting[rank]
+                try:
+                    # Written by a process that this one started, so it is trusted.
+                    ok, value = pickle.loads(self.pipes[rank].recv_bytes())  # noqa: S301
+                except (EOFError, OSError):
+                    failures[rank] = self._epitaph(rank)
+                else:
+                    (results if ok else failures)[rank] = value
+        for rank in waiting:
+            failures[rank] = f"{reason}; it was here:\n{self._stack(rank)}"
+        return results, failures
+
+    def _epitaph(self, rank: int) -> str:
+        self.processes[rank].join(5)
+        return f"the process ended with exit code {self.processes[rank].exitcode}\n{self._dump(rank).read_text()}"
+
+    def _dump(self, rank: int) -> Path:
+        return self.folder / f"stack{rank}"
+
+    def _stack(self, rank: int) -> str:
+        """Ask the rank's faulthandler where it is."""
+        dump = self._dump(rank)
+        if not dump.exists() or self.processes[rank].exitcode is not None:
+            return "(not started, or already gone)"
+        os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            if dump.stat().st_size:
+                time.sleep(0.05)
+                break
+        return dump.read_text() or "(it does not answer)"
+
+
+def _kill(processes: list[Any], pipes: list[Connection], folder: Path) -> None:
+    for process in processes:
+        for kill in (os.killpg, os.kill):  # the group takes the rank's own children along
+            try:
+                kill(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            break
+    for process in processes:
+        process.join()
+        process.close()
+    for pipe in pipes:
+        pipe.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _filters() -> list[tuple[Any, str, Any, str, int]]:
+    """The warning filters in force, first match first, as arguments of `warnings.filterwarnings`."""
+
+    def pattern(text: "re.Pattern[str] | str | None") -> str:
+        return text.pattern if isinstance(text, re.Pattern) else (text or "")
+
+    return [(action, pattern(m), category, pattern(mod), line) for action, m, category, mod, line in warnings.filters]
+
+
+# ---- in the rank ----
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    os.setpgid(0, 0)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    dump = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  (faulthandler needs it for life)
+    faulthandler.enable(dump)
+    faulthandler.register(signal.SIGUSR1, dump, all_threads=False)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=PROCESS_GROUP_TIMEOUT),
+    )
+    while True:
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            break
+        pipe.send_bytes(_answer(rank, world_size, job))
+
+
+def _die_with_parent() -> None:
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+    os.killpg(0, signal.SIGKILL)  # also what this rank started
+
+
+def _answer(rank: int, world_size: int, data: bytes) -> bytes:
+    try:
+        job: _Job = pickle.loads(data)  # noqa: S301  (written by the process that started this one)
+        sys.path[:] = job.path
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            for action, message, category, module, line in reversed(job.filters):
+                warnings.filterwarnings(action, message, category, module, line)
+            fn, args = pickle.loads(job.call)  # noqa: S301
+            random.seed(0)
+            torch.manual_seed(0)
+            return pickle.dumps((True, fn(rank, world_size, *args)))
+    except BaseException:  # SystemExit and pytest's outcomes are failures too
+        return pickle.dumps((False, traceback.format_exc()))
