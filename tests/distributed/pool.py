@@ -192,7 +192,7 @@ def _filters() -> list[tuple[Any, str, Any, str, int]]:
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     os.setpgid(0, 0)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     dump = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  (faulthandler needs it for life)
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump, all_threads=False)
@@ -213,10 +213,11 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         pipe.send_bytes(_answer(rank, world_size, job))
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(folder: str) -> None:
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)  # also what this rank started
 
 

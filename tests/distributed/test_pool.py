@@ -165,19 +165,27 @@ def test_closing_leaves_no_process_and_no_folder(pool):
     assert not folder.exists()
 
 
-def test_ranks_die_with_a_parent_that_is_killed(tmp_path):
+def announce_and_hang(rank, world_size, folder):
+    (Path(folder) / str(os.getpid())).touch()
+    time.sleep(60)
+
+
+def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
-        "import os, signal, sys\n"
-        "sys.path[:0] = sys.argv[1:]\n"
+        "import sys\n"
+        "sys.path.insert(0, sys.argv[1])\n"
         "from pool import RankPool\n"
-        "from test_pool import pid\n"
+        "from test_pool import announce_and_hang\n"
         "if __name__ == '__main__':\n"
-        "    print(*RankPool(2).run(pid), flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    RankPool(2).run(announce_and_hang, sys.argv[2])\n"
     )
-    here = str(Path(__file__).parent)
-    out = subprocess.run([sys.executable, str(script), here], capture_output=True, text=True, timeout=60)
-    pids = [int(p) for p in out.stdout.split()]
-    assert len(pids) == 2, out.stderr
-    assert wait_until(lambda: not any(alive(p) for p in pids))
+    folder, meeting = tmp_path / "pids", tmp_path / "meeting"
+    folder.mkdir()
+    meeting.mkdir()
+    command = [sys.executable, str(script), str(Path(__file__).parent), str(folder)]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(meeting)}) as parent:
+        assert wait_until(lambda: len(list(folder.iterdir())) == 2, 60.0)
+        parent.kill()
+    assert wait_until(lambda: not any(alive(int(path.name)) for path in folder.iterdir()))
+    assert not list(meeting.glob("booster-*"))
