@@ -1,0 +1,293 @@
+"""From a launcher's environment to a process group, a device and seeds.
+
+This module and `booster.cli` are the only places that read environment variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "environment_local_rank",
+    "environment_world_size",
+    "get_default_parser",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+]
+
+DEFAULT_SEED = 1024
+
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TORCH_STARTER = "`booster run` (or torchrun)"
+_TORCH_FIX = "start the script with `booster run --nproc_per_node N script.py`, or with plain `python` for one process"
+_SLURM_STARTER = "srun (SLURM)"
+_SLURM_FIX = "start the script with `srun python script.py` inside an allocation, or use launch_from_torch"
+_OPENMPI_STARTER = "mpirun (Open MPI)"
+_OPENMPI_FIX = "start the script with `mpirun -np N python script.py`, or use launch_from_torch"
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = None,
+    local_rank: int | None = None,
+    seed: int = DEFAULT_SEED,
+) -> None:
+    """Join the process group at `host:port` as `rank` of `world_size`, pick the device and seed everything.
+
+    host: name, IPv4 or IPv6 address of rank 0's machine (`::1` and `[::1]` both work); port: 1 to 65535, free there.
+    backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
+    local_rank: index of this process on its machine; on CUDA it selects the device. None: rank modulo the GPU count.
+    seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
+    Side effects: the default process group (collective: returns when all ranks have come), the current CUDA device,
+    the seeds; nothing else is touched.
+    Errors: ValueError or TypeError for a bad argument, RuntimeError if a process group exists already or on Windows.
+    """
+    _refuse_windows()
+    _refuse_second_launch()
+    _check_rank(rank, world_size)
+    _check_whole("port", port, 1, 65535, "the port on which rank 0 listens")
+    init_method = f"tcp://{_bracketed(host)}:{port}"
+    _start(rank, world_size, backend, local_rank, seed, init_method=init_method)
+
+
+def launch_from_torch(
+    config: Mapping[str, Any] | None = None, backend: str | None = None, seed: int = DEFAULT_SEED
+) -> None:
+    """Launch from what `booster run` or torchrun put in the environment; under plain `python`, as a world of one.
+
+    config: None or a mapping with the keys `backend` and `seed`; an argument that differs from its default and from
+    the mapping is an error, not a precedence rule.
+    Under plain `python` no variable, address or port is needed.
+    Side effects and errors as for `launch`; a partly set environment raises RuntimeError naming the missing variable.
+    """
+    options = _merged(config, backend=backend, seed=seed)
+    _refuse_windows()
+    _refuse_second_launch()
+    if not any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        _refuse_lonely_task()
+        _start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore())
+        return
+    _require(_TORCH_VARIABLES, _TORCH_STARTER, _TORCH_FIX)
+    rank, world_size, local_rank = (_whole_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    _check_rank(rank, world_size)
+    _check_whole("MASTER_PORT", _whole_variable("MASTER_PORT"), 1, 65535, "the port on which rank 0 listens")
+    # env:// and not tcp://: under torchrun the agent already listens on this port and rank 0 must not bind it again.
+    _start(rank, world_size, options["backend"], local_rank, options["seed"], init_method="env://")
+
+
+def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: int = DEFAULT_SEED) -> None:
+    """Launch a task started by srun; rank, world size and local rank come from SLURM's variables.
+
+    host: the first node, as in `scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1`; port: free there.
+    Side effects and errors as for `launch`; RuntimeError names a missing variable.
+    """
+    _require(("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"), _SLURM_STARTER, _SLURM_FIX)
+    rank, world_size, local_rank = (_whole_variable(n) for n in ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"))
+    launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed)
+
+
+def launch_from_openmpi(host: str, port: int, backend: str | None = None, seed: int = DEFAULT_SEED) -> None:
+    """Launch a process started by Open MPI's mpirun; rank, world size and local rank come from its variables.
+
+    host: the machine of rank 0; port: free there. MPI itself carries no tensors unless backend="mpi" is available.
+    Side effects and errors as for `launch`; RuntimeError names a missing variable.
+    """
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    _require(names, _OPENMPI_STARTER, _OPENMPI_FIX)
+    rank, world_size, local_rank = (_whole_variable(name) for name in names)
+    launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """Return a parser with the options a launched script usually takes; add your own to it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=str, help="path of the script's own configuration")
+    parser.add_argument("--host", type=str, help="address of rank 0's machine")
+    parser.add_argument("--port", type=int, help="port on which rank 0 listens")
+    parser.add_argument("--world_size", "--world-size", type=int, help="number of processes of the job")
+    parser.add_argument("--rank", type=int, help="index of this process in the job")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="index of this process on its machine")
+    parser.add_argument("--backend", type=str, default=None, help="gloo, nccl, ... (default: by device)")
+    return parser
+
+
+def environment_world_size() -> int:
+    """Return the world size that torchrun or `booster run` announced, or 1; no process group is needed."""
+    return _whole_variable("WORLD_SIZE") if "WORLD_SIZE" in os.environ else 1
+
+
+def environment_local_rank() -> int | None:
+    """Return this process's index on its machine as its launcher announced it, or None where none did."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        if name in os.environ:
+            return _whole_variable(name)
+    # Only srun sets the step's task count; in a batch script SLURM_LOCALID is 0 for whatever is started there.
+    if "SLURM_STEP_NUM_TASKS" in os.environ and "SLURM_LOCALID" in os.environ:
+        return _whole_variable("SLURM_LOCALID")
+    return None
+
+
+def _start(
+    rank: int,
+    world_size: int,
+    backend: str | None,
+    local_rank: int | None,
+    seed: int,
+    *,
+    init_method: str | None = None,
+    store: dist.Store | None = None,
+) -> None:
+    _check_whole("seed", seed, 0, 2**63 - 1, "the seed of all random number generators")
+    backend = _checked_backend(backend)
+    device_id = _select_device(rank, local_rank, backend)
+    dist.init_process_group(
+        backend, init_method=init_method, store=store, rank=rank, world_size=world_size, device_id=device_id
+    )
+    _seed_everything(seed)
+
+
+def _checked_backend(backend: str | None) -> str:
+    if backend is None:
+        return "nccl" if torch.cuda.is_available() else "gloo"
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string or None, got {type(backend).__name__}")
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    # "cpu:gloo,cuda:nccl" names one backend per device type.
+    for name in (part.rpartition(":")[2].strip().lower() for part in backend.split(",")):
+        if name not in dist.Backend.backend_list:
+            raise ValueError(f"backend={backend!r} is unknown; choose one of {known} or None for the default by device")
+        if not dist.is_backend_available(name):
+            raise ValueError(f"backend={backend!r}: this build of torch has no {name}; use backend='gloo' on CPU")
+        if name == "nccl" and not torch.cuda.is_available():
+            raise ValueError(f"backend={backend!r} needs a CUDA device and none is visible; use backend='gloo' on CPU")
+    return backend.lower()
+
+
+def _select_device(rank: int, local_rank: int | None, backend: str) -> torch.device | None:
+    """Set the CUDA device of this process; return what init_process_group binds nccl to."""
+    if local_rank is not None:
+        _check_whole("local_rank", local_rank, 0, 2**31 - 1, "the index of this process on its machine")
+    if not torch.cuda.is_available():
+        return None
+    num_devices = torch.cuda.device_count()
+    index = rank % num_devices if local_rank is None else local_rank
+    if index >= num_devices:
+        if "nccl" in backend:
+            raise ValueError(
+                f"local_rank={index}, but {num_devices} CUDA device(s) are visible; start at most {num_devices} "
+                "process(es) on this machine, or pass backend='gloo' to train on CPU"
+            )
+        return None
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index) if backend == "nccl" else None
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        import numpy
+    except ImportError:  # torch works without numpy, and so do we
+        return
+    numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
+
+
+def _merged(config: Mapping[str, Any] | None, *, backend: str | None, seed: int) -> dict[str, Any]:
+    given: dict[str, Any] = {"backend": backend, "seed": seed}
+    defaults = {"backend": None, "seed": DEFAULT_SEED}
+    if config is None:
+        return given
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"config must be None or a mapping with the keys {sorted(given)}, got {type(config).__name__}; "
+            "read configuration files in your script"
+        )
+    for key, value in config.items():
+        if key not in given:
+            nearest = difflib.get_close_matches(str(key), list(given), n=1, cutoff=0.0)[0]
+            raise ValueError(f"config key {key!r} is unknown; did you mean {nearest!r}? Legal keys: {sorted(given)}")
+        if given[key] != defaults[key] and given[key] != value:
+            raise ValueError(f"{key}={given[key]!r} was passed, but config says {key}={value!r}; keep one of them")
+        given[key] = value
+    return given
+
+
+def _bracketed(host: str) -> str:
+    if not isinstance(host, str) or not host.strip("[] "):
+        raise ValueError(f"host={host!r} is not an address; pass a host name, an IPv4 or an IPv6 address of rank 0")
+    bare = host.strip()
+    if bare.startswith("[") and bare.endswith("]"):
+        bare = bare[1:-1]
+    return f"[{bare}]" if ":" in bare else bare
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    _check_whole("world_size", world_size, 1, 2**31 - 1, "the number of processes")
+    _check_whole("rank", rank, 0, world_size - 1, f"the index of this process among world_size={world_size}")
+
+
+def _check_whole(name: str, value: int, low: int, high: int, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value} is out of range; {what} must be from {low} to {high}")
+
+
+def _require(names: tuple[str, ...], starter: str, fix: str) -> None:
+    for name in names:
+        if name not in os.environ:
+            raise RuntimeError(f"environment variable {name} is not set; {starter} sets it: {fix}")
+
+
+def _whole_variable(name: str) -> int:
+    text = os.environ[name]
+    try:
+        return int(text)
+    except ValueError:
+        raise RuntimeError(
+            f"environment variable {name}={text!r} is not a whole number; unset it or correct it"
+        ) from None
+
+
+def _refuse_windows() -> None:
+    if sys.platform == "win32":
+        raise RuntimeError("Windows is not supported; run under WSL2 (Windows Subsystem for Linux) instead")
+
+
+def _refuse_second_launch() -> None:
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            f"already launched: this process is rank {dist.get_rank()} of {dist.get_world_size()}; call a launch "
+            "function once per process, or torch.distributed.destroy_process_group() before launching again"
+        )
+
+
+def _refuse_lonely_task() -> None:
+    """Raise where srun or mpirun started several tasks: each would train alone, as its own world of one."""
+    for name, function in (
+        ("SLURM_STEP_NUM_TASKS", "launch_from_slurm"),
+        ("OMPI_COMM_WORLD_SIZE", "launch_from_openmpi"),
+    ):
+        if name in os.environ and _whole_variable(name) > 1:
+            _raise_lonely(name, function)
+
+
+def _raise_lonely(name: str, function: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name}={os.environ[name]} says that this is one of several tasks, but RANK and WORLD_SIZE are not set; "
+        f"call booster.{function}(host, port) instead of launch_from_torch()"
+    )
