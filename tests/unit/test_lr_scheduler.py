@@ -249,6 +249,20 @@ def test_one_cycle_moves_the_momentum_against_the_rate():
     assert momentum[9] == pytest.approx(0.95)
 
 
+def test_one_cycle_keeps_its_peak_when_it_is_rebuilt_on_a_loaded_optimizer():
+    whole = make_optimizer()
+    scheduler = OneCycleLR(whole, 10)
+    advance(whole, scheduler)
+    resumed = make_optimizer()
+    resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+    again = OneCycleLR(resumed, 10)
+    again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    for _ in range(9):
+        advance(whole, scheduler)
+        advance(resumed, again)
+        assert rates(resumed) == rates(whole)
+
+
 def test_a_schedule_continues_from_last_epoch():
     whole = make_optimizer()
     scheduler = CosineAnnealingWarmupLR(whole, 10, 3)

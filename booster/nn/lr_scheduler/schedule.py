@@ -28,9 +28,8 @@ def checked_number(name: str, value: float, *, most: float = math.inf) -> float:
 
 
 def current_rates(optimizer: Optimizer) -> list[Rate]:
-    """Return the rates now in force; tensors are copied, so that they never alias the optimizer's."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
+    """Return the rates now in force."""
+    return [group["lr"] for group in optimizer.param_groups]
 
 
 class Schedule(LRScheduler):
