@@ -1,3 +1,27 @@
 """Mixed-precision training for PyTorch: your loop, any precision, any parallelism."""
 
+from booster import logging, mixed_precision, nn, plugin
+from booster.booster import Booster
+from booster.coordinator import DistCoordinator
+from booster.launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from booster.update.errors import LossScaleError
+from booster.update.step_result import StepResult
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Booster",
+    "DistCoordinator",
+    "LossScaleError",
+    "StepResult",
+    "__version__",
+    "get_default_parser",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
+    "logging",
+    "mixed_precision",
+    "nn",
+    "plugin",
+]

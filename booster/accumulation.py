@@ -1,0 +1,97 @@
+"""Gradient accumulation over one known group of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from torch import nn
+
+from booster.interface.optimizer import OptimizerWrapper
+
+
+class Accumulation:
+    """Context around the forward and backward passes of one group; `Booster.accumulate` makes it.
+
+    Every backward in it is divided by `divisor`. Gradients are synchronised in the last of `num_micro_batches` only,
+    so each backward must follow its own forward. Leaving before the last one, an additional one, or `step()` in between
+    raise RuntimeError.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[OptimizerWrapper],
+        *,
+        num_micro_batches: int,
+        divisor: float,
+        no_sync: Callable[[], AbstractContextManager[Any]],
+        synchronises: bool,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self.divisor = divisor
+        self._model = model
+        self._num_micro_batches = num_micro_batches
+        self._no_sync = no_sync
+        self._synchronises = synchronises
+        self._num_backwards = 0
+        self._ran_forward = False
+        self._cleanup = ExitStack()
+        self._unsynchronised = ExitStack()
+
+    def __enter__(self) -> Accumulation:
+        if self._num_micro_batches > 1:
+            self._unsynchronised.enter_context(self._no_sync())
+        self._await_last()
+        self._hold()
+        return self
+
+    def before_backward(self) -> None:
+        """Raise RuntimeError if this backward is one too many, or if the last one could not synchronise."""
+        if self._num_backwards == self._num_micro_batches:
+            raise RuntimeError(
+                f"this is backward number {self._num_backwards + 1} in a group of num_micro_batches="
+                f"{self._num_micro_batches}; pass the actual number, e.g. num_micro_batches=len(group)"
+            )
+        if self._synchronises and self._num_backwards == self._num_micro_batches - 1 and not self._ran_forward:
+            raise RuntimeError(
+                "the forward pass of the last micro-batch ran before the backward of the one before it, when gradients "
+                "were not yet to be synchronised; inside accumulate() call backward after each forward"
+            )
+
+    def after_backward(self) -> None:
+        self._num_backwards += 1
+        self._await_last()
+        self._hold()
+
+    def __exit__(self, error_type: Any, error: Any, traceback: Any) -> None:
+        self._unsynchronised.close()
+        self._cleanup.close()
+        for optimizer in self.optimizers:
+            optimizer.hold(None)
+        if error_type is None and self._num_backwards < self._num_micro_batches:
+            raise RuntimeError(
+                f"accumulate() was left after {self._num_backwards} of num_micro_batches={self._num_micro_batches} backward "
+                "passes: the gradients are incomplete and not synchronised. Pass the actual number, e.g. "
+                "num_micro_batches=len(group)"
+            )
+
+    def _await_last(self) -> None:
+        if self._num_backwards == self._num_micro_batches - 1:
+            self._unsynchronised.close()
+            if self._synchronises:
+                handle = self._model.register_forward_pre_hook(self._mark_forward)
+                self._cleanup.callback(handle.remove)
+
+    def _mark_forward(self, module: nn.Module, args: Any) -> None:
+        self._ran_forward = True
+
+    def _hold(self) -> None:
+        done = self._num_backwards == self._num_micro_batches
+        reason = (
+            f"optimizer.step() inside accumulate() after {self._num_backwards} of {self._num_micro_batches} micro-batches; "
+            "step once the group is complete"
+        )
+        for optimizer in self.optimizers:
+            optimizer.hold(None if done else reason)

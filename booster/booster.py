@@ -1,0 +1,367 @@
+"""The facade: one precision, one plugin, and the user's own loop."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset, Sampler
+
+from booster import collectives
+from booster.accumulation import Accumulation
+from booster.data import DataLoaderWrapper, check_sharded
+from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.interface.scheduler import LRSchedulerWrapper
+from booster.mixed_precision import MixedPrecision, Placement, make
+from booster.plugin import Plugin, SingleDevice
+from booster.update.backward import run_backward
+
+_logger = logging.getLogger(__name__)
+
+Optimizers = OptimizerWrapper | Sequence[OptimizerWrapper]
+
+
+class Booster:
+    """Runs the user's training loop in a precision on a parallelism.
+
+    device: "cpu", "cuda", "cuda:N" or a torch.device; None means the current CUDA device if there is one and the process
+    group, if any, can use it, otherwise the CPU. mixed_precision: a name (see `booster.mixed_precision.available`), a
+    `MixedPrecision`, or None for float32. plugin: a `Plugin`, or None for a single device.
+
+    fused_optimizer: let torch optimizers that have a fused kernel use it. skip_nonfinite: skip steps whose gradients are
+    not finite also without a loss scaler and without clipping. max_consecutive_skips: so many skipped steps in a row
+    raise `LossScaleError`; None never does.
+
+    Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
+        plugin: Plugin | None = None,
+        *,
+        fused_optimizer: bool | Literal["compile"] = True,
+        skip_nonfinite: bool = False,
+        max_consecutive_skips: int | None = 50,
+    ) -> None:
+        if sys.platform == "win32":
+            raise RuntimeError("booster does not support Windows; it runs under the Windows Subsystem for Linux (WSL2)")
+        if plugin is not None and not isinstance(plugin, Plugin):
+            hint = "; pass an instance of it" if isinstance(plugin, type) else ""
+            raise TypeError(f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}")
+        self.precision = make(mixed_precision)
+        self.plugin = plugin or SingleDevice()
+        self.device = _resolve_device(device)
+        self.plugin.check_device(self.device)
+        self.precision.bind(self.device)
+        self._options = UpdateOptions(
+            fused_optimizer=fused_optimizer, skip_nonfinite=skip_nonfinite, max_consecutive_skips=max_consecutive_skips
+        )
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, OptimizerWrapper] = weakref.WeakKeyDictionary()
+        self._accumulations: list[Accumulation] = []
+        if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+            _logger.warning(
+                "Booster has no plugin in a job of %d processes: each trains a model of its own; "
+                "pass plugin=TorchDDPPlugin() to train one",
+                dist.get_world_size(),
+            )
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        lr_scheduler: Any | None = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Prepare the five for training; returns (model, optimizer, criterion, dataloader, lr_scheduler), None for None.
+
+        Model and criterion move to `device`, the model is placed by the plugin, the optimizer follows its parameters, and
+        batches of the returned loader arrive on `device`. Call it again for further models, as a GAN does. Side effects:
+        the user's model and optimizer are edited in place; a plugin may broadcast the model's weights.
+
+        Raises before anything is changed: TypeError for a wrong object, RuntimeError for one that was boosted before,
+        ValueError for an optimizer without parameters of the model, a loader that is not sharded in a world of several
+        ranks, or a model that cannot train in this precision.
+        """
+        self._check_model(model)
+        self._check_criterion(criterion)
+        self._check_optimizer(optimizer, model, criterion)
+        owner = self._check_scheduler(lr_scheduler, optimizer)
+        if dataloader is not None:
+            if isinstance(dataloader, DataLoaderWrapper):
+                raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")
+            check_sharded(dataloader, self.plugin.data_parallel_size)
+        place = functools.partial(self.plugin.place, device=self.device)
+        placement = Placement(place=place, device=self.device, group=self.plugin.group)
+        boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
+            model, optimizer, criterion, placement=placement, options=self._options
+        )
+        self._models.add(model)
+        if optimizer is not None:
+            self._optimizers[optimizer] = boosted_optimizer
+        loader = None if dataloader is None else DataLoaderWrapper(dataloader, self.device)
+        if lr_scheduler is not None:
+            follows = boosted_optimizer if owner is optimizer else self._optimizers[owner]
+            lr_scheduler = LRSchedulerWrapper(lr_scheduler, follows)
+        return boosted, boosted_optimizer, boosted_criterion, loader, lr_scheduler
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        optimizer: Optimizers,
+        *,
+        loss_id: int = 0,
+        inputs: Any = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Accumulate the gradients of `loss` (one element), scaled as the optimizer's loss scaler wants.
+
+        optimizer: the boosted optimizer that will step on it, or several: then the smallest of their scales is used and
+        they step together or not at all. loss_id: which of the precision's loss scalers, for precisions that keep several.
+        inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as
+        given there. Side effect: the plugin's gradient collectives, except inside `no_sync`.
+        """
+        optimizers = [optimizer] if isinstance(optimizer, OptimizerWrapper) else list(optimizer)
+        for entry in optimizers:
+            if not isinstance(entry, OptimizerWrapper):
+                raise TypeError(
+                    f"backward needs the optimizer that boost() returned, or a list of such, got {type(entry).__name__}"
+                )
+        if not optimizers:
+            raise ValueError("backward got an empty list of optimizers; name those that will step on this loss")
+        if not 0 <= loss_id < self.precision.num_losses:
+            raise ValueError(
+                f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps {self.precision.num_losses} loss scaler(s)"
+            )
+        running = [group for group in self._accumulations if any(entry in group.optimizers for entry in optimizers)]
+        if len(running) > 1 or any(entry not in group.optimizers for group in running for entry in optimizers):
+            raise ValueError("inside accumulate(), pass backward exactly the optimizer(s) that accumulate() was given")
+        for group in running:
+            group.before_backward()
+        run_backward(
+            loss,
+            optimizers,
+            divisor=running[0].divisor if running else 1.0,
+            inputs=inputs,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
+        for group in running:
+            group.after_backward()
+
+    def accumulate(
+        self, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: int | None = None
+    ) -> AbstractContextManager[Any]:
+        """Context around one group of micro-batches whose gradients are summed before a step.
+
+        num_micro_batches: how many backward passes the group has; each is divided by it, and only the last synchronises,
+        so a short last group passes its own length. num_tokens: divide by this instead, for losses summed over tokens:
+        the tokens of the whole group over all micro-batches and data-parallel ranks.
+
+            for group in groups:
+                with booster.accumulate(model, optimizer, num_micro_batches=len(group)):
+                    for x, y in group:
+                        booster.backward(criterion(model(x), y), optimizer)
+                optimizer.step()
+        """
+        optimizers = [optimizer] if isinstance(optimizer, OptimizerWrapper) else list(optimizer)
+        if num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches={num_micro_batches} is not legal; it must be at least 1")
+        if num_tokens is not None and not num_tokens > 0:
+            raise ValueError(f"num_tokens={num_tokens} is not legal; it must be above 0")
+        placed = _wrapper(model, "accumulate").module
+        size = self.plugin.data_parallel_size
+        # Ranks average their gradients, while tokens count over all of them.
+        divisor = float(num_micro_batches) if num_tokens is None else float(num_tokens) / size
+        group = Accumulation(
+            model,
+            optimizers,
+            num_micro_batches=num_micro_batches,
+            divisor=divisor,
+            no_sync=lambda: self.plugin.no_sync(placed),
+            synchronises=size > 1,
+        )
+        return _Listed(group, self._accumulations)
+
+    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[Any]:
+        """Context in which forward and backward of `model` leave gradients unsynchronised among ranks.
+
+        optimizer: the boosted optimizer of the model, for plugins that hold gradients in it.
+        """
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            raise TypeError(f"no_sync needs the optimizer that boost() returned, got {type(optimizer).__name__}")
+        return self.plugin.no_sync(_wrapper(model, "no_sync").module)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass, for losses and penalties computed outside model and criterion."""
+        return self.precision.forward_context()
+
+    def unwrap(self, boosted: Any) -> Any:
+        """The user's object inside a boosted model, optimizer, criterion, dataloader or scheduler."""
+        if isinstance(boosted, nn.Module):
+            return _wrapper(boosted, "unwrap").unwrap()
+        if isinstance(boosted, (OptimizerWrapper, CriterionWrapper, DataLoaderWrapper, LRSchedulerWrapper)):
+            return boosted.unwrap()
+        raise TypeError(f"unwrap needs an object that boost() returned, got {type(boosted).__name__}")
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type[Sampler[Any]] | None = None,
+        **dataloader_options: Any,
+    ) -> DataLoaderWrapper:
+        """`plugin.prepare_dataloader`, boosted: batches arrive on `device`. For loaders that need no `boost()`, as in
+        evaluation."""
+        loader = self.plugin.prepare_dataloader(
+            dataset,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            distributed_sampler_cls=distributed_sampler_cls,
+            **dataloader_options,
+        )
+        return DataLoaderWrapper(loader, self.device)
+
+    def gather(self, tensor: torch.Tensor, dataloader: DataLoaderWrapper | None = None) -> torch.Tensor:
+        """Rows of `tensor` from all data-parallel ranks, on every rank; a collective.
+
+        dataloader: the boosted loader that the rows were computed from, batch by batch or over a whole epoch: the rows
+        come in dataset order, without those that the sampler repeated to divide the dataset evenly.
+        """
+        return collectives.gather(tensor, group=self.plugin.data_parallel_group, padding_from=dataloader)
+
+    def reduce(self, tensor: Any, op: Literal["mean", "sum", "max", "min"] = "mean") -> Any:
+        """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective."""
+        return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_model(self, model: Any) -> None:
+        if isinstance(model, ModelWrapper) or model in self._models:
+            raise RuntimeError(f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
+
+    def _check_criterion(self, criterion: Any) -> None:
+        if criterion is None:
+            return
+        if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
+            raise RuntimeError("this criterion is boosted already; pass the original, or None")
+        if not callable(criterion):
+            raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+        trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
+        if trainable and self.plugin.data_parallel_size > 1:
+            raise ValueError(
+                f"the criterion has trainable parameters {trainable}, whose gradients {type(self.plugin).__name__} does not "
+                "synchronise; make it a submodule of the model"
+            )
+
+    def _check_optimizer(self, optimizer: Any, model: nn.Module, criterion: Any) -> None:
+        if optimizer is None:
+            return
+        if isinstance(optimizer, OptimizerWrapper) or (isinstance(optimizer, Optimizer) and optimizer in self._optimizers):
+            raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        modules = [model, *self._models, *([criterion] if isinstance(criterion, nn.Module) else [])]
+        known = {id(param) for module in modules for param in module.parameters()}
+        own = {id(param) for param in model.parameters()}
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        strangers = [tuple(param.shape) for param in held if id(param) not in known]
+        if held and not any(id(param) in own for param in held):
+            raise ValueError(
+                f"none of the optimizer's {len(held)} parameters belong to the model {type(bare(model)).__name__}: it would "
+                "not train. Was the optimizer built before the model was replaced or its parameters re-created?"
+            )
+        if strangers and self.plugin.data_parallel_size > 1:
+            raise ValueError(
+                f"{len(strangers)} of the optimizer's parameters (shapes {strangers[:5]}) belong to no boosted model, so "
+                f"{type(self.plugin).__name__} would not synchronise their gradients; make them parameters of the model"
+            )
+
+    def _check_scheduler(self, scheduler: Any, optimizer: Optimizer | None) -> Any:
+        if scheduler is None:
+            return None
+        if isinstance(scheduler, LRSchedulerWrapper):
+            raise RuntimeError("this lr_scheduler is boosted already; pass it to boost() once")
+        if not callable(getattr(scheduler, "step", None)):
+            raise TypeError(f"lr_scheduler must have a step method, got {type(scheduler).__name__}")
+        owner = getattr(scheduler, "optimizer", optimizer)
+        owner = owner.unwrap() if isinstance(owner, OptimizerWrapper) else owner
+        if owner is None or (owner is not optimizer and owner not in self._optimizers):
+            raise ValueError(
+                "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
+                "together"
+            )
+        return owner
+
+
+class _Listed:
+    """Keeps an accumulation in the list of running ones while it is entered."""
+
+    def __init__(self, group: Accumulation, running: list[Accumulation]) -> None:
+        self._group = group
+        self._running = running
+
+    def __enter__(self) -> Accumulation:
+        if any(entry in other.optimizers for other in self._running for entry in self._group.optimizers):
+            raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
+        self._group.__enter__()
+        self._running.append(self._group)
+        return self._group
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.remove(self._group)
+        self._group.__exit__(*error)
+
+
+def _wrapper(model: nn.Module, method: str) -> ModelWrapper:
+    while not isinstance(model, ModelWrapper):
+        inner = getattr(model, "_modules", {}).get("_orig_mod")
+        if inner is None:
+            raise TypeError(f"{method} needs the model that boost() returned, got {type(model).__name__}")
+        model = inner
+    return model
+
+
+def _resolve_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        usable = torch.cuda.is_available()
+        if usable and dist.is_initialized():
+            usable = "nccl" in dist.get_backend()
+        resolved = torch.device("cuda" if usable else "cpu")
+    else:
+        resolved = torch.device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(resolved)!r} is not supported; booster runs on 'cpu' and 'cuda'")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(resolved)!r} was asked for, but torch {torch.__version__} sees no CUDA device")
+        if resolved.index is None:
+            resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved

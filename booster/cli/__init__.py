@@ -1,0 +1,59 @@
+"""The `booster` command: `booster run` starts jobs, `booster check` reports what this machine can do.
+
+Each subcommand is imported when it is called, so that help and option errors come without heavy imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "run": "start a training script on one or several machines",
+    "check": "report versions, devices and the speed of each precision on this machine",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (None: the process's own) and return its exit status; 2 is a usage error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] == "run":
+            from booster.cli.run import run
+
+            return run(arguments[1:])
+        if arguments and arguments[0] == "check":
+            from booster.cli.check import check
+
+            return check(arguments[1:])
+        parser = _parser()
+        parser.parse_args(arguments)
+        parser.error(f"no command given; choose one of {', '.join(_COMMANDS)}")
+    except SystemExit as exit_request:  # argparse exits; main returns a status instead
+        return exit_request.code if isinstance(exit_request.code, int) else 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    listing = "\n".join(f"  {name:<8}{text}" for name, text in _COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="booster",
+        usage="booster [-h] [--version] {run,check} ...",
+        description="Mixed-precision training for PyTorch.",
+        epilog=f"commands:\n{listing}\n\n`booster COMMAND --help` describes one of them.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"booster {_version()}")
+    parser.add_argument("command", nargs="?", choices=sorted(_COMMANDS), help=argparse.SUPPRESS)
+    return parser
+
+
+def _version() -> str:
+    import booster
+
+    return booster.__version__

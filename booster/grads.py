@@ -1,0 +1,53 @@
+"""Reading gradients: their values, their norms, and whether they are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that hold the gradients of `params`, none of which may lack one; writing to them writes `.grad`.
+
+    A sparse gradient is coalesced in place and gives its values.
+    """
+    values = []
+    for param in params:
+        grad = param.grad
+        if grad.is_sparse:  # type: ignore[union-attr]
+            param.grad = grad.coalesce()  # type: ignore[union-attr]
+            grad = param.grad._values()
+        values.append(grad)
+    return values  # type: ignore[return-value]
+
+
+def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Norm of each tensor of `values` (at least one), stacked on the device of the first; shape (len(values),).
+
+    dtype: what to sum in; None means each tensor's own, and float32 for half tensors, whose squares would overflow.
+    """
+    if dtype is None and any(value.dtype in _HALF for value in values):
+        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+    norms = torch._foreach_norm(values, norm_type, dtype=dtype)  # type: ignore[arg-type, call-overload]
+    device = norms[0].device
+    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+
+
+def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> list[int]:
+    """Which of `values` hold an inf or NaN, exactly; waits for the device. `norms`: their norms, to read few of them.
+
+    The norm of finite values can overflow, so each tensor with a non-finite norm is looked at once more.
+    """
+    suspects = [index for index, finite in enumerate(norms.isfinite().tolist()) if not finite]
+    return [index for index in suspects if not values[index].isfinite().all()]
+
+
+def agree_on(found_inf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Make every rank of `group` know if any of them found an inf: one MAX all-reduce of a 0-dim float, in place."""
+    if group is not None:
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
+    return found_inf

@@ -1,0 +1,1 @@
+"""What `boost` returns: wrappers of the user's objects."""

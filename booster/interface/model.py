@@ -1,0 +1,183 @@
+"""The boosted model and criterion: the user's own, run under a precision, otherwise transparent."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from booster.casting import cast_floats
+
+
+class ForwardPrecision(Protocol):
+    """What a wrapper needs of a precision."""
+
+    def forward_context(self) -> AbstractContextManager[Any]: ...
+
+    @property
+    def output_dtype(self) -> torch.dtype | None: ...
+
+
+class ModelWrapper(nn.Module):
+    """A model whose forward, and every method called through it, runs under a precision.
+
+    `module` is what forward calls: the user's model as a plugin placed it. Attributes, `state_dict` keys, parameter and
+    module names are those of the user's model, whatever wraps it. Attributes that the model has are set on the model.
+
+    A method other than forward runs on the user's model itself, so a plugin's gradient synchronisation does not see it:
+    where a plugin wraps the model, a method that returns a result with gradients raises RuntimeError.
+    """
+
+    def __init__(self, module: nn.Module, precision: ForwardPrecision) -> None:
+        super().__init__()
+        self._precision = precision
+        self.module = module
+        self.register_load_state_dict_pre_hook(_add_prefix)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.forward_context():
+            output = self.module(*args, **kwargs)
+        return cast_floats(output, self._precision.output_dtype)
+
+    def unwrap(self) -> nn.Module:
+        """The user's model, as it was given to `boost`; a `torch.compile` wrapper of the user's stays."""
+        return unwrap_placed(self.module)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state dict of the user's model, keys as the user knows them."""
+        return bare(self.module).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load into the user's model."""
+        return bare(self.module).load_state_dict(state_dict, strict, assign)
+
+    # parameters(), modules() and buffers() of nn.Module follow from this one.
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        yield from bare(self.module).named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from bare(self.module).named_children()
+
+    # These three recurse through children() in nn.Module, and would miss the module itself.
+    def train(self, mode: bool = True) -> ModelWrapper:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ModelWrapper:
+        bare(self.module).apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ModelWrapper:
+        self.module._apply(fn, recurse)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        value = getattr(bare(self.module), name)
+        if callable(value) and getattr(value, "__self__", None) is bare(self.module):
+            return self._under_precision(value, name)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        modules = self.__dict__.get("_modules", {})
+        own = name in self.__dict__ or name in modules or name == "training" or hasattr(type(self), name)
+        if not own and "module" in modules and hasattr(bare(modules["module"]), name):
+            setattr(bare(modules["module"]), name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __len__(self) -> int:
+        return len(bare(self.module))  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        return bare(self.module)[index]  # type: ignore[index]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _under_precision(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._precision.forward_context():
+                output = method(*args, **kwargs)
+            if output is None or output is method.__self__:  # type: ignore[attr-defined]
+                return output
+            if self.module is not self.unwrap() and torch.is_grad_enabled() and _has_graph(output):
+                raise RuntimeError(
+                    f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
+                    "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
+                )
+            return cast_floats(output, self._precision.output_dtype)
+
+        return run
+
+
+class CriterionWrapper:
+    """A loss function that is not a module, run under a precision. Attributes pass through."""
+
+    def __init__(self, criterion: Callable[..., Any], precision: ForwardPrecision) -> None:
+        self.criterion = criterion
+        self._precision = precision
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.forward_context():
+            output = self.criterion(*args, **kwargs)
+        return cast_floats(output, self._precision.output_dtype)
+
+    def unwrap(self) -> Callable[..., Any]:
+        """The user's function."""
+        return self.criterion
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "criterion":
+            raise AttributeError(name)
+        return getattr(self.criterion, name)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The module at the bottom of plugin and `torch.compile` wrappers: the one whose names users know."""
+    module = unwrap_placed(module)
+    while isinstance(getattr(module, "_modules", {}).get("_orig_mod"), nn.Module):
+        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return module
+
+
+def unwrap_placed(module: nn.Module) -> nn.Module:
+    """The user's model inside a data-parallel wrapper."""
+    while isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def _wrapper_prefix(module: nn.Module) -> str:
+    prefix = "module."
+    inner = module._modules["module"]
+    while inner is not bare(inner):  # type: ignore[arg-type]
+        name = "module" if isinstance(inner, nn.parallel.DistributedDataParallel) else "_orig_mod"
+        prefix += f"{name}."
+        inner = inner._modules[name]  # type: ignore[union-attr]
+    return prefix
+
+
+def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    # Only met when the wrapper is a child of another module that loads; torch then walks into `module`.
+    long = prefix + _wrapper_prefix(module)
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[long + key[len(prefix) :]] = state_dict.pop(key)
+
+
+def _has_graph(tree: Any) -> bool:
+    tensors: list[torch.Tensor] = []
+    torch.utils._pytree.tree_map_only(torch.Tensor, tensors.append, tree)
+    return any(tensor.grad_fn is not None for tensor in tensors)

@@ -1,0 +1,324 @@
+"""The boosted optimizer: a torch Optimizer around the user's own, which knows the loss scale and owns the skip decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from booster.update.backward import run_backward
+from booster.update.device import DeviceUpdate
+from booster.update.errors import LossScaleError
+from booster.update.fused import honours_grad_scale, keep_implementation
+from booster.update.host import HostUpdate
+from booster.update.step_result import StepResult
+from booster.update.base import Update
+from booster.loss_scaler import LossScaler
+
+STATE_KEY = "booster"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """How boosted optimizers step; the arguments of the same names of `Booster`."""
+
+    fused_optimizer: bool | str = True
+    skip_nonfinite: bool = False
+    max_consecutive_skips: int | None = 50
+
+
+class OptimizerWrapper(Optimizer):
+    """The user's optimizer, stepped on unscaled gradients or not at all.
+
+    To schedulers, hooks and `isinstance` it is a torch Optimizer: `param_groups`, `state`, `defaults` and hooks are those
+    of the optimizer inside, which is never re-created.
+
+    names: parameter -> qualified name, for reports. group: the ranks that must skip together; None means this one alone.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: LossScaler,
+        names: Mapping[torch.Tensor, str],
+        *,
+        group: dist.ProcessGroup | None = None,
+        options: UpdateOptions | None = None,
+        backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
+        options = options or UpdateOptions()
+        self.optimizer = optimizer
+        self._max_consecutive_skips = options.max_consecutive_skips
+        self._backward_context = backward_context
+        self._update = _make_update(optimizer, scaler, names, group=group, skip_nonfinite=options.skip_nonfinite)
+        self._fused = honours_grad_scale(optimizer)
+        self._held: str | None = None
+        self._unsettled: StepResult | None = None
+        self._deferred: list[Callable[[], None]] = []
+        self._num_steps = 0
+        self._num_applied = 0
+        self._num_consecutive_skips = 0
+        self._progress = 0
+        self._last_result: StepResult | None = None
+
+    # ------------------------------------------------------------------ training
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        inputs: Any = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`."""
+        run_backward(loss, [self], inputs=inputs, retain_graph=retain_graph, create_graph=create_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
+        """Update the parameters, unless the gradients of any rank hold an inf or NaN; then the loss scale.
+
+        The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise the step is
+        torch's. Side effects: one scalar MAX all-reduce when checking on several ranks; one host read, except where a
+        CUDA fused optimizer decides by itself.
+        Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
+        `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
+        """
+        if self._held is not None:
+            raise RuntimeError(self._held)
+        self.settle()
+        result = self._update.step() if closure is None else self._step_with_closure(closure)
+        self._num_steps += 1
+        self._unsettled = self._last_result = result
+        if not self._update.decides_on_device:
+            self.settle()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch; pending clips are forgotten with the gradients."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._update.forget_gradients()
+
+    def unscale_grads(self) -> None:
+        """Make `.grad` readable now: divided by the loss scale and clipped as asked so far. Repeating it does nothing.
+
+        Until then, and until `step()`, gradients under a loss scaler are scaled.
+        """
+        self._update.unscale()
+
+    @torch.no_grad()
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the unscaled gradients of this optimizer's parameters to a total norm; returns the norm before, 0-dim.
+
+        May be called any number of times, before or after the other clip. The factor is torch's,
+        `max_norm / (norm + 1e-6)`, and reaches the gradients in `step()` or `unscale_grads()`. A norm that is not finite
+        makes the step a skip; with `error_if_nonfinite` it raises RuntimeError.
+        """
+        max_norm, norm_type = float(max_norm), float(norm_type)
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm={max_norm} is not legal; it must be a number of at least 0")
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type} is not legal; it must be above 0, or inf")
+        return self._update.clip_norm(max_norm, norm_type, error_if_nonfinite)
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clamp each unscaled gradient to [-clip_value, clip_value]; gradients that are not finite make a skip."""
+        clip_value = float(clip_value)
+        if not clip_value >= 0:
+            raise ValueError(f"clip_value={clip_value} is not legal; it must be a number of at least 0")
+        self._update.clip_value(clip_value)
+
+    # ------------------------------------------------------------------ what happened
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the next loss; 1.0 without a loss scaler. Waits for the device where the scale lives on one."""
+        return self._update.scaler.scale
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last `step()` left the parameters alone; False before the first."""
+        return self._last_result is not None and not self._last_result.applied
+
+    @property
+    def num_applied(self) -> int:
+        """Steps that updated the parameters."""
+        self.settle()
+        return self._num_applied
+
+    @property
+    def num_skipped(self) -> int:
+        """Steps that did not."""
+        self.settle()
+        return self._num_steps - self._num_applied
+
+    @property
+    def num_consecutive_skips(self) -> int:
+        """Steps skipped since the last one that was applied."""
+        self.settle()
+        return self._num_consecutive_skips
+
+    @property
+    def progress(self) -> int:
+        """Steps applied in this process, never restored from a checkpoint: what schedulers follow."""
+        self.settle()
+        return self._progress
+
+    def hold(self, reason: str | None) -> None:
+        """Make `step()` raise RuntimeError with `reason` until it is held with None."""
+        self._held = reason
+
+    def when_settled(self, action: Callable[[], None]) -> None:
+        """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
+        if self._unsettled is None:
+            action()
+        else:
+            self._deferred.append(action)
+
+    def settle(self) -> None:
+        """Take the last step's outcome into the counters and run what waited for it. Waits for the device at most once.
+
+        Raises `LossScaleError` when `max_consecutive_skips` is reached.
+        """
+        if self._unsettled is None:
+            return
+        result, self._unsettled = self._unsettled, None
+        if result.applied:
+            self._num_applied += 1
+            self._progress += 1
+            self._num_consecutive_skips = 0
+        else:
+            self._num_consecutive_skips += 1
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            action()
+        if self._max_consecutive_skips is not None and self._num_consecutive_skips >= self._max_consecutive_skips:
+            raise LossScaleError(self._skip_report(result))
+
+    # ------------------------------------------------------------------ being an Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # not yet set: pickle and copy look for attributes on an empty object
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    @property
+    def backward_context(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
+        return self._backward_context
+
+    def unwrap(self) -> Optimizer:
+        """The user's optimizer."""
+        return self.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's state dict of the optimizer inside, plus the key "booster": loss-scaler state and step counters."""
+        self.settle()
+        state = self.optimizer.state_dict()
+        state[STATE_KEY] = {
+            "loss_scaler": self._update.scaler.state_dict(),
+            "num_steps": self._num_steps,
+            "num_applied": self._num_applied,
+            "num_consecutive_skips": self._num_consecutive_skips,
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, or a plain torch optimizer's; then the loss scale stays as it is.
+
+        Raises ValueError, with nothing loaded, if the scaler state does not fit this precision.
+        """
+        state_dict = dict(state_dict)
+        own = state_dict.pop(STATE_KEY, None)
+        scaler = self._update.scaler
+        before = scaler.state_dict()
+        if own is not None:
+            scaler.load_state_dict(own["loss_scaler"])
+        try:
+            self.optimizer.load_state_dict(state_dict)
+        except Exception:
+            scaler.load_state_dict(before)
+            raise
+        keep_implementation(self.optimizer, self._fused)
+        self._update.reset()
+        if own is not None:
+            self._num_steps = int(own["num_steps"])
+            self._num_applied = int(own["num_applied"])
+            self._num_consecutive_skips = int(own["num_consecutive_skips"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    # ------------------------------------------------------------------ inside
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
+        if self._update.scaler.enabled:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(closure) cannot run under a loss scaler: the decision to skip falls "
+                "after backward, inside the closure. Use mixed_precision='fp32' or 'bf16', or, if the optimizer does not "
+                "need a closure, call booster.backward(loss, optimizer) and then step()"
+            )
+        return self._update.step_with_closure(closure)
+
+    def _skip_report(self, result: StepResult) -> str:
+        scaler = self._update.scaler
+        last = self._num_steps - self._num_consecutive_skips
+        floor = " (its minimum)" if scaler.min_scale is not None and scaler.scale <= scaler.min_scale else ""
+        return (
+            f"{self._num_consecutive_skips} optimizer steps in a row were skipped, up to step {self._num_steps}; "
+            f"{f'the last finite one was step {last}' if last else 'none was finite'}. Reason: {result.skipped_reason}; "
+            f"not finite: {', '.join(result.culprit) or 'gradients of another rank'}; loss scale {scaler.scale:g}{floor}. "
+            "Look at these parameters' module and its inputs, lower the learning rate, keep the module in float32 "
+            "(keep_fp32=...), or raise Booster(max_consecutive_skips=...), which is "
+            f"{self._max_consecutive_skips}"
+        )
+
+
+def _make_update(
+    optimizer: Optimizer,
+    scaler: LossScaler,
+    names: Mapping[torch.Tensor, str],
+    *,
+    group: dist.ProcessGroup | None,
+    skip_nonfinite: bool,
+) -> Update:
+    devices = {param.device for param_group in optimizer.param_groups for param in param_group["params"]}
+    if honours_grad_scale(optimizer) and len(devices) == 1 and next(iter(devices)).type == "cuda":
+        scaler = scaler.on_device(next(iter(devices)))
+        return DeviceUpdate(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
+    return HostUpdate(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)

@@ -1,0 +1,225 @@
+"""Loss scales: none, and the dynamic one of torch.amp with hysteresis and bounds, on the host or on a device.
+
+Algorithm: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2. A scale multiplies the loss so that small
+gradients survive float16; a step whose gradients overflow is skipped and the scale backs off, a run of clean steps lets
+it grow. Hysteresis follows Megatron-LM: `hysteresis - 1` overflows are forgiven, and forgiveness is renewed only when
+the scale grows. With hysteresis 1 the trajectory is that of `torch.amp.GradScaler`.
+"""
+
+from __future__ import annotations
+
+import math
+from ctypes import c_float
+from typing import Any
+
+import torch
+
+
+class LossScaler:
+    """The null object: no scaling. Also the interface of every scale."""
+
+    enabled = False
+
+    @property
+    def scale(self) -> float:
+        """The factor on the next loss. Reading it waits for the device where the scale lives on one."""
+        return 1.0
+
+    @property
+    def min_scale(self) -> float | None:
+        return None
+
+    def update(self, found_inf: Any) -> None:
+        """Take note of one optimizer step: `found_inf` says whether its gradients held an inf or NaN."""
+
+    def on_device(self, device: torch.device) -> LossScaler:
+        """The same scale with its state in tensors on `device`, so that updating it needs no host sync."""
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(
+                f"the checkpoint holds loss-scaler state {sorted(state)}, but this precision has no loss scaler; "
+                "resume with the precision that wrote it, or delete that entry to start over"
+            )
+
+
+NoScale = LossScaler
+
+
+class DynamicScale(LossScaler):
+    """A loss scale that backs off on overflow and grows after `growth_interval` clean steps, as host floats.
+
+    Values are rounded to float32 as torch's kernel does. `min_scale == max_scale == init_scale` makes it static: steps
+    that overflow are still skipped. Raises ValueError for an option out of range.
+    """
+
+    enabled = True
+
+    def __init__(
+        self,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+    ) -> None:
+        _check_options(init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
+        self.growth_factor = float(growth_factor)
+        self.backoff_factor = float(backoff_factor)
+        self.growth_interval = int(growth_interval)
+        self.hysteresis = int(hysteresis)
+        self._min_scale = None if min_scale is None else float(min_scale)
+        self.max_scale = None if max_scale is None else float(max_scale)
+        self._scale = _float32(init_scale)
+        self._growth_tracker = 0
+        self._hysteresis_tracker = 0
+
+    @property
+    def scale(self) -> float:
+        return self._scale
+
+    @property
+    def min_scale(self) -> float | None:
+        return self._min_scale
+
+    def update(self, found_inf: Any) -> None:
+        if found_inf:
+            self._growth_tracker = 0
+            self._hysteresis_tracker += 1
+            if self._hysteresis_tracker >= self.hysteresis:
+                scale = _float32(self._scale * self.backoff_factor)
+                self._scale = scale if self._min_scale is None else max(scale, min(self._min_scale, self._scale))
+            return
+        self._growth_tracker += 1
+        if self._growth_tracker == self.growth_interval:
+            self._growth_tracker = 0
+            self._hysteresis_tracker = 0
+            scale = _float32(self._scale * self.growth_factor)
+            if self.max_scale is not None:
+                scale = min(scale, max(self.max_scale, self._scale))
+            if math.isfinite(scale):
+                self._scale = scale
+
+    def on_device(self, device: torch.device) -> LossScaler:
+        return DeviceScale(self, device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self._scale,
+            "growth_tracker": self._growth_tracker,
+            "hysteresis_tracker": self._hysteresis_tracker,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore scale and counters; options such as growth_interval stay those of this object.
+
+        Also reads the state of a `torch.amp.GradScaler`. Raises ValueError, changing nothing, if a value is missing or
+        out of range.
+        """
+        scale, growth, hysteresis = _read_state(state)
+        self._scale, self._growth_tracker, self._hysteresis_tracker = scale, growth, hysteresis
+
+
+class DeviceScale(LossScaler):
+    """A `DynamicScale` whose scale and counters are tensors on one device. `update` takes a 0-dim float tensor.
+
+    `tensor` is replaced, never written to, on every update: a reference taken at backward stays what it was.
+    """
+
+    enabled = True
+
+    def __init__(self, host: DynamicScale, device: torch.device) -> None:
+        self._options = host
+        self._device = device
+        self._load(host.state_dict())
+
+    @property
+    def scale(self) -> float:
+        return float(self.tensor)
+
+    @property
+    def min_scale(self) -> float | None:
+        return self._options.min_scale
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        options = self._options
+        found = found_inf.reshape(()) > 0
+        hysteresis = self._hysteresis_tracker + found
+        growth = torch.where(found, 0, self._growth_tracker + 1)
+        grows = growth == options.growth_interval
+        backed_off = (self.tensor.double() * options.backoff_factor).float()
+        if options.min_scale is not None:
+            backed_off = backed_off.clamp_min(options.min_scale).minimum(self.tensor)
+        grown = (self.tensor.double() * options.growth_factor).float()
+        if options.max_scale is not None:
+            grown = grown.clamp_max(options.max_scale).maximum(self.tensor)
+        grown = torch.where(grown.isfinite(), grown, self.tensor)
+        scale = torch.where(found & (hysteresis >= options.hysteresis), backed_off, self.tensor)
+        self.tensor = torch.where(grows, grown, scale)
+        self._growth_tracker = torch.where(grows, 0, growth)
+        self._hysteresis_tracker = torch.where(grows, 0, hysteresis)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": float(self.tensor),
+            "growth_tracker": int(self._growth_tracker),
+            "hysteresis_tracker": int(self._hysteresis_tracker),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `DynamicScale.load_state_dict`."""
+        _read_state(state)
+        self._load(state)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        scale, growth, hysteresis = _read_state(state)
+        self.tensor = torch.tensor(scale, dtype=torch.float32, device=self._device)
+        self._growth_tracker = torch.tensor(growth, dtype=torch.int64, device=self._device)
+        self._hysteresis_tracker = torch.tensor(hysteresis, dtype=torch.int64, device=self._device)
+
+
+def _float32(value: float) -> float:
+    return float(c_float(value).value)
+
+
+def _read_state(state: dict[str, Any]) -> tuple[float, int, int]:
+    missing = {"scale"} - state.keys()
+    if missing:
+        raise ValueError(f"loss-scaler state lacks {sorted(missing)}; it holds {sorted(state)}")
+    scale = float(state["scale"])
+    growth = int(state.get("growth_tracker", state.get("_growth_tracker", 0)))
+    hysteresis = int(state.get("hysteresis_tracker", 0))
+    if not (math.isfinite(scale) and scale > 0 and growth >= 0 and hysteresis >= 0):
+        raise ValueError(f"loss-scaler state is out of range: {state}")
+    return scale, growth, hysteresis
+
+
+def _check_options(
+    init_scale: float,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float | None,
+    max_scale: float | None,
+) -> None:
+    def require(condition: bool, name: str, value: object, legal: str) -> None:
+        if not condition:
+            raise ValueError(f"{name}={value!r} is not legal; it must be {legal}")
+
+    require(math.isfinite(init_scale) and init_scale > 0, "init_scale", init_scale, "a finite number above 0")
+    require(growth_factor > 1, "growth_factor", growth_factor, "above 1")
+    require(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "between 0 and 1")
+    require(growth_interval >= 1, "growth_interval", growth_interval, "at least 1")
+    require(hysteresis >= 1, "hysteresis", hysteresis, "at least 1")
+    if min_scale is not None:
+        require(0 < min_scale <= init_scale, "min_scale", min_scale, f"above 0 and at most init_scale={init_scale}")
+    if max_scale is not None:
+        require(max_scale >= init_scale, "max_scale", max_scale, f"at least init_scale={init_scale}")

@@ -1,0 +1,62 @@
+"""Precisions, and the table of their names."""
+
+from __future__ import annotations
+
+from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision.base import FP32, MixedPrecision, Placement
+from booster.loss_scaler import DynamicScale, LossScaler, NoScale
+from booster.mixed_precision.policy import DtypePolicy
+
+__all__ = [
+    "FP32",
+    "AutocastMixedPrecision",
+    "BF16MixedPrecision",
+    "DtypePolicy",
+    "DynamicScale",
+    "FP16TorchMixedPrecision",
+    "LossScaler",
+    "MixedPrecision",
+    "NoScale",
+    "Placement",
+    "available",
+    "make",
+    "register",
+]
+
+_REGISTRY: dict[str, type[MixedPrecision]] = {
+    "fp32": FP32,
+    "fp16": FP16TorchMixedPrecision,
+    "bf16": BF16MixedPrecision,
+}
+
+
+def register(name: str, strategy: type[MixedPrecision]) -> None:
+    """Make `Booster(mixed_precision=name)` mean `strategy()`. Raises ValueError if the name is taken by another class."""
+    if not (isinstance(strategy, type) and issubclass(strategy, MixedPrecision)):
+        raise TypeError(f"register({name!r}, {strategy!r}) needs a subclass of booster.mixed_precision.MixedPrecision")
+    if _REGISTRY.get(name, strategy) is not strategy:
+        raise ValueError(f"mixed_precision {name!r} is already {_REGISTRY[name].__name__}; choose another name")
+    _REGISTRY[name] = strategy
+
+
+def available() -> list[str]:
+    """Names that `Booster(mixed_precision=...)` accepts."""
+    return sorted(_REGISTRY)
+
+
+def make(precision: str | MixedPrecision | None) -> MixedPrecision:
+    """A strategy from what a user passed: None means float32, a string is looked up, an object is returned."""
+    if precision is None:
+        return FP32()
+    if isinstance(precision, str):
+        if precision not in _REGISTRY:
+            raise ValueError(
+                f"mixed_precision={precision!r} is unknown; choose one of {available()} or pass a MixedPrecision"
+            )
+        return _REGISTRY[precision]()
+    if isinstance(precision, MixedPrecision):
+        return precision
+    raise TypeError(
+        f"mixed_precision must be one of {available()}, a MixedPrecision object or None, got {type(precision).__name__}"
+        + ("; pass an instance of it" if isinstance(precision, type) else "")
+    )

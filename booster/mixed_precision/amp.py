@@ -1,0 +1,145 @@
+"""Mixed precision on torch.autocast: float32 parameters, half-precision matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.base import MixedPrecision
+from booster.casting import HALF_DTYPES
+from booster.loss_scaler import DynamicScale, LossScaler
+from booster.mixed_precision.pins import Float32Hooks, Pin, normalise_pins, pin_names
+from booster.mixed_precision.policy import DtypePolicy
+
+
+class AutocastMixedPrecision(MixedPrecision):
+    """Float32 parameters; forward passes run under `torch.autocast` to `dtype`. Base of `fp16` and `bf16`.
+
+    cache_enabled: keep each weight's half copy for the rest of a forward pass. output_dtype: floating dtype of what the
+    model returns; None leaves the dtypes that autocast produced. keep_fp32: modules that compute in float32, by type,
+    name pattern or predicate (see `pins.pin_names`). sdpa_fp32: run scaled_dot_product_attention in float32 while
+    training; "auto" does so on CPU, where its half-precision backward is several times slower.
+    """
+
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        *,
+        cache_enabled: bool = True,
+        output_dtype: torch.dtype | None = torch.float32,
+        keep_fp32: Pin | Iterable[Pin] = (),
+        sdpa_fp32: bool | Literal["auto"] = "auto",
+    ) -> None:
+        if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
+            raise ValueError(f"output_dtype={output_dtype!r} is not legal; pass a floating torch dtype, or None")
+        if sdpa_fp32 not in (True, False, "auto"):
+            raise ValueError(f"sdpa_fp32={sdpa_fp32!r} is not legal; choose True, False or 'auto'")
+        self._cache_enabled = bool(cache_enabled)
+        self._keep_fp32 = normalise_pins(keep_fp32)
+        self._sdpa_fp32 = sdpa_fp32
+        self.policy = DtypePolicy(output=output_dtype)
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(f"bfloat16 does not run on {name}; use mixed_precision='fp16' or 'fp32'")
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        autocast = torch.autocast(self.device.type, self.dtype, cache_enabled=self._cache_enabled)
+        if not self._float32_attention or not torch.is_grad_enabled():
+            return autocast
+        return _Both(autocast, Float32Attention(self.device.type))
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
+
+    def check(self, model: nn.Module) -> None:
+        half = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF_DTYPES]
+        if half:
+            shown = ", ".join(half[:10]) + (f" and {len(half) - 10} more" if len(half) > 10 else "")
+            raise ValueError(
+                f"{type(self).__name__} trains float32 parameters, but these trainable ones are in half precision: {shown}. "
+                f"Use mixed_precision={self._naive_name!r}, which keeps float32 masters of half weights, or load the model "
+                "in float32 with model.float()"
+            )
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        if self._keep_fp32:
+            hooks = Float32Hooks(self.device.type)
+            for name in sorted(pin_names(model, self._keep_fp32)):
+                hooks.install(model.get_submodule(name))
+        return model
+
+    @property
+    def _float32_attention(self) -> bool:
+        return self.device.type == "cpu" if self._sdpa_fp32 == "auto" else bool(self._sdpa_fp32)
+
+    @property
+    def _naive_name(self) -> str:
+        return "fp16_naive" if self.dtype == torch.float16 else "bf16_naive"
+
+
+class FP16TorchMixedPrecision(AutocastMixedPrecision):
+    """float16 autocast with a dynamic loss scale, on CPU too. Options of the scale: see `DynamicScale`."""
+
+    dtype = torch.float16
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        cache_enabled: bool = True,
+        output_dtype: torch.dtype | None = torch.float32,
+        keep_fp32: Pin | Iterable[Pin] = (),
+        sdpa_fp32: bool | Literal["auto"] = "auto",
+    ) -> None:
+        super().__init__(
+            cache_enabled=cache_enabled, output_dtype=output_dtype, keep_fp32=keep_fp32, sdpa_fp32=sdpa_fp32
+        )
+        self._scale_options: dict[str, Any] = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "min_scale": min_scale,
+            "max_scale": max_scale,
+        }
+        DynamicScale(**self._scale_options)  # wrong options raise here, not at the first boost
+
+    def make_scaler(self) -> LossScaler:
+        return DynamicScale(**self._scale_options)
+
+
+class BF16MixedPrecision(AutocastMixedPrecision):
+    """bfloat16 autocast. bfloat16 has the range of float32, so the loss is not scaled."""
+
+    dtype = torch.bfloat16
+
+
+class _Both:
+    """Two contexts as one, cheaper than an ExitStack on the path of every forward."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)

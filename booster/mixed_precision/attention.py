@@ -1,0 +1,54 @@
+"""Running scaled_dot_product_attention in float32 while training in half precision.
+
+The half-precision backward of the CPU flash kernel is several times slower than the float32 one, so a bfloat16
+transformer spends most of its step there. Inference keeps the half kernel, whose forward is the faster one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from booster.casting import HALF_DTYPES
+
+
+class Float32Attention(TorchFunctionMode):
+    """While active, attention that needs gradients computes in float32 and returns the dtype it would have returned.
+
+    device_type: where autocast may be on, e.g. "cpu". Thread-local, as every torch function mode is.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward and torch.is_grad_enabled():
+            # The call inside it is out of a mode's reach; the math backend computes half inputs in float32.
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        dtype = self._autocast_dtype(query)
+        needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if not needs_grad or dtype not in HALF_DTYPES:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.float()
+        with torch.autocast(self._device_type, enabled=False):
+            out = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask, *args, **kwargs)
+        return out.to(dtype)
+
+    def _autocast_dtype(self, query: torch.Tensor) -> torch.dtype:
+        if query.dtype != torch.float64 and torch.is_autocast_enabled(self._device_type):
+            return torch.get_autocast_dtype(self._device_type)
+        return query.dtype

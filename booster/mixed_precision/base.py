@@ -1,0 +1,140 @@
+"""The strategy interface, which is also the float32 strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.update.fused import switch_to_fused
+from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.loss_scaler import LossScaler, NoScale
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.params import named_parameters, rebind
+
+
+def _place_in_process(module: nn.Module, policy: DtypePolicy) -> nn.Module:
+    return cast_parameters(module, policy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What a strategy is given of the parallelism: callables and a process group, never a plugin.
+
+    place: puts a module where it will run, in the dtypes of a policy, and returns what to call.
+    device: where that is. group: the ranks among which found_inf is agreed; None means no collective, also inside a
+    launched job.
+    """
+
+    place: Callable[[nn.Module, DtypePolicy], nn.Module] = _place_in_process
+    device: torch.device = torch.device("cpu")
+    group: dist.ProcessGroup | None = None
+
+
+class MixedPrecision:
+    """A precision: how model and criterion compute, and whether the loss is scaled. This base class is float32.
+
+    To write one, override what differs: `policy` (dtypes as data), `forward_context` (entered around every forward, in
+    the thread that runs it), `make_scaler`, `check` (refuse what cannot work), `convert` (swap modules). `configure` puts
+    them together and seldom needs overriding. Pass an instance to `Booster`, or `register` the class under a name.
+
+    A strategy may serve several models; it is bound to one device, that of the `Booster` it is given to.
+    """
+
+    policy = DtypePolicy()
+    num_losses = 1  # loss scalers that `Booster.backward(loss_id=...)` can choose from
+    _device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        """Where models under this precision run."""
+        return self._device
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """Floating dtype of what model and criterion return; None leaves it."""
+        return self.policy.output
+
+    def bind(self, device: torch.device) -> None:
+        """Learn the device. Raises ValueError if this precision cannot run there. Called once, by `Booster`."""
+        self._device = device
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A new context for one forward pass."""
+        return nullcontext()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        """A new context for one backward pass, where activations may be recomputed."""
+        return nullcontext()
+
+    def make_scaler(self) -> LossScaler:
+        """A new loss scaler; every boosted optimizer gets its own."""
+        return NoScale()
+
+    def check(self, model: nn.Module) -> None:
+        """Raise if `model` cannot train under this precision. It is not changed yet."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Swap modules or install hooks; runs before the plugin places the model."""
+        return model
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        *,
+        placement: Placement | None = None,
+        options: UpdateOptions | None = None,
+    ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+        """Wrap model, optimizer and criterion so that they run under this precision.
+
+        Order: check, convert, place, rebind the optimizer to the placed parameters, wrap. The user's objects are edited
+        in place: parameters move to the device, the optimizer may switch to its fused kernel.
+        """
+        placement = placement or Placement()
+        options = options or UpdateOptions()
+        self.check(model)
+        before = named_parameters(bare(model))
+        placed = placement.place(self.convert(model), self.policy)
+        boosted = ModelWrapper(placed, self)
+        boosted_criterion = self._wrap_criterion(criterion, placement.device)
+        if optimizer is None:
+            return boosted, None, boosted_criterion
+        rebind(optimizer, before, named_parameters(boosted))
+        if options.fused_optimizer:
+            switch_to_fused(optimizer, boosted)
+        names = {param: name for name, param in boosted.named_parameters()}
+        if isinstance(boosted_criterion, ModelWrapper):
+            names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
+        boosted_optimizer = OptimizerWrapper(
+            optimizer,
+            self.make_scaler(),
+            names,
+            group=placement.group,
+            options=options,
+            backward_context=self.backward_context,
+        )
+        return boosted, boosted_optimizer, boosted_criterion
+
+    def _wrap_criterion(
+        self, criterion: Callable[..., Any] | None, device: torch.device
+    ) -> ModelWrapper | CriterionWrapper | None:
+        if criterion is None:
+            return None
+        if isinstance(criterion, nn.Module):
+            return ModelWrapper(criterion.to(device), self)
+        return CriterionWrapper(criterion, self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(device={str(self.device)!r})"
+
+
+FP32 = MixedPrecision

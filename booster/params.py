@@ -1,0 +1,44 @@
+"""Parameters by name, and optimizers that must follow when a plugin moves or replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter of `model` by its qualified name; a tied parameter has one entry, its first name."""
+    return dict(model.named_parameters())
+
+
+def rebind(optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
+    """Make `optimizer` hold `new[name]` wherever it held `old[name]`, and move its state along.
+
+    Groups are edited in place, because LR schedulers hold them. State of the parameter's shape goes to the new
+    parameter's device. Parameters in neither mapping stay. Raises RuntimeError, with nothing changed, if a parameter
+    has no counterpart.
+    """
+    names = {id(param): name for name, param in old.items()}
+    missing = [names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)]
+    if missing:
+        raise RuntimeError(f"after placing the model there is no parameter named {missing}; its optimizer would not train it")
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            if id(param) not in names:
+                continue
+            replacement = new[names[id(param)]]
+            if replacement is not param:
+                group["params"][index] = replacement
+                if param in optimizer.state:
+                    optimizer.state[replacement] = optimizer.state.pop(param)
+            _move_state(optimizer, replacement)
+
+
+def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:
+    state = optimizer.state.get(param)
+    for key, value in (state or {}).items():
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device != param.device:
+            state[key] = value.to(param.device)

@@ -1,0 +1,104 @@
+"""The plugin interface, and the plugin of a single device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from booster.data import prepare_dataloader
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+
+
+class Plugin(ABC):
+    """A parallelism: where modules live, which ranks share the batch, and when gradients are synchronised.
+
+    A plugin knows a precision only as a `DtypePolicy`. Write one by overriding `place`, and `no_sync`, `group` and the
+    data-parallel coordinates where there is more than one rank.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Plugin:
+        wrong = {"precision", "mixed_precision", "fp16", "bf16", "amp"} & kwargs.keys()
+        if wrong:
+            raise TypeError(
+                f"{cls.__name__} got {sorted(wrong)}: precision belongs to Booster alone; write "
+                f"Booster(mixed_precision=..., plugin={cls.__name__}(...))"
+            )
+        return super().__new__(cls)
+
+    @abstractmethod
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        """Put `module` on `device` in the dtypes of `policy` and return what is to be called; may run collectives."""
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if this plugin cannot run on `device`."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that must skip a step together; None means no collective."""
+        return None
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that see different data."""
+        return self.group
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among those that see different data."""
+        group = self.data_parallel_group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks see different data."""
+        group = self.data_parallel_group
+        return 1 if group is None else dist.get_world_size(group)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Context in which forward and backward of a placed module leave gradients unsynchronised."""
+        return nullcontext()
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type[Sampler[Any]] | None = None,
+        **dataloader_options: Any,
+    ) -> DataLoader[Any]:
+        """A DataLoader over this rank's share of `dataset`; `batch_size` is per rank.
+
+        seed: of the shuffling, the same on all ranks, and of the workers, which differ. drop_last: drop the tail that
+        does not fill a batch, or does not divide among ranks; without it the sampler repeats samples to divide.
+        dataloader_options: any other argument of `torch.utils.data.DataLoader`.
+        """
+        return prepare_dataloader(
+            dataset,
+            batch_size,
+            rank=self.data_parallel_rank,
+            world_size=self.data_parallel_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            num_workers=num_workers,
+            distributed_sampler_cls=distributed_sampler_cls,
+            **dataloader_options,
+        )
+
+
+class SingleDevice(Plugin):
+    """No parallelism: every process trains its own model."""
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        return cast_parameters(module.to(device), policy)

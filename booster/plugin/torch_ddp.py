@@ -1,0 +1,96 @@
+"""Data parallelism with torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from booster.launch import environment_world_size
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.plugin.base import Plugin
+
+CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class TorchDDPPlugin(Plugin):
+    """Every rank holds the whole model and a share of the batch; gradients are averaged during backward.
+
+    broadcast_buffers, bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph: those of
+    `DistributedDataParallel`. sync_batchnorm: make BatchNorm statistics global (CUDA only). comm_hook: a DDP
+    communication hook `(state, bucket) -> Future`, called with the process group as its state, or a pair (state, hook).
+
+    In a world of one, with or without a process group, the model is left unwrapped. Construct it after
+    `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        sync_batchnorm: bool = False,
+        comm_hook: CommHook | tuple[Any, CommHook] | None = None,
+    ) -> None:
+        if not dist.is_initialized() and environment_world_size() > 1:
+            raise RuntimeError(
+                f"this job was launched with WORLD_SIZE={environment_world_size()}, but there is no process group, so every "
+                "process would train alone; call booster.launch_from_torch() before TorchDDPPlugin()"
+            )
+        hook = comm_hook[1] if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else comm_hook
+        if hook is not None and not callable(hook):
+            raise TypeError(f"comm_hook must be a DDP hook or a pair (state, hook), got {comm_hook!r}")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not legal; it must be above 0")
+        self._ddp_options = {
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        self._sync_batchnorm = sync_batchnorm
+        self._comm_hook = comm_hook if isinstance(comm_hook, tuple) or hook is None else (None, hook)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return dist.group.WORLD
+        return None
+
+    def check_device(self, device: torch.device) -> None:
+        if self._sync_batchnorm and device.type != "cuda":
+            raise ValueError(
+                f"sync_batchnorm=True needs CUDA, where torch implements it; the device is {device}. "
+                "Use sync_batchnorm=False"
+            )
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        module = cast_parameters(module.to(device), policy)
+        if self._sync_batchnorm:
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        dtypes = {param.dtype for param in module.parameters() if param.requires_grad}
+        if policy.reduce is not None and dtypes and dtypes != {policy.reduce}:
+            raise ValueError(
+                f"DistributedDataParallel reduces gradients in the dtype of the parameters, {sorted(map(str, dtypes))}, "
+                f"not in reduce={policy.reduce}; leave it None, or use comm_hook"
+            )
+        if self.group is None or not dtypes:
+            return module
+        index = None if device.type == "cpu" else [device]
+        placed = DistributedDataParallel(module, device_ids=index, process_group=self.group, **self._ddp_options)
+        if self._comm_hook is not None:
+            state, hook = self._comm_hook
+            placed.register_comm_hook(self.group if state is None else state, hook)
+        return placed
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()

@@ -1,0 +1,74 @@
+"""One backward pass on behalf of one or several boosted optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster.update.base import JointDecision
+from booster.casting import HALF_DTYPES
+
+if TYPE_CHECKING:
+    from booster.interface.optimizer import OptimizerWrapper
+
+
+def run_backward(
+    loss: torch.Tensor,
+    optimizers: Sequence[OptimizerWrapper],
+    *,
+    divisor: float = 1.0,
+    inputs: Any = None,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> None:
+    """Accumulate the gradients of `loss / divisor`, scaled for all of `optimizers` by the smallest of their scales.
+
+    loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. Optimizers
+    given together step together: one decision for all. Side effect: the plugin's gradient collectives run inside.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"the loss must be a tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
+    if not loss.requires_grad:
+        raise RuntimeError("the loss does not require gradients: it was computed under no_grad, or from detached tensors")
+    updates = [optimizer._update for optimizer in optimizers]
+    scaled = [update.next_scale for update in updates if update.scaler.enabled]
+    scale: Any = _smallest(scaled) if scaled else 1.0
+    if len(updates) > 1:
+        joined = {id(member): member for update in updates for member in (update, *_waiting(update))}
+        decision = JointDecision(list(joined.values()))
+        for update in decision.updates:
+            update.joint = decision
+    elif updates[0].joint.updates != updates and not updates[0].has_gradients_of_a_backward:
+        updates[0].joint = JointDecision(updates)
+    for update in updates:
+        update.before_backward(scale)
+    if loss.dtype in HALF_DTYPES:
+        loss = loss.float()
+    seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
+    if isinstance(seed, torch.Tensor):
+        gradient: torch.Tensor | None = seed.to(loss.device, loss.dtype).expand_as(loss)
+    elif seed == 1.0:
+        gradient = None
+    else:
+        gradient = torch.full_like(loss, seed, requires_grad=False)
+    with optimizers[0].backward_context():
+        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
+    for update in updates:
+        update.after_backward(loss)
+
+
+def _smallest(scales: list[Any]) -> Any:
+    smallest = scales[0]
+    for scale in scales[1:]:
+        if isinstance(smallest, torch.Tensor) or isinstance(scale, torch.Tensor):
+            smallest = torch.minimum(torch.as_tensor(smallest), torch.as_tensor(scale))
+        else:
+            smallest = min(smallest, scale)
+    return smallest
+
+
+def _waiting(update: Any) -> list[Any]:
+    return update.joint.updates if update.has_gradients_of_a_backward else []

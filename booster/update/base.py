@@ -1,0 +1,257 @@
+"""The gradients of one optimizer from backward to step: their scale, the clips that wait, and the decision to step.
+
+Nothing here writes a gradient unless it must. The norm of the *scaled* gradients, read once, tells both the overflow and
+the clip factor; scale and clip then reach a fused optimizer as one number, `grad_scale`, or everyone else as one
+multiplication. Where the numbers live, on the host or on a device, is what the two subclasses differ in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from booster.grads import gradient_values
+from booster.update.step_result import StepResult
+from booster.loss_scaler import LossScaler
+
+BARE_BACKWARD = (
+    "optimizer.step() found gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler "
+    "a bare loss.backward() leaves them unscaled. Call booster.backward(loss, optimizer) instead, and name every "
+    "optimizer that will step on that loss: booster.backward(loss, [optimizer_a, optimizer_b])"
+)
+
+
+class Update(ABC):
+    """State of one optimizer's gradients; see the module docstring.
+
+    names: the name of each parameter, for reports. group: where ranks agree on found_inf; None means alone.
+    skip_nonfinite: check gradients, and skip, also without a loss scaler and without clipping.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: LossScaler,
+        names: Mapping[torch.Tensor, str],
+        *,
+        group: dist.ProcessGroup | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.joint = JointDecision([self])
+        self._names = names
+        self._group = group
+        self._skip_nonfinite = skip_nonfinite
+        self._scale: Any = None  # what .grad is multiplied by; None: no gradients that we know of
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what belongs to one step."""
+        self._factor: Any = None  # product of the clip factors not yet applied
+        self._norms: dict[float, Any] = {}  # by norm type, of .grad as it is
+        self._reported_norm: Any = None
+        self._known_found: Any = None
+        self._check = self.scaler.enabled or self._skip_nonfinite
+        self._num_backwards = 0
+        self.losses: list[torch.Tensor] = []
+
+    def forget_gradients(self) -> None:
+        """The gradients were zeroed."""
+        self._scale = None
+        self._factor = None
+        self._norms = {}
+        self._known_found = None
+
+    # ------------------------------------------------------------------ backward
+
+    decides_on_device = False
+
+    @property
+    def has_gradients_of_a_backward(self) -> bool:
+        return self._num_backwards > 0
+
+    @property
+    @abstractmethod
+    def next_scale(self) -> Any:
+        """The scale for the next loss: a float, or a 0-dim tensor where it lives on a device."""
+
+    def before_backward(self, scale: Any) -> None:
+        """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them."""
+        if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
+            self._multiply(scale / self._scale * self._pending)
+        self._scale = scale
+        self._factor = None
+        self._norms = {}
+        self._known_found = None
+        self.joint.found = None
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        self._num_backwards += 1
+        if self._check:
+            self.losses.append(loss.detach())
+
+    # ------------------------------------------------------------------ between backward and step
+
+    def unscale(self) -> None:
+        """Make `.grad` what it would be without a scale, pending clips applied. Calling it again does nothing."""
+        if not self.params():
+            return
+        self._require_backward()
+        if self._check:
+            self.found()
+        if self._factor is not None or not _same(self._known_scale, 1.0):
+            ratio = self._pending / self._known_scale
+            self._multiply(ratio)
+            self._norms = {norm_type: self._times(norm, ratio) for norm_type, norm in self._norms.items()}
+        self._scale = 1.0
+        self._factor = None
+
+    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim."""
+        params = self.params()
+        if not params:
+            return torch.tensor(0.0)
+        self._require_backward()
+        self._check = True
+        norm = self._total(norm_type) * self._pending / self._known_scale
+        if error_if_nonfinite and not torch.as_tensor(norm).isfinite():
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients of {len(params)} parameters is {float(norm)}, so "
+                "it cannot be clipped. Under a loss scaler this is ordinary: leave error_if_nonfinite=False and the "
+                "step is skipped"
+            )
+        if self._reported_norm is None:
+            self._reported_norm = norm
+        self._factor = self._clipped(norm, max_norm)
+        return torch.as_tensor(norm)
+
+    @abstractmethod
+    def clip_value(self, clip_value: float) -> None:
+        """Clamp the unscaled gradients to [-clip_value, clip_value]. A step with non-finite gradients is skipped."""
+
+    @abstractmethod
+    def found(self) -> Any:
+        """Whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor; read once per step."""
+
+    # ------------------------------------------------------------------ step
+
+    def step(self) -> StepResult:
+        """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
+        if not self.params():
+            self.optimizer.step()
+            scale = self.next_scale
+            self.reset()
+            return StepResult(lambda: step_fields(applied=True, loss_scale=float(scale)))
+        self._require_backward()
+        result = self._decide_and_apply()
+        self.reset()
+        return result
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
+        """Step an optimizer that evaluates the loss itself, without a loss scale; clips inside the closure take effect."""
+        if self._skip_nonfinite:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(closure) computes and uses its gradients in one go, so "
+                "skip_nonfinite=True cannot look at them; call booster.backward and step() without a closure, or use "
+                "Booster(skip_nonfinite=False)"
+            )
+
+        def clipped() -> Any:
+            loss = closure()
+            self.unscale()
+            return loss
+
+        loss = self.optimizer.step(clipped)
+        norm = self._reported_norm
+        self.reset()
+        self._scale = 1.0
+        return StepResult(
+            lambda: step_fields(applied=True, loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss
+        )
+
+    @abstractmethod
+    def _decide_and_apply(self) -> StepResult:
+        """Step or skip with gradients at hand, update the scale, and set `_scale` to what `.grad` carries now."""
+
+    # ------------------------------------------------------------------ numbers: float or tensor
+
+    @abstractmethod
+    def _total(self, norm_type: float) -> Any:
+        """Norm over all gradients as they are now, cached."""
+
+    @abstractmethod
+    def _times(self, norm: Any, ratio: Any) -> Any:
+        """A cached norm after every gradient was multiplied by `ratio`."""
+
+    @abstractmethod
+    def _clipped(self, norm: Any, max_norm: float) -> Any:
+        """The pending factor after a clip of gradients whose true norm is `norm`: torch's max_norm / (norm + 1e-6)."""
+
+    # ------------------------------------------------------------------ shared
+
+    @property
+    def _pending(self) -> Any:
+        return 1.0 if self._factor is None else self._factor
+
+    @property
+    def _known_scale(self) -> Any:
+        return 1.0 if self._scale is None else self._scale
+
+    def params(self) -> list[torch.Tensor]:
+        """Parameters that have a gradient, in the order of the groups."""
+        return [param for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
+
+    def culprits(self, indices: list[int], params: list[torch.Tensor]) -> tuple[str, ...]:
+        return tuple(self._names.get(params[index], f"parameter {index} of the optimizer") for index in indices)
+
+    def _multiply(self, ratio: Any) -> None:
+        values = gradient_values(self.params())
+        if values:
+            with torch.no_grad():
+                torch._foreach_mul_(values, ratio)
+
+    def _require_backward(self) -> None:
+        if self.scaler.enabled and self._num_backwards == 0:
+            raise RuntimeError(BARE_BACKWARD)
+
+    @property
+    def _has_step_hooks(self) -> bool:
+        return bool(self.optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+
+class JointDecision:
+    """Optimizers that share a backward and therefore step together or not at all."""
+
+    def __init__(self, updates: list[Update]) -> None:
+        self.updates = updates
+        self.found: Any = None
+
+
+def _same(scale: Any, other: Any) -> bool:
+    if isinstance(scale, torch.Tensor) or isinstance(other, torch.Tensor):
+        return scale is other
+    return scale == other
+
+
+def step_fields(
+    *,
+    applied: bool,
+    loss_scale: float,
+    grad_norm: float | None = None,
+    skipped_reason: str | None = None,
+    culprit: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    return {
+        "applied": applied,
+        "grad_norm": grad_norm,
+        "loss_scale": loss_scale,
+        "skipped_reason": skipped_reason,
+        "culprit": culprit,
+    }

@@ -1,0 +1,80 @@
+"""Torch's fused optimizers: switching to them, and what they take over from the update."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+_logger = logging.getLogger(__name__)
+
+_KERNELS: dict[type[Optimizer], str] = {
+    Adam: "aten::_fused_adam_",
+    AdamW: "aten::_fused_adamw_",
+    SGD: "aten::_fused_sgd_",
+    Adagrad: "aten::_fused_adagrad_",
+}
+
+
+def honours_grad_scale(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
+    return (
+        type(optimizer) in _KERNELS
+        and getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(group.get("fused") for group in optimizer.param_groups)
+    )
+
+
+def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> bool:
+    """Make a torch Adam, AdamW, SGD or Adagrad use its fused kernel, state included; returns whether it does now.
+
+    Left alone: other classes and subclasses, an explicit foreach, fused, capturable or differentiable, devices without
+    the kernel, parameters that are not floating point or get sparse gradients (`model` tells). One INFO line says so.
+    """
+    if not _can_switch(optimizer, model):
+        return False
+    optimizer.defaults["fused"] = True
+    for group in optimizer.param_groups:
+        group["fused"] = True
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if state and isinstance(state.get("step"), torch.Tensor):
+                # The fused kernels count steps in float32 beside the parameter.
+                state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    _logger.info("%s uses its fused implementation; Booster(fused_optimizer=False) keeps the default", _name(optimizer))
+    return True
+
+
+def keep_implementation(optimizer: Optimizer, fused: bool) -> None:
+    """After `optimizer.load_state_dict`, whose groups bring the writer's choice: use the fused kernel as before."""
+    if fused and not all(group.get("fused") for group in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = None, None
+        switch_to_fused(optimizer)
+
+
+def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
+    kernel = _KERNELS.get(type(optimizer))
+    if kernel is None:
+        return False
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        explicit = options.get("foreach") is not None or options.get("fused") is not None
+        if explicit or options.get("capturable") or options.get("differentiable"):
+            return False
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if model is not None:
+        sparse = {id(p) for m in model.modules() if getattr(m, "sparse", False) is True for p in m.parameters(False)}
+        if any(id(param) in sparse for param in params):
+            return False
+    keys = {param.device.type: param.device.type.upper() for param in params}
+    return all(torch.is_floating_point(param) for param in params) and all(
+        torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key) for key in keys.values()
+    )
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__

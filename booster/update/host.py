@@ -1,0 +1,132 @@
+"""The update whose decision is taken on the host: one number is read per step, then the optimizer is called or not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from booster.grads import agree_on, gradient_values, nonfinite_indices, tensor_norms
+from booster.update.fused import honours_grad_scale
+from booster.update.step_result import StepResult
+from booster.update.base import Update, step_fields
+
+
+class _Norm(NamedTuple):
+    total: float
+    nonfinite: list[int]  # indices into params(); empty although total is inf if only the sum overflowed
+
+
+class HostUpdate(Update):
+    """Scale, norms and the decision are Python numbers. Reading the norm waits for the device the gradients are on."""
+
+    @property
+    def next_scale(self) -> float:
+        return self.scaler.scale
+
+    def before_backward(self, scale: Any) -> None:
+        super().before_backward(float(scale))
+
+    def found(self) -> bool:
+        if self._known_found is None:
+            if not self._norms:
+                self._total(2.0)
+            self._known_found = bool(next(iter(self._norms.values())).nonfinite) if self._norms else False
+        return self._known_found
+
+    def clip_value(self, clip_value: float) -> None:
+        params = self.params()
+        if not params:
+            return
+        self._require_backward()
+        self._check = True
+        if self.found():
+            return
+        bound = clip_value * self._known_scale / self._pending
+        values = gradient_values(params)
+        torch._foreach_clamp_min_(values, -bound)
+        torch._foreach_clamp_max_(values, bound)
+        self._norms = {}
+
+    def _decide_and_apply(self) -> StepResult:
+        loss_scale, norm = self._known_scale, self._reported_norm
+        if self._check and self._agreed():
+            return self._skip(loss_scale, norm)
+        if norm is None and self.scaler.enabled and 2.0 in self._norms:
+            norm = self._total(2.0) * self._pending / loss_scale
+        self._apply(loss_scale / self._pending)
+        self.scaler.update(False)
+        self._scale = 1.0
+        return StepResult(lambda: step_fields(applied=True, grad_norm=norm, loss_scale=loss_scale))
+
+    def _agreed(self) -> bool:
+        joint = self.joint
+        if joint.found is None:
+            found = any([bool(update.found()) for update in joint.updates])
+            if self._group is not None:
+                device = self.params()[0].device
+                found = bool(agree_on(torch.tensor(float(found), device=device), self._group).item())
+            joint.found = found
+        return bool(joint.found)
+
+    def _skip(self, loss_scale: float, norm: float | None) -> StepResult:
+        if norm is None and self._norms:
+            norm = next(iter(self._norms.values())).total * self._pending / loss_scale
+        culprit = tuple(name for update in self.joint.updates for name in update.nonfinite_names())
+        finite_loss = all(bool(loss.isfinite().all()) for update in self.joint.updates for loss in update.losses)
+        reason = "nonfinite_grad" if finite_loss else "nonfinite_loss"
+        self.scaler.update(True)
+        return StepResult(
+            lambda: step_fields(
+                applied=False, grad_norm=norm, loss_scale=loss_scale, skipped_reason=reason, culprit=culprit
+            )
+        )
+
+    def nonfinite_names(self) -> tuple[str, ...]:
+        if not self._norms:
+            return ()
+        return self.culprits(next(iter(self._norms.values())).nonfinite, self.params())
+
+    def _apply(self, grad_scale: float) -> None:
+        """Step on gradients divided by `grad_scale`; the division is the optimizer's own where it can be."""
+        optimizer: Any = self.optimizer
+        if grad_scale == 1.0:
+            optimizer.step()
+        elif honours_grad_scale(optimizer) and not self._has_step_hooks:
+            optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=self.params()[0].device)
+            try:
+                optimizer.step()
+            finally:
+                # GradScaler and a later plain step take the attribute's presence as an order.
+                del optimizer.grad_scale
+        else:
+            self._multiply(1.0 / grad_scale)
+            optimizer.step()
+
+    def _total(self, norm_type: float) -> float:
+        if norm_type not in self._norms:
+            values = gradient_values(self.params())
+            with torch.no_grad():
+                self._norms[norm_type] = _measure(values, norm_type)
+        return self._norms[norm_type].total
+
+    def _times(self, norm: _Norm, ratio: float) -> _Norm:
+        return _Norm(norm.total * ratio, norm.nonfinite)
+
+    def _clipped(self, norm: float, max_norm: float) -> float | None:
+        factor = max_norm / (norm + 1e-6)
+        return self._pending * factor if factor < 1.0 and math.isfinite(norm) else self._factor
+
+
+def _measure(values: list[torch.Tensor], norm_type: float) -> _Norm:
+    if not values:
+        return _Norm(0.0, [])
+    norms = tensor_norms(values, norm_type)
+    total = float(torch.linalg.vector_norm(norms, norm_type))
+    if math.isfinite(total):
+        return _Norm(total, [])
+    nonfinite = nonfinite_indices(values, norms)
+    if not nonfinite:
+        total = float(torch.linalg.vector_norm(tensor_norms(values, norm_type, torch.float64), norm_type))
+    return _Norm(total, nonfinite)
