@@ -261,11 +261,15 @@ class Booster:
 
     def _check_model(self, model: Any) -> None:
         if isinstance(model, ModelWrapper) or model in self._models:
-            raise RuntimeError(f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned")
+            raise RuntimeError(
+                f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned"
+            )
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
+            raise TypeError(
+                "model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)"
+            )
 
     def _check_criterion(self, criterion: Any) -> None:
         if criterion is None:
@@ -284,7 +288,9 @@ class Booster:
     def _check_optimizer(self, optimizer: Any, model: nn.Module, criterion: Any) -> None:
         if optimizer is None:
             return
-        if isinstance(optimizer, OptimizerWrapper) or (isinstance(optimizer, Optimizer) and optimizer in self._optimizers):
+        if isinstance(optimizer, OptimizerWrapper) or (
+            isinstance(optimizer, Optimizer) and optimizer in self._optimizers
+        ):
             raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -361,7 +367,9 @@ def _resolve_device(device: str | torch.device | None) -> torch.device:
         raise ValueError(f"device={str(resolved)!r} is not supported; booster runs on 'cpu' and 'cuda'")
     if resolved.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device={str(resolved)!r} was asked for, but torch {torch.__version__} sees no CUDA device")
+            raise ValueError(
+                f"device={str(resolved)!r} was asked for, but torch {torch.__version__} sees no CUDA device"
+            )
         if resolved.index is None:
             resolved = torch.device("cuda", torch.cuda.current_device())
     return resolved

@@ -22,9 +22,13 @@ def rebind(optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[s
     has no counterpart.
     """
     names = {id(param): name for name, param in old.items()}
-    missing = [names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)]
+    missing = [
+        names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)
+    ]
     if missing:
-        raise RuntimeError(f"after placing the model there is no parameter named {missing}; its optimizer would not train it")
+        raise RuntimeError(
+            f"after placing the model there is no parameter named {missing}; its optimizer would not train it"
+        )
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
             if id(param) not in names:

@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 import tempfile
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Attempt", "run_attempt"]
+__all__ = ["REPORT_START", "Attempt", "Stopped", "run_attempt", "worker_command"]
+
+REPORT_START = "booster run: rank"
 
 # After this many seconds a process that ignores the closing signal is killed.
 _SHUTDOWN_SECONDS = 10
@@ -32,10 +33,19 @@ class Attempt:
     tee: str | None = None
 
 
+class Stopped(Exception):
+    """The launcher was told by signal `number` to end the job, and has ended it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
 def run_attempt(attempt: Attempt) -> int:
-    """Start the processes, wait, and return the exit status: 0, the first failing rank's, or 128 + signal.
+    """Start the processes, wait, and return the exit status: 0, the first failing rank's, or 128 + its signal.
 
     On a failure the other processes are stopped and the first failing rank's traceback is the last thing on stderr.
+    Raises Stopped when a signal to this process ended the job.
     Side effects: while it runs, torchrun's agent handles SIGINT, SIGTERM, SIGHUP and SIGQUIT in this process.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -43,6 +53,11 @@ def run_attempt(attempt: Attempt) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    if attempt.nnodes > 1:
+        # Waiting for other nodes happens inside the store's C++ code, where Python handlers do not run. No process
+        # has been started then, so the default action is right; the agent sets its own handlers before it starts any.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch:
         config = _config(attempt, scratch)
         try:
@@ -52,9 +67,7 @@ def run_attempt(attempt: Attempt) -> int:
             _kill_groups([failure.pid for failure in error.failures.values()])
             return _report(error.failures, attempt)
         except SignalException as stop:
-            name = signal.Signals(stop.sigval).name
-            print(f"booster run: stopped by {name}; all processes of this node have ended", file=sys.stderr, flush=True)
-            return 128 + int(stop.sigval)
+            raise Stopped(int(stop.sigval)) from None
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -70,12 +83,11 @@ def _config(attempt: Attempt, scratch: str) -> Any:
     options: dict[str, Any] = {}
     if attempt.nnodes == 1 and attempt.master_port is None:
         # Port 0: the store binds a port the system knows to be free, so two jobs on one machine cannot meet.
-        options = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(uuid.uuid4())}
-        options["local_addr"] = "127.0.0.1"
+        options = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}
     else:
         address = attempt.master_addr or "127.0.0.1"
         endpoint = f"[{address}]:{attempt.master_port}" if ":" in address else f"{address}:{attempt.master_port}"
-        options = {"rdzv_backend": "static", "rdzv_endpoint": endpoint, "run_id": "booster"}
+        options = {"rdzv_backend": "static", "rdzv_endpoint": endpoint}
         options["rdzv_configs"] = {"rank": attempt.node_rank}
     if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
         options["shutdown_timeout"] = _SHUTDOWN_SECONDS  # not in every supported torch; 30 s there
@@ -83,6 +95,7 @@ def _config(attempt: Attempt, scratch: str) -> Any:
         min_nodes=attempt.nnodes,
         max_nodes=attempt.nnodes,
         nproc_per_node=attempt.nproc_per_node,
+        run_id="booster",
         max_restarts=0,  # torchrun's restart in place can hang; `booster run` relaunches the whole job instead
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=attempt.log_dir or scratch, redirects=redirects, tee=tee),
@@ -106,18 +119,20 @@ def _kill_groups(pids: list[int]) -> None:
 
 
 def _report(failures: dict[int, Any], attempt: Attempt) -> int:
-    rank, first = min(failures.items(), key=lambda item: _moment(item[1]))
+    ordered = sorted(failures.items(), key=lambda item: _moment(item[1]))
+    rank, first = ordered[0]
     status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     how = f"exit code {first.exitcode}" if first.exitcode > 0 else f"signal {first.signal_name()}"
     where = f" of node {attempt.node_rank}" if attempt.nnodes > 1 else ""
-    lines = [f"booster run: rank {rank} (local rank {first.local_rank}{where}, pid {first.pid}) failed first: {how}"]
+    lines = [f"{REPORT_START} {rank} (local rank {first.local_rank}{where}, pid {first.pid}) failed first: {how}"]
     if attempt.log_dir:
         lines.append(f"booster run: the output of each rank is under {attempt.log_dir}")
-    callstack = _extra(first).get("py_callstack")
-    if callstack:
-        lines.append(str(callstack).rstrip())
-    else:
-        lines.append("booster run: that process left no Python traceback; its own output above is all there is")
+    told = [(other, str(_extra(failure)["py_callstack"])) for other, failure in ordered if _extra(failure)]
+    if not told or told[0][0] != rank:
+        lines.append("booster run: that process left no Python traceback; see its output above")
+    if told:
+        other, callstack = told[0]
+        lines.append(f"booster run: the first traceback, of rank {other}:\n{callstack.rstrip()}")
     sys.stdout.flush()
     print("\n" + "\n".join(lines), file=sys.stderr, flush=True)
     return status
@@ -125,12 +140,12 @@ def _report(failures: dict[int, Any], attempt: Attempt) -> int:
 
 def _extra(failure: Any) -> dict[str, Any]:
     message = failure.error_file_data.get("message")
-    extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-    return extra if isinstance(extra, dict) else {}
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    return extra if isinstance(extra, dict) and "py_callstack" in extra else {}
 
 
 def _moment(failure: Any) -> tuple[bool, int]:
     """Order failures by when they happened; processes that the agent itself stopped come last."""
-    stopped = failure.exitcode in (-signal.SIGTERM, -signal.SIGKILL) and not _extra(failure)
-    nanoseconds = _extra(failure).get("timestamp_ns", failure.timestamp * 10**9)
-    return stopped, int(nanoseconds)
+    extra = _extra(failure)
+    stopped = failure.exitcode == -signal.SIGTERM and not extra
+    return stopped, int(extra.get("timestamp_ns", failure.timestamp * 10**9))

@@ -1,4 +1,4 @@
-"""Run one rank's script and record the exception that ends it; executed as a file, so it must import nothing of booster.
+"""Run one rank's script and record the exception that ends it. Executed as a file: it imports nothing of booster.
 
 `python -u worker.py script.py args` behaves like `python -u script.py args` and `python -u worker.py -m module args`
 like `python -u -m module args`, except that an uncaught exception is also written to the file that torchrun's agent

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from booster.loss_scaler import LossScaler
 from booster.update.backward import run_backward
+from booster.update.base import Update
 from booster.update.device import DeviceUpdate
 from booster.update.errors import LossScaleError
 from booster.update.fused import honours_grad_scale, keep_implementation
 from booster.update.host import HostUpdate
 from booster.update.step_result import StepResult
-from booster.update.base import Update
-from booster.loss_scaler import LossScaler
 
 STATE_KEY = "booster"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision, Placement
-from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.mixed_precision.policy import DtypePolicy
 
 __all__ = [

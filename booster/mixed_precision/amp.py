@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from booster.mixed_precision.attention import Float32Attention
-from booster.mixed_precision.base import MixedPrecision
 from booster.casting import HALF_DTYPES
 from booster.loss_scaler import DynamicScale, LossScaler
+from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.pins import Float32Hooks, Pin, normalise_pins, pin_names
 from booster.mixed_precision.policy import DtypePolicy
 

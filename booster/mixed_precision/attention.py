@@ -17,9 +17,10 @@ from booster.casting import HALF_DTYPES
 
 
 class Float32Attention(TorchFunctionMode):
-    """While active, attention that needs gradients computes in float32 and returns the dtype it would have returned.
+    """While active, attention computes in float32 and returns the dtype it would have returned.
 
-    device_type: where autocast may be on, e.g. "cpu". Thread-local, as every torch function mode is.
+    device_type: where autocast may be on, e.g. "cpu". Thread-local, as every torch function mode is. It does not ask
+    whether gradients are needed: a checkpointed block runs without them first, and must compute the same twice.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -29,18 +30,23 @@ class Float32Attention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward and torch.is_grad_enabled():
+        if func is F.multi_head_attention_forward:
             # The call inside it is out of a mode's reach; the math backend computes half inputs in float32.
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         dtype = self._autocast_dtype(query)
-        needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-        if not needs_grad or dtype not in HALF_DTYPES:
+        if dtype not in HALF_DTYPES:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.float()

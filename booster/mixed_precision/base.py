@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.update.fused import switch_to_fused
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
 from booster.loss_scaler import LossScaler, NoScale
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.params import named_parameters, rebind
+from booster.update.fused import switch_to_fused
 
 
 def _place_in_process(module: nn.Module, policy: DtypePolicy) -> nn.Module:

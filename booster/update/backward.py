@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster.update.base import JointDecision
 from booster.casting import HALF_DTYPES
+from booster.update.base import JointDecision
 
 if TYPE_CHECKING:
     from booster.interface.optimizer import OptimizerWrapper
@@ -32,7 +32,9 @@ def run_backward(
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"the loss must be a tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
     if not loss.requires_grad:
-        raise RuntimeError("the loss does not require gradients: it was computed under no_grad, or from detached tensors")
+        raise RuntimeError(
+            "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
+        )
     updates = [optimizer._update for optimizer in optimizers]
     scaled = [update.next_scale for update in updates if update.scaler.enabled]
     scale: Any = _smallest(scaled) if scaled else 1.0
@@ -55,9 +57,32 @@ def run_backward(
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
     with optimizers[0].backward_context():
-        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
+        _run_engine(loss, gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
     for update in updates:
         update.after_backward(loss)
+
+
+def _run_engine(
+    loss: torch.Tensor, gradient: torch.Tensor | None, *, retain_graph: bool, create_graph: bool, inputs: Any
+) -> None:
+    if torch._C._len_torch_function_stack() == 0:
+        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
+        return
+    # torch.autograd.backward takes torch function modes off before it starts the engine, and activation checkpointing
+    # would then recompute without the precision that the forward pass had.
+    if inputs is not None:
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        if not inputs:
+            raise ValueError("inputs is empty; name the tensors to accumulate gradients into, or pass None for all")
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,),
+        (torch.ones_like(loss, requires_grad=False) if gradient is None else gradient,),
+        retain_graph or create_graph,
+        create_graph,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _smallest(scales: list[Any]) -> Any:

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from booster.grads import gradient_values
-from booster.update.step_result import StepResult
 from booster.loss_scaler import LossScaler
+from booster.update.step_result import StepResult
 
 BARE_BACKWARD = (
     "optimizer.step() found gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler "
@@ -173,7 +173,8 @@ class Update(ABC):
         self.reset()
         self._scale = 1.0
         return StepResult(
-            lambda: step_fields(applied=True, loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss
+            lambda: step_fields(applied=True, loss_scale=1.0, grad_norm=None if norm is None else float(norm)),
+            loss=loss,
         )
 
     @abstractmethod

@@ -12,8 +12,8 @@ import torch
 from torch.optim import SGD
 
 from booster.grads import agree_on, gradient_values, tensor_norms
-from booster.update.step_result import StepResult
 from booster.update.base import Update, step_fields
+from booster.update.step_result import StepResult
 
 
 class _Norm(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from booster.grads import agree_on, gradient_values, nonfinite_indices, tensor_norms
+from booster.update.base import Update, step_fields
 from booster.update.fused import honours_grad_scale
 from booster.update.step_result import StepResult
-from booster.update.base import Update, step_fields
 
 
 class _Norm(NamedTuple):
