@@ -1,0 +1,46 @@
+# make demo     train the example's vision transformer on two processes
+# make test     run the tests and print their coverage
+# Each makes its own virtual environment on first use, from constraints.txt; later runs start at once.
+
+PYTHON ?= python3
+NPROC ?= 2
+DEMO := .venv-demo
+TEST := .venv-test
+INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo compare test lint clean
+
+demo: $(DEMO)/.installed
+	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
+
+compare: $(DEMO)/.installed
+	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16 $(ARGS)
+
+# Parallel mode gives every process that is measured a file of its own; `combine` adds them up. The report is printed
+# also when tests fail, and the tests' own exit code is what make sees.
+test: $(TEST)/.installed
+	$(TEST)/bin/python -m coverage erase
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest $(ARGS); code=$$?; \
+	$(TEST)/bin/python -m coverage combine --quiet; $(TEST)/bin/python -m coverage report; exit $$code
+
+lint: $(TEST)/.linters
+	$(TEST)/bin/ruff check .
+	$(TEST)/bin/ruff format --check .
+	$(TEST)/bin/mypy booster
+
+clean:
+	rm -rf $(DEMO) $(TEST) runs .coverage .coverage.*
+
+$(DEMO)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DEMO)
+	$(DEMO)/bin/python $(INSTALL) --editable ".[examples]"
+	touch $@
+
+$(TEST)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TEST)
+	$(TEST)/bin/python $(INSTALL) --editable ".[examples,test]"
+	touch $@
+
+$(TEST)/.linters: $(TEST)/.installed
+	$(TEST)/bin/python $(INSTALL) --editable ".[dev]"
+	touch $@

@@ -1,0 +1,69 @@
+"""Feature: sum the gradients of four small batches before each step, as if they were one large batch.
+
+The last group of an epoch may be shorter; `accumulate` is told its real length, so that its gradients are a mean too.
+Among processes gradients are exchanged once per group, not once per batch.
+
+python examples/features/gradient_accumulation.py
+booster run --nproc_per_node 2 examples/features/gradient_accumulation.py
+"""
+
+import lzma
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import booster
+from booster import Booster, DistCoordinator
+from booster.plugin import TorchDDPPlugin
+
+FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
+
+
+def read(split: str) -> TensorDataset:
+    images, labels = (
+        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
+    )
+    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
+    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
+
+
+def groups(loader: Iterable, size: int) -> Iterator[list]:
+    batches = iter(loader)
+    while group := list(islice(batches, size)):
+        yield group
+
+
+def main() -> None:
+    booster.launch_from_torch()
+    b = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin())
+
+    model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    criterion = nn.CrossEntropyLoss()
+    loader = b.plugin.prepare_dataloader(read("train"), batch_size=16, shuffle=True)
+    model, optimizer, criterion, loader, _ = b.boost(model, optimizer, criterion, loader)
+
+    for epoch in range(2):
+        for group in groups(loader, size=4):
+            with b.accumulate(model, optimizer, num_micro_batches=len(group)):
+                for images, labels in group:
+                    loss = criterion(model(images), labels)
+                    b.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        DistCoordinator().print_on_master(f"epoch {epoch}: loss {loss.item():.3f}")
+
+    test_loader = b.prepare_dataloader(read("t10k"), batch_size=256)
+    with torch.no_grad():
+        right = torch.cat([model(images).argmax(-1) == labels for images, labels in test_loader])
+    accuracy = b.gather(right, test_loader).float().mean().item()
+    DistCoordinator().print_on_master(f"test accuracy {accuracy:.1%}")
+    DistCoordinator().destroy()
+
+
+if __name__ == "__main__":
+    main()

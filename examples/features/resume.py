@@ -1,0 +1,88 @@
+"""Feature: save, start again and go on as if nothing had happened, to the bit.
+
+The optimizer's state_dict also holds the loss scale and its counters, so one file with three state_dicts is enough.
+
+python examples/features/resume.py
+booster run --nproc_per_node 2 examples/features/resume.py
+"""
+
+import lzma
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import booster
+from booster import Booster, DistCoordinator
+from booster.mixed_precision import FP16TorchMixedPrecision
+from booster.nn.lr_scheduler import CosineAnnealingLR
+from booster.plugin import TorchDDPPlugin
+
+FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
+CHECKPOINT = Path("runs/resume.pt")
+
+
+def read(split: str) -> TensorDataset:
+    images, labels = (
+        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
+    )
+    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
+    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
+
+
+def start(b: Booster) -> tuple:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    criterion = nn.CrossEntropyLoss()
+    loader = b.plugin.prepare_dataloader(read("train"), batch_size=64, shuffle=True)
+    lr_scheduler = CosineAnnealingLR(optimizer, total_steps=2 * len(loader))
+    return b.boost(model, optimizer, criterion, loader, lr_scheduler)
+
+
+def train_one_epoch(b: Booster, model, optimizer, criterion, loader, lr_scheduler) -> None:
+    for images, labels in loader:
+        loss = criterion(model(images), labels)
+        b.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        lr_scheduler.step()
+    DistCoordinator().print_on_master(
+        f"epoch {loader.epoch - 1}: loss {loss.item():.6f}, scale {optimizer.loss_scale:g}"
+    )
+
+
+def main() -> None:
+    booster.launch_from_torch()
+    precision = FP16TorchMixedPrecision(growth_interval=100)  # so that the scale moves within an epoch
+    b = Booster(mixed_precision=precision, plugin=TorchDDPPlugin())
+
+    without_a_break = start(b)
+    train_one_epoch(b, *without_a_break)
+    train_one_epoch(b, *without_a_break)
+
+    model, optimizer, criterion, loader, lr_scheduler = start(b)
+    train_one_epoch(b, model, optimizer, criterion, loader, lr_scheduler)
+    if DistCoordinator().is_master():
+        CHECKPOINT.parent.mkdir(parents=True, exist_ok=True)
+        parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        torch.save({name: part.state_dict() for name, part in parts.items()} | {"epoch": loader.epoch}, CHECKPOINT)
+    DistCoordinator().block_all()
+
+    model, optimizer, criterion, loader, lr_scheduler = start(b)
+    state = torch.load(CHECKPOINT, map_location=b.device, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    lr_scheduler.load_state_dict(state["lr_scheduler"])
+    loader.epoch = state["epoch"]  # so that it shuffles as the second epoch
+    train_one_epoch(b, model, optimizer, criterion, loader, lr_scheduler)
+
+    pairs = zip(model.parameters(), without_a_break[0].parameters(), strict=True)
+    same = all(torch.equal(resumed, straight) for resumed, straight in pairs)
+    DistCoordinator().print_on_master(f"resumed run equals the one without a break, to the bit: {same}")
+    DistCoordinator().destroy()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What one training run did, step by step."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from booster import Booster
+
+
+@dataclass
+class History:
+    """Losses and outcomes of the steps of one run.
+
+    During training only references are kept, so that recording never waits for the device; `close` reads them all.
+    """
+
+    precision: str
+    loss: list[float] = field(default_factory=list)  # mean over the ranks, of each step
+    loss_scale: list[float] = field(default_factory=list)  # carried by each step's gradients; 1.0 without a scaler
+    skipped: list[bool] = field(default_factory=list)
+    num_images: int = 0
+    seconds: float = 0.0  # of training, without evaluation
+    accuracy: float | None = None  # share of right answers on the test images; None where there are none
+
+    def __post_init__(self) -> None:
+        self._losses: list[torch.Tensor] = []
+        self._results: list = []
+        self._start = time.perf_counter()
+
+    def record(self, loss: torch.Tensor, result: object, num_images: int) -> None:
+        """Take one step: this rank's loss, the StepResult, and how many images all ranks saw."""
+        self._losses.append(loss.detach())
+        self._results.append(result)
+        self.num_images += num_images
+        self.seconds = time.perf_counter() - self._start
+
+    def close(self, b: Booster) -> None:
+        """Read what was recorded; one collective. Call it on every rank when training ends."""
+        self.loss = b.reduce(torch.stack(self._losses), "mean").tolist()
+        self.seconds = time.perf_counter() - self._start
+        self.loss_scale = [result.loss_scale for result in self._results]
+        self.skipped = [not result.applied for result in self._results]
+        self._losses, self._results = [], []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._results) or len(self.loss)
+
+    @property
+    def images_per_second(self) -> float:
+        return self.num_images / self.seconds if self.seconds else 0.0
+
+    @property
+    def final_loss(self) -> float:
+        """Mean over the last 50 steps."""
+        last = self.loss[-50:]
+        return sum(last) / len(last)

@@ -1,0 +1,47 @@
+"""The progress bar of one run, on rank 0."""
+
+from history import History
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from booster import DistCoordinator
+
+REFRESH_STEPS = 10  # reading the loss waits for the device, so the bar does it only this often
+
+
+class ProgressBar:
+    """A bar with loss, images per second, loss scale and skipped steps. Other ranks than 0 show nothing."""
+
+    def __init__(self, title: str, num_steps: int) -> None:
+        self._shown = DistCoordinator().is_master()
+        self._progress = Progress(
+            TextColumn("[bold]{task.description:>6}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=Console(),
+            disable=not self._shown,
+        )
+        self._task = self._progress.add_task(title, total=num_steps, status="")
+        self._num_steps = num_steps
+
+    def __enter__(self) -> "ProgressBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, history: History, loss: object, optimizer: object) -> None:
+        """Move to the step that `history` has reached."""
+        step = history.num_steps
+        if not self._shown or (step % REFRESH_STEPS and step != self._num_steps):
+            return
+        status = (
+            f"loss {loss.item():.3f}  {history.images_per_second:,.0f} images/s  "
+            f"scale {optimizer.loss_scale:g}  skips {optimizer.num_skipped}"
+        )
+        self._progress.update(self._task, completed=step, status=status)
