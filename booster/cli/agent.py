@@ -96,6 +96,7 @@ def _config(attempt: Attempt, scratch: str) -> Any:
         max_nodes=attempt.nnodes,
         nproc_per_node=attempt.nproc_per_node,
         run_id="booster",
+        log_line_prefix_template="[rank${rank}]: ",
         max_restarts=0,  # torchrun's restart in place can hang; `booster run` relaunches the whole job instead
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=attempt.log_dir or scratch, redirects=redirects, tee=tee),
@@ -121,8 +122,12 @@ def _kill_groups(pids: list[int]) -> None:
 def _report(failures: dict[int, Any], attempt: Attempt) -> int:
     ordered = sorted(failures.items(), key=lambda item: _moment(item[1]))
     rank, first = ordered[0]
-    status = first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-    how = f"exit code {first.exitcode}" if first.exitcode > 0 else f"signal {first.signal_name()}"
+    if first.exitcode > 0:
+        status, how = first.exitcode, f"exit code {first.exitcode}"
+    elif _extra(first):  # raised, and was stopped before it had ended by itself
+        status, how = 1, "an uncaught exception"
+    else:
+        status, how = 128 - first.exitcode, f"signal {first.signal_name()}"
     where = f" of node {attempt.node_rank}" if attempt.nnodes > 1 else ""
     lines = [f"{REPORT_START} {rank} (local rank {first.local_rank}{where}, pid {first.pid}) failed first: {how}"]
     if attempt.log_dir:
@@ -145,7 +150,11 @@ def _extra(failure: Any) -> dict[str, Any]:
 
 
 def _moment(failure: Any) -> tuple[bool, int]:
-    """Order failures by when they happened; processes that the agent itself stopped come last."""
+    """Order failures by when they happened; processes that the agent itself stopped come last.
+
+    Only a traceback has an exact time. Another death is noticed up to a second later (whole seconds, polling), and its
+    peers then raise broken connections at once: so it counts from one second before it was noticed.
+    """
     extra = _extra(failure)
     stopped = failure.exitcode == -signal.SIGTERM and not extra
-    return stopped, int(extra.get("timestamp_ns", failure.timestamp * 10**9))
+    return stopped, int(extra.get("timestamp_ns", (failure.timestamp - 1) * 10**9))

@@ -31,13 +31,15 @@ def main() -> None:
         if exit_request.code is not None and not isinstance(exit_request.code, int):
             _record("SystemExit", f"SystemExit: {exit_request.code}\n")
         raise
-    except Exception as error:
+    except BaseException as error:
         own = _without_launcher_frames(error.__traceback__)
         error.__traceback__ = own
-        _record(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(type(error), error, own)))
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if not interrupted:  # Ctrl-C comes from the launcher, which knows
+            _record(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(type(error), error, own)))
         # What the interpreter does with an uncaught exception, without the frames above the script.
         sys.excepthook(type(error), error, own)
-        sys.exit(1)
+        sys.exit(130 if interrupted else 1)
 
 
 def _without_launcher_frames(trace: TracebackType | None) -> TracebackType | None:

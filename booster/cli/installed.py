@@ -1,0 +1,66 @@
+"""What is installed: versions, and which of the packages called `apex` one has, found without importing them."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ApexFinding", "find_apex", "version_of"]
+
+# The name of three different things; the message says which one is there and what follows from it.
+_MESSAGES = {
+    "absent": "not installed (not needed: fp16_apex has its own engine)",
+    "with_amp": "NVIDIA/ROCm apex with apex.amp",
+    "without_amp": "NVIDIA apex without apex.amp, which was removed on 2025-05-08 (not needed: fp16_apex has its own engine)",
+    "unrelated": "the unrelated web toolkit of that name from PyPI, not NVIDIA's; remove it with `pip uninstall apex`",
+    "unknown": "a package called apex that is neither NVIDIA's nor the web toolkit",
+}
+
+
+@dataclass(frozen=True)
+class ApexFinding:
+    """kind: absent, with_amp, without_amp, unrelated or unknown; message: the same in words."""
+
+    kind: str
+    location: str | None = None
+    version: str | None = None
+
+    @property
+    def message(self) -> str:
+        return _MESSAGES[self.kind]
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the installed version of `distribution`, or None; imports nothing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def find_apex(path: list[str] | None = None) -> ApexFinding:
+    """Say which `apex` an import would find, by its files and metadata alone; `path` defaults to sys.path.
+
+    Importing it to see would run the web toolkit's own imports, which fail on current systems.
+    """
+    spec = importlib.machinery.PathFinder.find_spec("apex", path)
+    if spec is None:
+        return ApexFinding("absent")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
+    location = str(folders[0]) if folders else spec.origin
+    metadata = next(iter(importlib.metadata.distributions(name="apex", path=sys.path if path is None else path)), None)
+    version = metadata.version if metadata is not None else None
+    required = {
+        re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0].lower() for text in (metadata and metadata.requires) or []
+    }
+    if any((folder / "amp" / "frontend.py").is_file() for folder in folders):
+        return ApexFinding("with_amp", location, version)
+    if any((folder / "normalization").is_dir() and (folder / "optimizers").is_dir() for folder in folders):
+        return ApexFinding("without_amp", location, version)
+    if required & {"pyramid", "velruse"} or (version or "").startswith("0.9"):
+        return ApexFinding("unrelated", location, version)
+    return ApexFinding("unknown", location, version)

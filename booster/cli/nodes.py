@@ -1,0 +1,151 @@
+"""Start a job's nodes, this machine directly and the others by ssh, and end all when one fails."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from booster.cli.agent import REPORT_START, Stopped
+
+__all__ = ["NodeCommand", "run_nodes", "ssh_command"]
+
+# A node needs its agent's shutdown time to end its processes before its connection is cut.
+_GRACE_SECONDS = 20.0
+_KEPT_LINES = 200
+_SSH_FAILED = 255
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """The argument list that runs one node; `environment` adds to the launcher's own (None under ssh)."""
+
+    host: str
+    argv: Sequence[str]
+    environment: Mapping[str, str] | None = None
+
+
+def ssh_command(
+    host: str, port: int, directory: str, environment: Mapping[str, str], command: Sequence[str]
+) -> list[str]:
+    """Return the ssh argument list that runs `command` in `directory` of `host` with only `environment` added."""
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    remote = f"{shlex.join(['cd', directory])} && {shlex.join(['exec', 'env', *variables, *command])}"
+    return ["ssh", "-p", str(port), host, remote]
+
+
+def run_nodes(commands: Sequence[NodeCommand]) -> int:
+    """Run all nodes and return 0, or the exit status of the first that failed; the others are then ended.
+
+    Each node watches its standard input and ends its processes when that closes; so the end of this process, for
+    whatever reason, ends the job. Raises Stopped after SIGINT or SIGTERM, when all nodes have ended.
+    """
+    handlers = {number: signal.signal(number, _raise_stopped) for number in (signal.SIGINT, signal.SIGTERM)}
+    nodes: list[_Node] = []
+    try:
+        for command in commands:
+            nodes.append(_Node.start(command))
+        index = _first_failure(nodes)
+        if index is None:
+            return 0
+    finally:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the ending of the others
+        _end(nodes)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    node = nodes[index]
+    _report(index, node)
+    status = node.process.returncode
+    return status if status > 0 else 128 - status
+
+
+@dataclass
+class _Node:
+    host: str
+    process: subprocess.Popen[bytes]
+    relay: threading.Thread
+    report: list[bytes] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, command: NodeCommand) -> _Node:
+        environment = None if command.environment is None else {**os.environ, **command.environment}
+        process = subprocess.Popen(
+            list(command.argv),
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C comes here only; the nodes are then ended in order
+        )
+        report: list[bytes] = []
+        relay = threading.Thread(target=_relay, args=(process.stderr, report), daemon=True)
+        relay.start()
+        return cls(command.host, process, relay, report)
+
+
+def _relay(stream: BinaryIO, report: list[bytes]) -> None:
+    """Copy a node's stderr to ours and keep its report of the failing rank."""
+    for line in stream:
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+        if line.startswith(REPORT_START.encode()):
+            report.clear()
+            report.append(line)
+        elif report and len(report) < _KEPT_LINES:
+            report.append(line)
+
+
+def _first_failure(nodes: Sequence[_Node]) -> int | None:
+    """Wait until all nodes ended well (None), or one did not (its index)."""
+    while True:
+        statuses = [node.process.poll() for node in nodes]
+        for index, status in enumerate(statuses):
+            if status not in (None, 0):
+                return index
+        if all(status == 0 for status in statuses):
+            return None
+        time.sleep(0.1)
+
+
+def _end(nodes: Sequence[_Node]) -> None:
+    for node in nodes:
+        if node.process.stdin is not None:
+            try:
+                node.process.stdin.close()
+            except BrokenPipeError:
+                continue
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for node in nodes:
+        for last_resort in (node.process.terminate, node.process.kill, None):
+            try:
+                node.process.wait(max(0.1, deadline - time.monotonic()))
+                break
+            except subprocess.TimeoutExpired:
+                if last_resort is not None:
+                    last_resort()
+    for node in nodes:
+        node.relay.join(timeout=1.0)  # whoever inherited the pipe could keep it open
+        if node.process.stderr is not None and not node.relay.is_alive():
+            node.process.stderr.close()
+
+
+def _report(index: int, node: _Node) -> None:
+    status = node.process.returncode
+    how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+    lines = [f"booster run: node {index} ({node.host}) failed first: {how}; the other nodes were stopped"]
+    if status == _SSH_FAILED and not node.report:
+        lines.append(f"booster run: 255 is ssh's own failure; does `ssh {node.host} true` work without a password?")
+    print("\n" + "\n".join(lines), file=sys.stderr, flush=True)
+    sys.stderr.buffer.write(b"".join(node.report))
+    sys.stderr.buffer.flush()
+
+
+def _raise_stopped(number: int, frame: object) -> None:
+    raise Stopped(number)

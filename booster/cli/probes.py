@@ -1,0 +1,104 @@
+"""Short timings of each precision: a matrix product and an attention, forward and backward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["Probe", "probe_all"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One timing. gflops: forward and backward together (fp8: forward only); error: why it does not run here."""
+
+    precision: str
+    operation: str
+    shape: str
+    gflops: float | None = None
+    milliseconds: float | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def probe_all(device: torch.device, seconds: float) -> list[Probe]:
+    """Time every precision on `device`, `seconds` for each probe at most by intention (one warm-up run on top)."""
+    probes = []
+    for name, dtype in _DTYPES.items():
+        probes.append(_timed(name, "matmul", lambda dtype=dtype: _matmul(device, dtype), device, seconds))
+        probes.append(_timed(name, "attention", lambda dtype=dtype: _attention(device, dtype), device, seconds))
+    probes.append(_timed("fp8", "matmul", lambda: _fp8_matmul(device), device, seconds))
+    return probes
+
+
+_Built = tuple[str, float, Callable[[], object]]
+
+
+def _timed(precision: str, operation: str, build: Callable[[], _Built], device: torch.device, seconds: float) -> Probe:
+    shape = "-"
+    try:
+        shape, operations, once = build()
+        _ = once(), _wait(device)  # the first call compiles, allocates and picks kernels
+        times = []
+        start = time.perf_counter()
+        while len(times) < 3 or (time.perf_counter() - start < seconds and len(times) < 50):
+            before = time.perf_counter()
+            once()
+            _wait(device)
+            times.append(time.perf_counter() - before)
+            if time.perf_counter() - start > 3 * seconds:
+                break  # a very slow kernel: what there is must do
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        return Probe(precision, operation, shape, error=str(error).strip().splitlines()[0][:120])
+    best = min(times)  # the least disturbed run
+    return Probe(precision, operation, shape, gflops=operations / best / 1e9, milliseconds=best * 1e3)
+
+
+def _matmul(device: torch.device, dtype: torch.dtype) -> _Built:
+    size = 512 if device.type == "cpu" else 4096
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    gradient = torch.ones(size, size, device=device, dtype=dtype)
+
+    def once() -> None:
+        torch.autograd.grad(left @ right, (left, right), gradient)
+
+    return f"{size}x{size}x{size}", 3 * 2.0 * size**3, once
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> _Built:
+    batch, heads, length, width = (4, 3, 128, 64) if device.type == "cpu" else (16, 16, 1024, 64)
+    shape = (batch, heads, length, width)
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.ones(shape, device=device, dtype=dtype)
+
+    def once() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(query, key, value), (query, key, value), gradient)
+
+    # two products forward, four backward; recomputation is not counted
+    return "x".join(map(str, shape)), 6 * 2.0 * batch * heads * length**2 * width, once
+
+
+def _fp8_matmul(device: torch.device) -> _Built:
+    # On CPU this kernel is a reference loop: at 128 it takes milliseconds, at 1024 seconds.
+    size = 128 if device.type == "cpu" else 4096
+    left = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
+    right = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=device)
+
+    def once() -> torch.Tensor:
+        return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    return f"{size}x{size}x{size}", 2.0 * size**3, once
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

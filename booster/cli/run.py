@@ -1,0 +1,220 @@
+"""`booster run`: start a script as the ranks of one job, on this machine or on several."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from booster.cli.agent import Attempt, Stopped, run_attempt, worker_command
+from booster.cli.hosts import Host, chosen_hosts, is_local
+from booster.cli.nodes import NodeCommand, run_nodes, ssh_command
+from booster.cli.options import DEFAULT_MASTER_PORT, parse
+
+__all__ = ["run"]
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `booster run` with the options `argv`; return 0, the failing status, or 2 for a usage error."""
+    parser, options = parse(argv)
+    try:
+        hosts = chosen_hosts(
+            host=options.host, hostfile=options.hostfile, include=options.include, exclude=options.exclude
+        )
+        environment = _named_variables(options.env)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.watch_stdin:
+        _end_with_stdin()
+    try:
+        with _environment(environment), _stoppable():
+            attempt = 0
+            while True:
+                attempt += 1
+                status = _on_hosts(hosts, options, environment) if hosts else _here(parser, options)
+                if status == 0 or attempt > options.max_restarts:
+                    return status
+                print(
+                    f"\nbooster run: attempt {attempt} of {options.max_restarts + 1} failed with status {status}; "
+                    "relaunching the whole job",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    except Stopped as stop:
+        print(f"booster run: {stop}; all processes of the job have ended", file=sys.stderr, flush=True)
+        return 128 + stop.number
+
+
+def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    _check_script(parser, options)
+    nproc = _process_count(parser, options.nproc_per_node)
+    port = options.master_port
+    if options.nnodes > 1:
+        port = port or DEFAULT_MASTER_PORT
+        print(
+            f"booster run: node {options.node_rank} of {options.nnodes} meets the others at "
+            f"{options.master_addr} port {port}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if port is not None and options.node_rank == 0 and not _port_is_free(port):
+        print(
+            f"booster run: error: port {port} is in use on this machine (another job?); choose another --master_port"
+            + (", or leave it out: a free port is taken by default" if options.nnodes == 1 else ""),
+            file=sys.stderr,
+        )
+        return 1
+    threads = str(max(1, _num_cores() // nproc))
+    with _environment({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": threads}):
+        return run_attempt(
+            Attempt(
+                command=worker_command(options.script, options.args, is_module=options.module),
+                nproc_per_node=nproc,
+                nnodes=options.nnodes,
+                node_rank=options.node_rank or 0,
+                master_addr=options.master_addr,
+                master_port=port,
+                log_dir=options.log_dir,
+                tee=options.tee,
+            )
+        )
+
+
+def _on_hosts(hosts: Sequence[Host], options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    commands = []
+    port = str(options.master_port or DEFAULT_MASTER_PORT)
+    address = options.master_addr or ("127.0.0.1" if len(hosts) == 1 else hosts[0].name.rpartition("@")[2])
+    remote_environment = dict(environment)
+    if "PYTHONPATH" in os.environ:
+        remote_environment.setdefault("PYTHONPATH", os.environ["PYTHONPATH"])
+    for node_rank, host in enumerate(hosts):
+        command = [sys.executable, "-m", "booster", "run", "--watch_stdin"]
+        command += ["--nnodes", str(len(hosts)), "--node_rank", str(node_rank)]
+        command += ["--master_addr", address, "--master_port", port]
+        nproc = options.nproc_per_node or host.slots
+        for name, value in (("--nproc_per_node", nproc), ("--log_dir", options.log_dir), ("--tee", options.tee)):
+            command += [name, str(value)] if value is not None else []
+        command += [*(["-m"] if options.module else []), options.script, *options.args]
+        if is_local(host.name):
+            commands.append(NodeCommand(host.name, command, environment))
+        else:
+            argv = ssh_command(host.name, options.ssh_port, os.getcwd(), remote_environment, command)
+            commands.append(NodeCommand(host.name, argv))
+    return run_nodes(commands)
+
+
+def _check_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if not options.module:
+        if not Path(options.script).is_file():
+            parser.error(f"script {options.script!r} is not a file (looked in {os.getcwd()}); use -m for a module")
+        return
+    top = options.script.partition(".")[0]
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    try:
+        found = importlib.util.find_spec(top) if top else None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        parser.error(
+            f"module {options.script!r}: no package {top!r} here or installed; without -m it is read as a file"
+        )
+
+
+def _process_count(parser: argparse.ArgumentParser, given: str | None) -> int:
+    if given == "cpu":
+        return _num_cores()
+    if given is not None and given != "gpu":
+        return int(given)
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if given == "gpu" and num_gpus == 0:
+        parser.error("--nproc_per_node gpu: no CUDA device is visible; give a number, or cpu for one per core")
+    return num_gpus or 1
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _port_is_free(port: int) -> bool:
+    families = [(socket.AF_INET, "0.0.0.0")]
+    if socket.has_ipv6:
+        families.append((socket.AF_INET6, "::"))
+    for family, address in families:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                )  # as the store does: old connections are no use
+                probe.bind((address, port))
+        except OSError as error:
+            if family == socket.AF_INET6 and error.errno not in (98, 48):  # no IPv6 here
+                continue
+            return False
+    return True
+
+
+def _named_variables(given: Sequence[str]) -> dict[str, str]:
+    variables = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier():
+            raise ValueError(f"--env {text!r}: {name!r} is not a variable name; give NAME or NAME=VALUE")
+        if not equals and name not in os.environ:
+            raise ValueError(f"--env {name}: the variable is not set here; give --env {name}=VALUE")
+        variables[name] = value if equals else os.environ[name]
+    return variables
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set `variables` for the processes started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into Stopped while no agent has taken them over."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_with_stdin() -> None:
+    """End this node when its standard input closes, which is how the launcher's end reaches it through ssh."""
+    watched = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # the script must not read what the watch waits for
+
+    def watch() -> None:
+        while os.read(watched, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
