@@ -18,7 +18,8 @@ from torch.utils.data import Dataset, Sampler
 
 from booster import collectives
 from booster.accumulation import Accumulation
-from booster.data import DataLoaderWrapper, check_sharded
+from booster.boosted_loader import DataLoaderWrapper
+from booster.data import check_sharded
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
 from booster.interface.scheduler import LRSchedulerWrapper
@@ -110,12 +111,11 @@ class Booster:
             model, optimizer, criterion, placement=placement, options=self._options
         )
         self._models.add(model)
-        if optimizer is not None:
+        if optimizer is not None and boosted_optimizer is not None:
             self._optimizers[optimizer] = boosted_optimizer
         loader = None if dataloader is None else DataLoaderWrapper(dataloader, self.device)
         if lr_scheduler is not None:
-            follows = boosted_optimizer if owner is optimizer else self._optimizers[owner]
-            lr_scheduler = LRSchedulerWrapper(lr_scheduler, follows)
+            lr_scheduler = LRSchedulerWrapper(lr_scheduler, self._optimizers[owner])
         return boosted, boosted_optimizer, boosted_criterion, loader, lr_scheduler
 
     def backward(
@@ -145,7 +145,8 @@ class Booster:
             raise ValueError("backward got an empty list of optimizers; name those that will step on this loss")
         if not 0 <= loss_id < self.precision.num_losses:
             raise ValueError(
-                f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps {self.precision.num_losses} loss scaler(s)"
+                f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps "
+                f"{self.precision.num_losses} loss scaler(s)"
             )
         running = [group for group in self._accumulations if any(entry in group.optimizers for entry in optimizers)]
         if len(running) > 1 or any(entry not in group.optimizers for group in running for entry in optimizers):

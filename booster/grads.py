@@ -32,7 +32,7 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
     """
     if dtype is None and any(value.dtype in _HALF for value in values):
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-    norms = torch._foreach_norm(values, norm_type, dtype=dtype)  # type: ignore[arg-type, call-overload]
+    norms = torch._foreach_norm(values, norm_type, dtype=dtype)  # type: ignore[arg-type]
     device = norms[0].device
     return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
 

@@ -138,6 +138,9 @@ class DeviceScale(LossScaler):
     def __init__(self, host: DynamicScale, device: torch.device) -> None:
         self._options = host
         self._device = device
+        self.tensor: torch.Tensor
+        self._growth_tracker: torch.Tensor
+        self._hysteresis_tracker: torch.Tensor
         self._load(host.state_dict())
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ def rebind(optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[s
 
 
 def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:
-    state = optimizer.state.get(param)
-    for key, value in (state or {}).items():
+    state: dict[str, Any] = optimizer.state.get(param) or {}
+    for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device != param.device:
             state[key] = value.to(param.device)

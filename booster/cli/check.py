@@ -80,8 +80,9 @@ def _as_text(report: dict[str, Any]) -> str:
     rows.append(("backends", ", ".join(report["backends"]) or "none"))
     rows.append(("apex", report["apex"]["message"]))
     header = ("precision", "operation", "shape", "ms", "GFLOP/s", "against fp32")
-    base = {p["operation"]: p["gflops"] for p in report["precisions"] if p["precision"] == "fp32"}
-    table = [header, *(_probe_row(probe, base.get(probe["operation"])) for probe in report["precisions"])]
+    # Speeds of different sizes do not compare.
+    base = {(p["operation"], p["shape"]): p["gflops"] for p in report["precisions"] if p["precision"] == "fp32"}
+    table = [header, *(_probe_row(p, base.get((p["operation"], p["shape"]))) for p in report["precisions"])]
     note = "forward and backward, best of several short runs; fp8: forward only"
     return f"{_aligned(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{_aligned(table)}"
 
@@ -89,7 +90,7 @@ def _as_text(report: dict[str, Any]) -> str:
 def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
     start = (probe["precision"], probe["operation"], probe["shape"])
     if probe["error"] is not None:
-        return (*start, "does not run here:", probe["error"], "")
+        return (*start, "-", "-", f"does not run here: {probe['error']}")
     ratio = f"{probe['gflops'] / base:.2f}x" if base else "-"
     return (*start, f"{probe['milliseconds']:.2f}", f"{probe['gflops']:.1f}", ratio)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +34,9 @@ def probe_all(device: torch.device, seconds: float) -> list[Probe]:
     """Time every precision on `device`, `seconds` for each probe at most by intention (one warm-up run on top)."""
     probes = []
     for name, dtype in _DTYPES.items():
-        probes.append(_timed(name, "matmul", lambda dtype=dtype: _matmul(device, dtype), device, seconds))
-        probes.append(_timed(name, "attention", lambda dtype=dtype: _attention(device, dtype), device, seconds))
-    probes.append(_timed("fp8", "matmul", lambda: _fp8_matmul(device), device, seconds))
+        probes.append(_timed(name, "matmul", partial(_matmul, device, dtype), device, seconds))
+        probes.append(_timed(name, "attention", partial(_attention, device, dtype), device, seconds))
+    probes.append(_timed("fp8", "matmul", partial(_fp8_matmul, device), device, seconds))
     return probes
 
 
@@ -46,8 +47,9 @@ def _timed(precision: str, operation: str, build: Callable[[], _Built], device: 
     shape = "-"
     try:
         shape, operations, once = build()
-        _ = once(), _wait(device)  # the first call compiles, allocates and picks kernels
-        times = []
+        once()  # the first call compiles, allocates and picks kernels
+        _wait(device)
+        times: list[float] = []
         start = time.perf_counter()
         while len(times) < 3 or (time.perf_counter() - start < seconds and len(times) < 50):
             before = time.perf_counter()

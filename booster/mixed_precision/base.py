@@ -111,7 +111,7 @@ class MixedPrecision:
         rebind(optimizer, before, named_parameters(boosted))
         if options.fused_optimizer:
             switch_to_fused(optimizer, boosted)
-        names = {param: name for name, param in boosted.named_parameters()}
+        names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):
             names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
         boosted_optimizer = OptimizerWrapper(

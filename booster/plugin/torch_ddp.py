@@ -50,7 +50,7 @@ class TorchDDPPlugin(Plugin):
             raise TypeError(f"comm_hook must be a DDP hook or a pair (state, hook), got {comm_hook!r}")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not legal; it must be above 0")
-        self._ddp_options = {
+        self._ddp_options: dict[str, Any] = {
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -58,7 +58,7 @@ class TorchDDPPlugin(Plugin):
             "static_graph": static_graph,
         }
         self._sync_batchnorm = sync_batchnorm
-        self._comm_hook = comm_hook if isinstance(comm_hook, tuple) or hook is None else (None, hook)
+        self._comm_hook = None if hook is None else (comm_hook[0] if isinstance(comm_hook, tuple) else None, hook)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -140,6 +140,10 @@ class Update(ABC):
     def found(self) -> Any:
         """Whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor; read once per step."""
 
+    @abstractmethod
+    def nonfinite_names(self) -> tuple[str, ...]:
+        """Parameters whose gradient was found not finite; waits for the device."""
+
     # ------------------------------------------------------------------ step
 
     def step(self) -> StepResult:

@@ -69,18 +69,24 @@ class DeviceUpdate(Update):
 
         def read() -> dict[str, Any]:
             applied = not outcome.value()
-            fields = {
-                "applied": applied,
-                "grad_norm": None if norm is None else float(norm),
-                "loss_scale": float(loss_scale),
-            }
+            grad_norm = None if norm is None else float(norm)
             if applied:
-                return step_fields(**fields)
-            bad = [] if each is None else [i for i, finite in enumerate(each.isfinite().tolist()) if not finite]
+                return step_fields(applied=True, grad_norm=grad_norm, loss_scale=float(loss_scale))
+            bad = _nonfinite(each)
             reason = "nonfinite_grad" if all(bool(loss.isfinite()) for loss in losses) else "nonfinite_loss"
-            return step_fields(**fields, skipped_reason=reason, culprit=self.culprits(bad, params))
+            return step_fields(
+                applied=False,
+                grad_norm=grad_norm,
+                loss_scale=float(loss_scale),
+                skipped_reason=reason,
+                culprit=self.culprits(bad, params),
+            )
 
         return StepResult(read)
+
+    def nonfinite_names(self) -> tuple[str, ...]:
+        each = next(iter(self._norms.values())).each if self._norms else None
+        return self.culprits(_nonfinite(each), self.params())
 
     def _agreed(self) -> torch.Tensor:
         joint = self.joint
@@ -161,6 +167,10 @@ def _zero_momentum(optimizer: SGD) -> None:
         for param in group["params"]:
             if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def _nonfinite(norms: torch.Tensor | None) -> list[int]:
+    return [] if norms is None else [index for index, finite in enumerate(norms.isfinite().tolist()) if not finite]
 
 
 def _is_one(value: Any) -> bool:

@@ -63,7 +63,7 @@ class HostUpdate(Update):
     def _agreed(self) -> bool:
         joint = self.joint
         if joint.found is None:
-            found = any([bool(update.found()) for update in joint.updates])
+            found = any(bool(update.found()) for update in joint.updates)
             if self._group is not None:
                 device = self.params()[0].device
                 found = bool(agree_on(torch.tensor(float(found), device=device), self._group).item())

@@ -1,0 +1,60 @@
+"""Interleaved timing of alternatives on one core, in process CPU time, so that ratios survive a busy machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+
+def pin_to_one_core() -> None:
+    """Run this process on one core with one thread."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
+
+
+def clock() -> float:
+    """Seconds of CPU time of this process; wall time once the device has finished, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Seconds per call of each variant, `rounds` times, in an order that rotates from round to round."""
+    names = list(variants)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(warmup + rounds):
+        shift = index % len(names)
+        for name in names[shift:] + names[:shift]:
+            start = clock()
+            variants[name]()
+            if index >= warmup:
+                seconds[name].append(clock() - start)
+    return seconds
+
+
+def ratio(seconds: Mapping[str, list[float]], name: str, base: str) -> float:
+    """Median over rounds of the ratio within a round, where both met the same disturbance."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+
+def difference(seconds: Mapping[str, list[float]], name: str, base: str) -> float:
+    """Median over rounds of the difference within a round, in seconds."""
+    return statistics.median(a - b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+
+def describe_machine() -> str:
+    """One line: processor or GPU, torch and Python versions."""
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            cpu = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), cpu)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+    return f"{device}; torch {torch.__version__}, Python {platform.python_version()}"

@@ -1,0 +1,133 @@
+"""Time of the update alone: 20 million parameters, AdamW, clipping at norm 1, against hand-written torch.
+
+    python benchmarks/update.py [--rounds 15]
+
+Prints milliseconds per update and ratios within one interleaved run, on one core. Gradients are float32, those of fp16
+multiplied by the loss scale; they are restored, untimed, before every update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from timing import clock, describe_machine, pin_to_one_core, ratio
+from torch import nn
+
+from booster import Booster
+
+SCALE = 2.0**16
+
+
+class Bench:
+    """One way to update: parameters of its own, gradients refilled from a common source."""
+
+    def __init__(self, update: Callable[[list[nn.Parameter]], Callable[[], None]], grads: list[torch.Tensor]) -> None:
+        self.params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+        self._grads = grads
+        self._update = update(self.params)
+
+    def refill(self) -> None:
+        for param, grad in zip(self.params, self._grads, strict=True):
+            if param.grad is None:
+                param.grad = grad.clone()
+            else:
+                param.grad.copy_(grad)
+
+    def run(self) -> float:
+        self.refill()
+        start = clock()
+        self._update()
+        return clock() - start
+
+
+def raw(scaled: bool, **options: bool) -> Callable[[list[nn.Parameter]], Callable[[], None]]:
+    """The loop that users write: unscale, clip, step, update."""
+
+    def make(params: list[nn.Parameter]) -> Callable[[], None]:
+        optimizer = torch.optim.AdamW(params, lr=1e-4, **options)  # type: ignore[arg-type]
+        scaler = torch.amp.GradScaler(params[0].device.type, init_scale=SCALE, enabled=scaled)
+        scaler.scale(torch.zeros((), device=params[0].device))  # makes the lazily created scale tensor
+
+        def update() -> None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(params, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return update
+
+    return make
+
+
+def ours(precision: str, fused_optimizer: bool | str = True) -> Callable[[list[nn.Parameter]], Callable[[], None]]:
+    def make(params: list[nn.Parameter]) -> Callable[[], None]:
+        model = nn.ParameterList(params)
+        booster = Booster(mixed_precision=precision, fused_optimizer=fused_optimizer)  # type: ignore[arg-type]
+        _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(params, lr=1e-4))
+        nothing = sum(param.sum() * 0 for param in model)  # a backward that the update can see; it adds zeros
+        booster.backward(nothing, optimizer, retain_graph=True)
+        inside = optimizer._update
+
+        def update() -> None:
+            # What backward leaves behind, without its cost: gradients that carry the scale.
+            inside.before_backward(inside.next_scale)
+            inside.after_backward(nothing)
+            optimizer.clip_grad_by_norm(1.0)
+            optimizer.step()
+            inside.forget_gradients()
+
+        return update
+
+    return make
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--precisions", default="fp16,bf16,fp32")
+    parser.add_argument("--compile", action="store_true", help="also fused_optimizer='compile'")
+    options = parser.parse_args()
+    pin_to_one_core()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    grads = [torch.randn(1000, 1000, device=device) for _ in range(20)]
+    print(describe_machine())
+    print("| precision | raw default ms | raw fused ms | ours ms | ours/raw default | ours/raw fused | A/A fused |")
+    print("|---|---|---|---|---|---|---|")
+    for precision in options.precisions.split(","):
+        scaled = precision == "fp16"
+        source = [grad * SCALE for grad in grads] if scaled else grads
+        benches = {
+            "default": Bench(raw(scaled), source),
+            "fused": Bench(raw(scaled, fused=True), source),
+            "ours": Bench(ours(precision), source),
+            "fused again": Bench(raw(scaled, fused=True), source),
+        }
+        if options.compile:
+            benches["compiled"] = Bench(ours(precision, "compile"), source)
+        seconds: dict[str, list[float]] = {name: [] for name in benches}
+        names = list(benches)
+        for index in range(3 + options.rounds):
+            shift = index % len(names)
+            for name in names[shift:] + names[:shift]:
+                elapsed = benches[name].run()
+                if index >= 3:
+                    seconds[name].append(elapsed)
+        median = {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
+        print(
+            f"| {precision} | {median['default']:.1f} | {median['fused']:.1f} | {median['ours']:.1f} "
+            f"| {ratio(seconds, 'ours', 'default'):.2f} | {ratio(seconds, 'ours', 'fused'):.2f} "
+            f"| {ratio(seconds, 'fused again', 'fused'):.2f} |"
+        )
+        if options.compile:
+            print(
+                f"|  compiled | | | {median['compiled']:.1f} | {ratio(seconds, 'compiled', 'default'):.2f} "
+                f"| {ratio(seconds, 'compiled', 'fused'):.2f} | |"
+            )
+
+
+if __name__ == "__main__":
+    main()
