@@ -1,0 +1,131 @@
+"""Data loaders for ranks that share a dataset: making them and checking them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+
+from booster.boosted_loader import DataLoaderWrapper, distributed_sampler
+
+__all__ = ["DataLoaderWrapper", "SeededDataLoader", "check_sharded", "prepare_dataloader"]
+
+_logger = logging.getLogger(__name__)
+
+_RESERVED = {
+    "sampler": "pass shuffle, or distributed_sampler_cls; or build a torch DataLoader yourself and give it to boost()",
+    "batch_sampler": "build a torch DataLoader yourself, over a distributed sampler, and give it to boost()",
+    "generator": "pass seed",
+}
+
+
+class SeededDataLoader(DataLoader[Any]):
+    """A torch DataLoader whose shuffling and worker seeds follow from (seed, rank, epoch).
+
+    Until `set_epoch` is called they go on from one epoch to the next.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, seed: int, rank: int, shuffle: bool, **options: Any) -> None:
+        self._seed = seed
+        self._rank = rank
+        # Two generators: the order of the samples must not depend on whether there are workers to seed.
+        self._order = torch.Generator().manual_seed(seed)
+        if shuffle:
+            options["sampler"] = RandomSampler(dataset, generator=self._order)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(_mix(seed, rank, 0))
+        super().__init__(dataset, generator=generator, **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`; `booster.data.DataLoaderWrapper` calls it by itself."""
+        self._order.manual_seed(self._seed + epoch)
+        self.generator.manual_seed(_mix(self._seed, self._rank, epoch))
+
+
+def prepare_dataloader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    shuffle: bool = False,
+    seed: int = 1024,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    distributed_sampler_cls: type[Sampler[Any]] | None = None,
+    **dataloader_options: Any,
+) -> DataLoader[Any]:
+    """A DataLoader over the share of `dataset` that rank `rank` of `world_size` has; `batch_size` is per rank.
+
+    seed: of the shuffling, the same on all ranks; workers are seeded from it, the rank, the epoch and their id.
+    drop_last: drop the tail that does not divide among ranks or fill a batch; without it the sampler repeats samples, so
+    that all ranks have equally many. distributed_sampler_cls: called as cls(dataset, num_replicas=, rank=, shuffle=,
+    seed=, drop_last=); None means torch's DistributedSampler. dataloader_options: other arguments of the DataLoader.
+
+    Raises ValueError for `sampler`, `batch_sampler` and `generator`, and for an iterable dataset that would have to be
+    sharded or shuffled; TypeError for an option that DataLoader does not know.
+    """
+    for name in _RESERVED.keys() & dataloader_options.keys():
+        raise ValueError(f"prepare_dataloader got {name}, which it makes itself; {_RESERVED[name]}")
+    if isinstance(dataset, IterableDataset) and (world_size > 1 or shuffle or distributed_sampler_cls is not None):
+        raise ValueError(
+            f"{type(dataset).__name__} is an IterableDataset, which has no indices to shard among {world_size} ranks or to "
+            "shuffle; do both inside the dataset, build a torch DataLoader over it and give that to boost()"
+        )
+    if world_size > 1 or distributed_sampler_cls is not None:
+        make_sampler: Any = distributed_sampler_cls or DistributedSampler
+        dataloader_options["sampler"] = make_sampler(
+            dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+        shuffle = False
+    return SeededDataLoader(
+        dataset,
+        seed=seed,
+        rank=rank,
+        shuffle=shuffle,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        num_workers=num_workers,
+        **dataloader_options,
+    )
+
+
+def check_sharded(loader: Iterable[Any], world_size: int) -> None:
+    """Raise ValueError if `loader` would give each of `world_size` ranks the same data, or the shares of another world.
+
+    A loader whose sharding cannot be seen, over an IterableDataset or not made of samplers at all, is accepted with a
+    logged warning.
+    """
+    if world_size <= 1:
+        return
+    sampler = distributed_sampler(loader)
+    if sampler is not None:
+        if sampler.num_replicas != world_size:
+            raise ValueError(
+                f"the dataloader's {type(sampler).__name__} has num_replicas={sampler.num_replicas}, but {world_size} ranks "
+                "see different data; make the loader with booster.prepare_dataloader(dataset, batch_size)"
+            )
+        return
+    opaque = not hasattr(loader, "sampler") and not isinstance(loader, Sequence)
+    if opaque or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        _logger.warning(
+            "booster cannot see whether this %s is sharded: make sure that each of the %d ranks reads different data",
+            type(loader).__name__,
+            world_size,
+        )
+        return
+    raise ValueError(
+        f"this {type(loader).__name__} has no distributed sampler, so all {world_size} ranks would train on the same "
+        "samples; make it with booster.prepare_dataloader(dataset, batch_size), or give it a DistributedSampler"
+    )
+
+
+def _mix(seed: int, rank: int, epoch: int) -> int:
+    """A seed that no other (seed, rank, epoch) is likely to have, as sums of the three would."""
+    digest = hashlib.blake2b(f"{seed}/{rank}/{epoch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
