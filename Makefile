@@ -6,7 +6,7 @@ PYTHON ?= python3
 NPROC ?= 2
 DEMO := .venv-demo
 TEST := .venv-test
-INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo compare test lint clean
 

@@ -2,8 +2,8 @@
 
 The second forward runs in backward, under the same precision as the first: same dtypes, same gradients.
 
-python examples/features/activation_checkpointing.py
-booster run --nproc_per_node 2 examples/features/activation_checkpointing.py
+    python examples/features/activation_checkpointing.py
+    booster run --nproc_per_node 2 examples/features/activation_checkpointing.py
 """
 
 import lzma

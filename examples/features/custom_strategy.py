@@ -3,8 +3,8 @@
 This one is bfloat16 whose criterion and outputs stay in bfloat16, with gradients that are not finite treated as with a
 loss scaler. Override what differs; `MixedPrecision` itself is float32.
 
-python examples/features/custom_strategy.py
-booster run --nproc_per_node 2 examples/features/custom_strategy.py
+    python examples/features/custom_strategy.py
+    booster run --nproc_per_node 2 examples/features/custom_strategy.py
 """
 
 import lzma

@@ -3,8 +3,8 @@
 The sampler repeats images to divide the set evenly. `gather` with the loader drops these again and puts the rows into the
 order of the data set; `reduce` is for numbers.
 
-python examples/features/evaluation.py
-booster run --nproc_per_node 2 examples/features/evaluation.py
+    python examples/features/evaluation.py
+    booster run --nproc_per_node 2 examples/features/evaluation.py
 """
 
 import lzma

@@ -3,8 +3,8 @@
 The last group of an epoch may be shorter; `accumulate` is told its real length, so that its gradients are a mean too.
 Among processes gradients are exchanged once per group, not once per batch.
 
-python examples/features/gradient_accumulation.py
-booster run --nproc_per_node 2 examples/features/gradient_accumulation.py
+    python examples/features/gradient_accumulation.py
+    booster run --nproc_per_node 2 examples/features/gradient_accumulation.py
 """
 
 import lzma

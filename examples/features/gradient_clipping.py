@@ -3,8 +3,8 @@
 The limit is for the true gradients: the loss scale is taken out without another pass over them. The norm that comes back
 is the one before clipping. Not finite, under fp16 an ordinary event, it makes the step a skip.
 
-python examples/features/gradient_clipping.py
-booster run --nproc_per_node 2 examples/features/gradient_clipping.py
+    python examples/features/gradient_clipping.py
+    booster run --nproc_per_node 2 examples/features/gradient_clipping.py
 """
 
 import lzma

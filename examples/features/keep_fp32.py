@@ -2,8 +2,8 @@
 
 `keep_fp32` takes module types, name patterns and predicates `(name, module) -> bool`, alone or in a tuple.
 
-python examples/features/keep_fp32.py
-booster run --nproc_per_node 2 examples/features/keep_fp32.py
+    python examples/features/keep_fp32.py
+    booster run --nproc_per_node 2 examples/features/keep_fp32.py
 """
 
 import lzma

@@ -2,8 +2,8 @@
 
 The optimizer's state_dict also holds the loss scale and its counters, so one file with three state_dicts is enough.
 
-python examples/features/resume.py
-booster run --nproc_per_node 2 examples/features/resume.py
+    python examples/features/resume.py
+    booster run --nproc_per_node 2 examples/features/resume.py
 """
 
 import lzma
