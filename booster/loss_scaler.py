@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+SMALLEST_SCALE = 2.0**-126  # gradients are multiplied by its inverse, which float32 must hold
+
 
 class LossScaler:
     """The null object: no scaling. Also the interface of every scale."""
@@ -54,7 +56,8 @@ class DynamicScale(LossScaler):
     """A loss scale that backs off on overflow and grows after `growth_interval` clean steps, as host floats.
 
     Values are rounded to float32 as torch's kernel does. `min_scale == max_scale == init_scale` makes it static: steps
-    that overflow are still skipped. Raises ValueError for an option out of range.
+    that overflow are still skipped. Without a `min_scale` it stops at 2**-126, where torch's would go on to zero. Raises
+    ValueError for an option out of range.
     """
 
     enabled = True
@@ -75,8 +78,8 @@ class DynamicScale(LossScaler):
         self.backoff_factor = float(backoff_factor)
         self.growth_interval = int(growth_interval)
         self.hysteresis = int(hysteresis)
-        self._min_scale = None if min_scale is None else float(min_scale)
-        self.max_scale = None if max_scale is None else float(max_scale)
+        self._min_scale = None if min_scale is None else _float32(min_scale)
+        self.max_scale = None if max_scale is None else _float32(max_scale)
         self._scale = _float32(init_scale)
         self._growth_tracker = 0
         self._hysteresis_tracker = 0
@@ -89,16 +92,21 @@ class DynamicScale(LossScaler):
     def min_scale(self) -> float | None:
         return self._min_scale
 
+    @property
+    def floor(self) -> float:
+        """What the scale never backs off below."""
+        return SMALLEST_SCALE if self._min_scale is None else self._min_scale
+
     def update(self, found_inf: Any) -> None:
         if found_inf:
             self._growth_tracker = 0
             self._hysteresis_tracker += 1
             if self._hysteresis_tracker >= self.hysteresis:
-                scale = _float32(self._scale * self.backoff_factor)
-                self._scale = scale if self._min_scale is None else max(scale, min(self._min_scale, self._scale))
+                # Not above the present scale: one that was loaded may lie below the minimum.
+                self._scale = max(_float32(self._scale * self.backoff_factor), min(self.floor, self._scale))
             return
         self._growth_tracker += 1
-        if self._growth_tracker == self.growth_interval:
+        if self._growth_tracker >= self.growth_interval:
             self._growth_tracker = 0
             self._hysteresis_tracker = 0
             scale = _float32(self._scale * self.growth_factor)
@@ -156,10 +164,9 @@ class DeviceScale(LossScaler):
         found = found_inf.reshape(()) > 0
         hysteresis = self._hysteresis_tracker + found
         growth = torch.where(found, 0, self._growth_tracker + 1)
-        grows = growth == options.growth_interval
+        grows = growth >= options.growth_interval
         backed_off = (self.tensor.double() * options.backoff_factor).float()
-        if options.min_scale is not None:
-            backed_off = backed_off.clamp_min(options.min_scale).minimum(self.tensor)
+        backed_off = backed_off.clamp_min(options.floor).minimum(self.tensor)
         grown = (self.tensor.double() * options.growth_factor).float()
         if options.max_scale is not None:
             grown = grown.clamp_max(options.max_scale).maximum(self.tensor)
@@ -178,7 +185,6 @@ class DeviceScale(LossScaler):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As `DynamicScale.load_state_dict`."""
-        _read_state(state)
         self._load(state)
 
     def _load(self, state: dict[str, Any]) -> None:
@@ -196,12 +202,19 @@ def _read_state(state: dict[str, Any]) -> tuple[float, int, int]:
     missing = {"scale"} - state.keys()
     if missing:
         raise ValueError(f"loss-scaler state lacks {sorted(missing)}; it holds {sorted(state)}")
-    scale = float(state["scale"])
-    growth = int(state.get("growth_tracker", state.get("_growth_tracker", 0)))
-    hysteresis = int(state.get("hysteresis_tracker", 0))
-    if not (math.isfinite(scale) and scale > 0 and growth >= 0 and hysteresis >= 0):
+    try:
+        scale = _float32(float(state["scale"]))
+        growth = int(state.get("growth_tracker", state.get("_growth_tracker", 0)))
+        hysteresis = int(state.get("hysteresis_tracker", 0))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"loss-scaler state holds something that is not a number: {state}") from error
+    if not (_is_scale(scale) and growth >= 0 and hysteresis >= 0):
         raise ValueError(f"loss-scaler state is out of range: {state}")
     return scale, growth, hysteresis
+
+
+def _is_scale(value: float) -> bool:
+    return SMALLEST_SCALE <= _float32(value) < math.inf
 
 
 def _check_options(
@@ -217,12 +230,13 @@ def _check_options(
         if not condition:
             raise ValueError(f"{name}={value!r} is not legal; it must be {legal}")
 
-    require(math.isfinite(init_scale) and init_scale > 0, "init_scale", init_scale, "a finite number above 0")
-    require(growth_factor > 1, "growth_factor", growth_factor, "above 1")
+    require(_is_scale(init_scale), "init_scale", init_scale, "at least 2**-126, and finite in float32")
+    require(1 < growth_factor < math.inf, "growth_factor", growth_factor, "above 1 and finite")
     require(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "between 0 and 1")
-    require(growth_interval >= 1, "growth_interval", growth_interval, "at least 1")
-    require(hysteresis >= 1, "hysteresis", hysteresis, "at least 1")
+    for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+        require(count >= 1 and count == int(count), name, count, "a whole number of at least 1")
     if min_scale is not None:
-        require(0 < min_scale <= init_scale, "min_scale", min_scale, f"above 0 and at most init_scale={init_scale}")
+        legal = f"at least 2**-126 and at most init_scale={init_scale}"
+        require(_is_scale(min_scale) and min_scale <= init_scale, "min_scale", min_scale, legal)
     if max_scale is not None:
         require(max_scale >= init_scale, "max_scale", max_scale, f"at least init_scale={init_scale}")

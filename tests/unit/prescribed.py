@@ -1,0 +1,59 @@
+"""Losses with prescribed gradients, and optimizers boosted around either kind of update, for tests of the step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.loss_scaler import DynamicScale, LossScaler, NoScale
+from booster.update.device import DeviceUpdate
+
+HOST, DEVICE = "host", "device"
+
+
+class _Prescribed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: float, grads: Any, *params: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return torch.tensor(value)
+
+    @staticmethod
+    def backward(ctx: Any, seed: torch.Tensor) -> Any:  # type: ignore[override]
+        return (None, None, *(None if grad is None else grad * seed for grad in ctx.grads))
+
+
+def loss_with(params: Sequence[torch.Tensor], grads: Sequence[Any], value: float = 1.0) -> torch.Tensor:
+    """A loss of `value` whose gradient by `params[i]` is exactly `grads[i]`; None means no gradient."""
+    grads = [g if g is None or isinstance(g, torch.Tensor) else torch.full_like(p, g) for p, g in zip(params, grads)]
+    return _Prescribed.apply(value, grads, *params)
+
+
+def parameters(*shapes: tuple[int, ...] | int, fill: float = 1.0) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.full((s,) if isinstance(s, int) else s, fill)) for s in shapes]
+
+
+def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in params]
+
+
+class DeviceOptimizer(OptimizerWrapper):
+    """A boosted optimizer that decides the way a fused one on CUDA does, on any device."""
+
+    def __init__(self, optimizer: Optimizer, scaler: LossScaler, names: Any, *, options: UpdateOptions) -> None:
+        super().__init__(optimizer, scaler, names, options=options)
+        device = optimizer.param_groups[0]["params"][0].device
+        self._update = DeviceUpdate(optimizer, scaler.on_device(device), names, skip_nonfinite=options.skip_nonfinite)
+
+
+def boost(
+    optimizer: Optimizer, scale: float | LossScaler | None = None, decides: str = HOST, **options: Any
+) -> OptimizerWrapper:
+    """`optimizer` boosted; scale: None (no loss scaling), an initial scale, or a scaler. Parameters are p0, p1, ..."""
+    if not isinstance(scale, LossScaler):
+        scale = NoScale() if scale is None else DynamicScale(init_scale=scale)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    names = {param: f"p{index}" for index, param in enumerate(params)}
+    kind = DeviceOptimizer if decides == DEVICE else OptimizerWrapper
+    return kind(optimizer, scale, names, options=UpdateOptions(**options))
