@@ -39,7 +39,8 @@ class Booster:
     group, if any, can use it, otherwise the CPU. mixed_precision: a name (see `booster.mixed_precision.available`), a
     `MixedPrecision`, or None for float32. plugin: a `Plugin`, or None for a single device.
 
-    fused_optimizer: let torch optimizers that have a fused kernel use it. skip_nonfinite: skip steps whose gradients are
+    fused_optimizer: let torch optimizers that have a fused kernel use it; "compile" compiles the update of any optimizer
+    instead, and says so in a WARNING where it cannot. skip_nonfinite: skip steps whose gradients are
     not finite also without a loss scaler and without clipping. max_consecutive_skips: so many skipped steps in a row
     raise `LossScaleError`; None never does.
 
@@ -66,6 +67,10 @@ class Booster:
         self.device = _resolve_device(device)
         self.plugin.check_device(self.device)
         self.precision.bind(self.device)
+        if fused_optimizer not in (True, False, "compile"):
+            raise ValueError(f"fused_optimizer={fused_optimizer!r} is not legal; choose True, False or 'compile'")
+        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+            raise ValueError(f"max_consecutive_skips={max_consecutive_skips} is not legal; it must be at least 1, or None")
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer, skip_nonfinite=skip_nonfinite, max_consecutive_skips=max_consecutive_skips
         )

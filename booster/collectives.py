@@ -164,9 +164,9 @@ def _exchange(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     if not numbers:
         return [[] for _ in range(_world_size(group))]
     mine = torch.tensor(numbers, dtype=torch.int64, device=_communication_device(torch.device("cpu"), group))
-    everyone = mine.new_empty(_world_size(group) * len(numbers))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    return everyone.view(-1, len(numbers)).tolist()
+    everyone = [torch.empty_like(mine) for _ in range(_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).tolist()
 
 
 def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
@@ -180,10 +180,10 @@ def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGr
     # As bytes: backends do not know every dtype, and moving them needs none.
     mine = torch.zeros(max(sizes), dtype=torch.uint8, device=_communication_device(value.device, group))
     mine[: value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
-    everyone = mine.new_empty(len(shapes) * len(mine))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    parts = everyone.to(value.device).view(len(shapes), -1)
-    return [part[:size].view(value.dtype).view(shape) for part, size, shape in zip(parts, sizes, shapes, strict=True)]
+    everyone = [torch.empty_like(mine) for _ in shapes]
+    dist.all_gather(everyone, mine, group=group)
+    parts = (part[:size].to(value.device) for part, size in zip(everyone, sizes, strict=True))
+    return [part.view(value.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from booster.loss_scaler import LossScaler
 from booster.update.backward import run_backward
 from booster.update.base import Update
+from booster.update.compiled import CompiledUpdate
 from booster.update.device import DeviceUpdate
 from booster.update.errors import LossScaleError
 from booster.update.fused import honours_grad_scale, keep_implementation
@@ -39,6 +40,7 @@ class OptimizerWrapper(Optimizer):
     of the optimizer inside, which is never re-created.
 
     names: parameter -> qualified name, for reports. group: the ranks that must skip together; None means this one alone.
+    compiled: step through torch.compile, see `CompiledUpdate`.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class OptimizerWrapper(Optimizer):
         *,
         group: dist.ProcessGroup | None = None,
         options: UpdateOptions | None = None,
+        compiled: bool = False,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
@@ -56,7 +59,9 @@ class OptimizerWrapper(Optimizer):
         self.optimizer = optimizer
         self._max_consecutive_skips = options.max_consecutive_skips
         self._backward_context = backward_context
-        self._update = _make_update(optimizer, scaler, names, group=group, skip_nonfinite=options.skip_nonfinite)
+        self._update = _make_update(
+            optimizer, scaler, names, compiled=compiled, group=group, skip_nonfinite=options.skip_nonfinite
+        )
         self._fused = honours_grad_scale(optimizer)
         self._held: str | None = None
         self._unsettled: StepResult | None = None
@@ -314,9 +319,12 @@ def _make_update(
     scaler: LossScaler,
     names: Mapping[torch.Tensor, str],
     *,
+    compiled: bool,
     group: dist.ProcessGroup | None,
     skip_nonfinite: bool,
 ) -> Update:
+    if compiled:
+        return CompiledUpdate(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
     devices = {param.device for param_group in optimizer.param_groups for param in param_group["params"]}
     if honours_grad_scale(optimizer) and len(devices) == 1 and next(iter(devices)).type == "cuda":
         scaler = scaler.on_device(next(iter(devices)))

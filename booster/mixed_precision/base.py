@@ -17,6 +17,7 @@ from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
 from booster.loss_scaler import LossScaler, NoScale
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.params import named_parameters, rebind
+from booster.update.compiled import can_compile
 from booster.update.fused import switch_to_fused
 
 
@@ -109,7 +110,8 @@ class MixedPrecision:
         if optimizer is None:
             return boosted, None, boosted_criterion
         rebind(optimizer, before, named_parameters(boosted))
-        if options.fused_optimizer:
+        compiled = options.fused_optimizer == "compile" and can_compile(optimizer)
+        if options.fused_optimizer and not compiled:
             switch_to_fused(optimizer, boosted)
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):
@@ -120,6 +122,7 @@ class MixedPrecision:
             names,
             group=placement.group,
             options=options,
+            compiled=compiled,
             backward_context=self.backward_context,
         )
         return boosted, boosted_optimizer, boosted_criterion

@@ -108,7 +108,7 @@ class HostUpdate(Update):
         if norm_type not in self._norms:
             values = gradient_values(self.params())
             with torch.no_grad():
-                self._norms[norm_type] = _measure(values, norm_type)
+                self._norms[norm_type] = self._measure(values, norm_type)
         return self._norms[norm_type].total
 
     def _times(self, norm: _Norm, ratio: float) -> _Norm:
@@ -118,15 +118,17 @@ class HostUpdate(Update):
         factor = max_norm / (norm + 1e-6)
         return self._pending * factor if factor < 1.0 and math.isfinite(norm) else self._factor
 
+    def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
+        if not values:
+            return _Norm(0.0, [])
+        norms = self._tensor_norms(values, norm_type)
+        total = float(torch.linalg.vector_norm(norms, norm_type))
+        if math.isfinite(total):
+            return _Norm(total, [])
+        nonfinite = nonfinite_indices(values, norms)
+        if not nonfinite:
+            total = float(torch.linalg.vector_norm(tensor_norms(values, norm_type, torch.float64), norm_type))
+        return _Norm(total, nonfinite)
 
-def _measure(values: list[torch.Tensor], norm_type: float) -> _Norm:
-    if not values:
-        return _Norm(0.0, [])
-    norms = tensor_norms(values, norm_type)
-    total = float(torch.linalg.vector_norm(norms, norm_type))
-    if math.isfinite(total):
-        return _Norm(total, [])
-    nonfinite = nonfinite_indices(values, norms)
-    if not nonfinite:
-        total = float(torch.linalg.vector_norm(tensor_norms(values, norm_type, torch.float64), norm_type))
-    return _Norm(total, nonfinite)
+    def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        return tensor_norms(values, norm_type)

@@ -1,0 +1,82 @@
+"""The update with norm, scaling and optimizer compiled by torch.compile into as few passes as the compiler finds."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster.grads import tensor_norms
+from booster.update.fused import honours_grad_scale
+from booster.update.host import HostUpdate
+
+_logger = logging.getLogger(__name__)
+
+
+class CompiledUpdate(HostUpdate):
+    """A host update for any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
+
+    The first step runs eagerly, because it creates the optimizer's state, which would be compiled for nothing. Learning
+    rates enter as tensors for the length of the call, so that a schedule does not recompile. Optimizers with step hooks
+    are stepped eagerly too: hooks are Python that must see unscaled gradients.
+    """
+
+    def __init__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self._compiled_norms = torch.compile(tensor_norms, dynamic=False)
+        self._compiled_step = torch.compile(self._scaled_step, dynamic=False)
+
+    def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        return self._compiled_norms(values, norm_type)
+
+    def _apply(self, grad_scale: float) -> None:
+        if not self.optimizer.state or self._has_step_hooks:
+            super()._apply(grad_scale)
+            return
+        device = self.params()[0].device
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, rates, strict=True):
+                if not isinstance(rate, torch.Tensor):
+                    group["lr"] = torch.tensor(rate, dtype=torch.float32, device=device)
+            self._compiled_step(torch.tensor(1.0 / grad_scale, dtype=torch.float32, device=device))
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    def _scaled_step(self, ratio: torch.Tensor) -> None:
+        # Multiplied even by 1: without it there would be a second graph, and torch allows few per function.
+        torch._foreach_mul_([param.grad for param in self.params()], ratio)  # type: ignore[arg-type]
+        self.optimizer.step()
+
+
+def can_compile(optimizer: Optimizer) -> bool:
+    """Whether fused_optimizer="compile" works for `optimizer` here; one WARNING says why not.
+
+    Compiles a one-line function for the parameters' device to find out, which takes a few seconds once per process.
+    """
+    reason = None
+    if any(getattr(param, "is_sparse", False) for group in optimizer.param_groups for param in group["params"]):
+        reason = "it has sparse parameters"
+    elif honours_grad_scale(optimizer):
+        reason = "it was built with fused=True, which leaves nothing to compile"
+    else:
+        device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
+        try:
+            torch.compile(_probe)(torch.zeros(1, device=device))
+        except Exception as error:
+            reason = f"torch.compile finds no working compiler: {str(error).strip().splitlines()[0]}"
+    if reason is not None:
+        _logger.warning(
+            'fused_optimizer="compile" does not apply to this %s: %s; it is stepped as with fused_optimizer=True',
+            type(optimizer).__name__,
+            reason,
+        )
+    return reason is None
+
+
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
