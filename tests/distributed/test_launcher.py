@@ -1,0 +1,361 @@
+"""Real jobs of `booster run`: what reaches the script, and what happens when something goes wrong."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT = 120
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**added):
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in added.items()}}
+
+
+def start(directory, *arguments, **variables):
+    return subprocess.Popen(
+        [sys.executable, "-m", "booster", "run", *arguments],
+        cwd=directory,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    """(exit status, stdout, stderr); a job that hangs is killed and fails the test."""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, err
+
+
+def launch(directory, *arguments, **variables):
+    return finish(start(directory, *arguments, **variables))
+
+
+def write(directory, name, text):
+    file = directory / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return name
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+REPORT = """
+import json, os, sys
+print(json.dumps({"rank": os.environ["RANK"], "world": os.environ["WORLD_SIZE"], "argv": sys.argv, "path": sys.path[0],
+                  "name": __name__, "host": os.environ.get("FAKE_HOST"), "given": os.environ.get("GIVEN"),
+                  "secret": os.environ.get("SECRET")}) + "\\n", end="", flush=True)
+"""
+
+TRAIN = """
+import random, torch, torch.distributed as dist
+from booster.launch import launch_from_torch
+launch_from_torch()
+total = torch.tensor([1.0 + dist.get_rank()])
+dist.all_reduce(total)
+drawn = [None, None]
+dist.all_gather_object(drawn, (random.random(), torch.rand(()).item()))
+if dist.get_rank() == 0:
+    print(total.item(), drawn[0] == drawn[1])
+"""
+
+# Both ranks write their process ids, and so does what they have started themselves.
+SLEEP = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(300)"])
+with open(f"pids_{os.environ['RANK']}.part", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.rename(f"pids_{os.environ['RANK']}.part", f"pids_{os.environ['RANK']}")
+time.sleep(300)
+"""
+
+# Rank 1 fails once rank 0 sleeps.
+CRASH = (
+    SLEEP.removesuffix("time.sleep(300)\n")
+    + """
+def step():
+    raise ValueError("the reason")
+if os.environ["RANK"] == "1":
+    while not os.path.exists("pids_0"):
+        time.sleep(0.01)
+    step()
+time.sleep(300)
+"""
+)
+
+
+def sleeping_pids(directory, ranks=2):
+    files = [directory / f"pids_{rank}" for rank in range(ranks)]
+    assert wait_for(lambda: all(file.exists() for file in files)), "the ranks did not start"
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def lines_of(out):
+    return sorted((json.loads(line) for line in out.splitlines()), key=lambda line: line["rank"])
+
+
+def test_arguments_with_spaces_quotes_and_dashes_reach_the_script_intact(tmp_path):
+    write(tmp_path, "a script.py", REPORT)
+    rest = ["two words", "it's", 'say "hi"', "$HOME", "--", "--nproc_per_node", "", "-m"]
+    status, out, err = launch(tmp_path, "--nproc_per_node", "2", "a script.py", *rest)
+    assert status == 0, err
+    lines = lines_of(out)
+    assert [(line["rank"], line["world"]) for line in lines] == [("0", "2"), ("1", "2")]
+    for line in lines:
+        assert line["argv"] == ["a script.py", *rest]
+        assert line["path"] == str(tmp_path)
+        assert line["name"] == "__main__"
+
+
+def test_a_module_runs_as_with_python_dash_m(tmp_path):
+    write(tmp_path, "pack/__init__.py", "")
+    write(tmp_path, "pack/train.py", REPORT)
+    status, out, err = launch(tmp_path, "--nproc-per-node=1", "-m", "pack.train", "--lr", "1")
+    assert status == 0, err
+    (line,) = lines_of(out)
+    assert line["argv"] == [str(tmp_path / "pack" / "train.py"), "--lr", "1"]
+    assert line["path"] == str(tmp_path)
+
+
+def test_ranks_meet_share_their_seed_and_end_without_a_word(tmp_path):
+    write(tmp_path, "train.py", TRAIN)
+    status, out, err = launch(tmp_path, "--nproc_per_node", "2", "train.py")
+    assert (status, out, err) == (0, "3.0 True\n", "")
+
+
+def test_two_jobs_at_once_do_not_meet(tmp_path):
+    write(tmp_path, "train.py", TRAIN)
+    jobs = [start(tmp_path, "--nproc_per_node", "2", "train.py") for _ in range(2)]
+    assert [finish(job) for job in jobs] == [(0, "3.0 True\n", "")] * 2
+
+
+def test_a_bad_script_or_option_exits_2_with_the_reason(tmp_path):
+    status, out, err = launch(tmp_path, "no_such_file.py")
+    assert (status, out) == (2, "")
+    assert "script 'no_such_file.py' is not a file" in err
+    write(tmp_path, "train.py", "")
+    status, out, err = launch(tmp_path, "--no_such_option", "train.py")
+    assert (status, out) == (2, "")
+    assert "--no_such_option" in err
+
+
+def test_a_port_in_use_is_said_at_once(tmp_path):
+    write(tmp_path, "train.py", TRAIN)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        status, _, err = launch(tmp_path, "--nproc_per_node", "1", "--master_port", str(port), "train.py")
+    assert status == 1
+    assert err == f"booster run: error: port {port} is in use on this machine (another job?); choose another " + (
+        "--master_port, or leave it out: a free port is taken by default\n"
+    )
+
+
+def test_a_given_free_port_is_used(tmp_path):
+    write(tmp_path, "train.py", TRAIN + "\nimport os; print(os.environ['MASTER_PORT']) if dist.get_rank() else None")
+    port = free_port()
+    status, out, err = launch(tmp_path, "--nproc_per_node", "2", "--master_port", str(port), "train.py")
+    assert status == 0, err
+    assert sorted(out.split()) == sorted(["3.0", "True", str(port)])
+
+
+def test_a_crashing_rank_ends_the_others_and_its_traceback_comes_last(tmp_path):
+    write(tmp_path, "train.py", CRASH)
+    began = time.monotonic()
+    status, _, err = launch(tmp_path, "--nproc_per_node", "2", "train.py")
+    assert status == 1
+    assert time.monotonic() - began < 60
+    assert err.rstrip().endswith("ValueError: the reason")
+    last = err[err.rindex("booster run: rank 1 (local rank 1") :]
+    assert "failed first: exit code 1" in last
+    assert "in step\n    raise ValueError" in last
+    assert "worker.py" not in last  # the launcher's own frames are not the user's business
+    assert "ChildFailedError" not in err
+    assert not any(running(pid) for pid in sleeping_pids(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("end", "expected", "told"),
+    [
+        ("sys.exit(7)", 7, "failed first: exit code 7"),
+        ("sys.exit('no data')", 1, "SystemExit: no data"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "failed first: signal SIGKILL"),
+    ],
+)
+def test_the_status_is_that_of_the_first_failing_rank(tmp_path, end, expected, told):
+    write(tmp_path, "train.py", f"import os, signal, sys, time\nif os.environ['RANK'] == '1': {end}\ntime.sleep(300)")
+    status, _, err = launch(tmp_path, "--nproc_per_node", "2", "train.py")
+    assert status == expected
+    assert told in err[err.rindex("booster run: rank 1") :]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_end_every_process_without_a_traceback_of_the_launcher(tmp_path, number, expected):
+    write(tmp_path, "train.py", SLEEP)
+    job = start(tmp_path, "--nproc_per_node", "2", "train.py")
+    pids = sleeping_pids(tmp_path)
+    job.send_signal(number)
+    status, _, err = finish(job)
+    assert status == expected
+    assert f"stopped by {number.name}; all processes of the job have ended" in err.splitlines()[-1]
+    assert "booster/cli" not in err
+    assert wait_for(lambda: not any(running(pid) for pid in pids), 5.0)
+
+
+def test_max_restarts_relaunches_the_whole_job_and_says_so(tmp_path):
+    text = """
+import os
+name = f"tries_{os.environ['RANK']}"
+tries = len(open(name).read()) if os.path.exists(name) else 0
+open(name, "a").write("x")
+while not os.path.exists("tries_0"): pass
+if os.environ["RANK"] == "1" and tries < 2: os._exit(7)
+if tries < 2: import time; time.sleep(300)
+print("done")
+"""
+    write(tmp_path, "train.py", text)
+    status, out, err = launch(tmp_path, "--nproc_per_node", "2", "--max_restarts", "3", "train.py")
+    assert status == 0, err
+    assert out.split() == ["done", "done"]
+    assert [f"attempt {n} of 4 failed with status 7; relaunching the whole job" in err for n in (1, 2, 3)] == [
+        True,
+        True,
+        False,
+    ]
+    assert {len((tmp_path / f"tries_{rank}").read_text()) for rank in (0, 1)} == {3}
+
+
+def test_logs_are_kept_by_rank_and_shown_with_the_rank_in_front(tmp_path):
+    write(tmp_path, "train.py", "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)")
+    status, out, err = launch(tmp_path, "--nproc_per_node", "2", "--log_dir", "logs", "train.py")
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["[rank0]: out 0", "[rank1]: out 1"]
+    kept = sorted((file.parent.name, file.name, file.read_text()) for file in (tmp_path / "logs").rglob("*.log"))
+    assert kept == [
+        (r, f"{s}.log", f"out {r}\n" if s == "stdout" else "err\n") for r in "01" for s in ("stderr", "stdout")
+    ]
+
+
+FAKE_SSH = """#!/bin/sh
+# ssh -p PORT HOST COMMAND, on this machine, with as little environment as a login has
+[ "$1 $2" = "-p 2222" ] || exit 255
+exec env -i PATH="$PATH" FAKE_HOST="$3" sh -c "$4"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Options for two "machines" behind a stand-in for ssh, and the variables that put it on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(FAKE_SSH)
+    (folder / "ssh").chmod((folder / "ssh").stat().st_mode | stat.S_IXUSR)
+    where = ["--host", "node1,node2", "--ssh_port", "2222", "--master_addr", "127.0.0.1", "--nproc_per_node", "1"]
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return [*where, "--master_port", str(free_port())], {"PATH": path}
+
+
+def test_hosts_are_reached_by_ssh_with_only_the_named_environment(tmp_path, cluster):
+    options, variables = cluster
+    write(tmp_path, "train.py", REPORT)
+    arguments = [*options, "--env", "GIVEN", "train.py", "two words", "it's"]
+    status, out, err = launch(tmp_path, *arguments, **variables, GIVEN="a b", SECRET="hidden")
+    assert status == 0, err
+    lines = lines_of(out)
+    assert [(line["rank"], line["world"], line["host"]) for line in lines] == [("0", "2", "node1"), ("1", "2", "node2")]
+    assert {(line["given"], line["secret"]) for line in lines} == {("a b", None)}
+    assert {tuple(line["argv"]) for line in lines} == {("train.py", "two words", "it's")}
+
+
+def test_a_failing_node_ends_the_others_and_is_named_with_its_traceback_last(tmp_path, cluster):
+    options, variables = cluster
+    write(tmp_path, "train.py", CRASH)
+    status, _, err = launch(tmp_path, *options, "train.py", **variables)
+    assert status == 1
+    assert "booster run: node 1 (node2) failed first: exit status 1; the other nodes were stopped" in err
+    assert err.rstrip().endswith("ValueError: the reason")
+    pids = sleeping_pids(tmp_path)
+    assert wait_for(lambda: not any(running(pid) for pid in pids), 5.0)
+
+
+def test_ctrl_c_reaches_every_node(tmp_path, cluster):
+    options, variables = cluster
+    write(tmp_path, "train.py", SLEEP)
+    job = start(tmp_path, *options, "train.py", **variables)
+    pids = sleeping_pids(tmp_path)
+    job.send_signal(signal.SIGINT)
+    status, _, err = finish(job)
+    assert status == 130, err
+    assert wait_for(lambda: not any(running(pid) for pid in pids), 5.0)
+
+
+def test_ssh_that_fails_is_told_from_a_failing_script(tmp_path, cluster):
+    options, variables = cluster
+    write(tmp_path, "train.py", "")
+    status, _, err = launch(tmp_path, *[o.replace("2222", "1") for o in options], "train.py", **variables)
+    assert status == 255
+    assert "failed first: exit status 255" in err
+    assert "255 is ssh's own failure" in err
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        ("launch_from_slurm(host, port)", ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")),
+        (
+            "launch_from_openmpi(host, port)",
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ),
+    ],
+)
+def test_tasks_of_srun_and_mpirun_meet(tmp_path, call, names):
+    text = f"from booster.launch import *\nhost, port = '127.0.0.1', {free_port()}\n"
+    text += TRAIN.replace("launch_from_torch()", call).replace("import launch_from_torch", "import *")
+    write(tmp_path, "train.py", text)
+    tasks = []
+    for rank in range(2):
+        variables = dict(zip(names, (rank, 2, rank), strict=True))
+        tasks.append(
+            subprocess.Popen(
+                [sys.executable, "train.py"],
+                cwd=tmp_path,
+                env=environment(**variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    assert [finish(task) for task in tasks] == [(0, "3.0 True\n", ""), (0, "", "")]
