@@ -6,9 +6,9 @@ the next case starts a fresh one.
 """
 
 import faulthandler
+import io
 import multiprocessing as mp
 import os
-import pickle
 import random
 import re
 import shutil
@@ -66,10 +66,14 @@ class RankPool:
         Every rank starts from the same seed, and sees the warning filters of the calling test.
         Raises RanksFailed with the traceback of every failed rank; ranks that hang show where they hang.
         """
-        job = _Job(list(sys.path), _filters(), pickle.dumps((fn, args)))
+        job = _Job(list(sys.path), _filters(), _dumps((fn, args)))
         if self._group is None:
             self._group = _Group(self.world_size)
-        results, failures = self._group.call(pickle.dumps(job), self.case_timeout, self.grace)
+        try:
+            results, failures = self._group.call(_dumps(job), self.case_timeout, self.grace)
+        except BaseException:  # an interrupt, or an answer that does not unpickle: later answers are still on their way
+            self.close()
+            raise
         if failures:
             self.close()
             raise RanksFailed(getattr(fn, "__qualname__", repr(fn)), self.world_size, failures)
@@ -92,7 +96,8 @@ class _Group:
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        # numpy: each DataLoader worker that is forked from a rank imports it otherwise.
+        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
         self.folder = Path(tempfile.mkdtemp(prefix="booster-ranks-"))
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -130,8 +135,7 @@ class _Group:
             for rank in [r for r, pipe in waiting.items() if pipe in ready]:
                 del waiting[rank]
                 try:
-                    # Written by a process that this one started, so it is trusted.
-                    ok, value = pickle.loads(self.pipes[rank].recv_bytes())  # noqa: S301
+                    ok, value = _loads(self.pipes[rank].recv_bytes())
                 except (EOFError, OSError):
                     failures[rank] = self._epitaph(rank)
                 else:
@@ -178,6 +182,18 @@ def _kill(processes: list[Any], pipes: list[Connection], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _dumps(value: Any) -> bytes:
+    """Pickle by way of torch, which knows more dtypes than its tensors' own pickling."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _loads(data: bytes) -> Any:
+    # Both ends of the pipe are this program, so the data is trusted.
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
 def _filters() -> list[tuple[Any, str, Any, str, int]]:
     """The warning filters in force, first match first, as arguments of `warnings.filterwarnings`."""
 
@@ -198,6 +214,10 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, dump, all_threads=False)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    if sys.version_info < (3, 12):
+        # A rank inherits "forkserver", with which DataLoader workers take seconds. Later versions warn where a process
+        # with threads, as a rank is, forks.
+        mp.set_start_method("fork", force=True)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -223,15 +243,15 @@ def _die_with_parent(folder: str) -> None:
 
 def _answer(rank: int, world_size: int, data: bytes) -> bytes:
     try:
-        job: _Job = pickle.loads(data)  # noqa: S301  (written by the process that started this one)
+        job: _Job = _loads(data)
         sys.path[:] = job.path
         with warnings.catch_warnings():
             warnings.resetwarnings()
             for action, message, category, module, line in reversed(job.filters):
                 warnings.filterwarnings(action, message, category, module, line)
-            fn, args = pickle.loads(job.call)  # noqa: S301
+            fn, args = _loads(job.call)
             random.seed(0)
             torch.manual_seed(0)
-            return pickle.dumps((True, fn(rank, world_size, *args)))
+            return _dumps((True, fn(rank, world_size, *args)))
     except BaseException:  # SystemExit and pytest's outcomes are failures too
-        return pickle.dumps((False, traceback.format_exc()))
+        return _dumps((False, traceback.format_exc()))

@@ -136,6 +136,25 @@ def test_a_result_that_does_not_pickle_is_reported(pool):
         pool.run(return_a_function)
 
 
+class Unreadable:
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise ValueError("not readable here")
+
+
+def return_what_cannot_be_read(rank, world_size):
+    return Unreadable()
+
+
+def test_after_a_result_that_cannot_be_read_the_next_case_gets_its_own_results(pool):
+    with pytest.raises(ValueError, match="not readable here"):
+        pool.run(return_what_cannot_be_read)
+    assert [result[:2] for result in pool.run(add_ranks, 0)] == [(0, 2), (1, 2)]
+
+
 def draw(rank, world_size):
     return torch.rand(3)
 
