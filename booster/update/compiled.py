@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -14,6 +15,11 @@ from booster.update.host import HostUpdate
 
 _logger = logging.getLogger(__name__)
 
+# Graphs are counted, and limited, per function; torch >= 2.13 can count per optimizer instead.
+_OWN_CACHE: dict[str, Any] = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+)
+
 
 class CompiledUpdate(HostUpdate):
     """A host update for any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
@@ -25,8 +31,8 @@ class CompiledUpdate(HostUpdate):
 
     def __init__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
-        self._compiled_norms = torch.compile(tensor_norms, dynamic=False)
-        self._compiled_step = torch.compile(self._scaled_step, dynamic=False)
+        self._compiled_norms: Any = torch.compile(tensor_norms, dynamic=False, **_OWN_CACHE)
+        self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **_OWN_CACHE)
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         return self._compiled_norms(values, norm_type)
@@ -49,7 +55,7 @@ class CompiledUpdate(HostUpdate):
 
     def _scaled_step(self, ratio: torch.Tensor) -> None:
         # Multiplied even by 1: without it there would be a second graph, and torch allows few per function.
-        torch._foreach_mul_([param.grad for param in self.params()], ratio)  # type: ignore[arg-type]
+        torch._foreach_mul_([param.grad for param in self.params() if param.grad is not None], ratio)
         self.optimizer.step()
 
 
