@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -47,10 +47,27 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     return tree
 
 
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in `tree`, which is as in `cast_floats`."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from tensors(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors(getattr(tree, field.name))
+
+
 def _replace_items(mapping: Mapping[Any, Any], changes: dict[Any, Any]) -> Mapping[Any, Any]:
     if not changes:
         return mapping
-    clone = copy.copy(mapping)
+    if not isinstance(mapping, MutableMapping):
+        return type(mapping)({**mapping, **changes})  # type: ignore[call-arg]
+    clone = copy.copy(mapping)  # keeps the type, and what a subclass holds beside its items
     for key, value in changes.items():
-        clone[key] = value  # type: ignore[index]
+        clone[key] = value
     return clone

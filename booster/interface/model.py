@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from booster.casting import cast_floats
+from booster.casting import cast_floats, tensors
 
 
 class ForwardPrecision(Protocol):
@@ -26,7 +27,7 @@ class ModelWrapper(nn.Module):
     """A model whose forward, and every method called through it, runs under a precision.
 
     `module` is what forward calls: the user's model as a plugin placed it. Attributes, `state_dict` keys, parameter and
-    module names are those of the user's model, whatever wraps it. Attributes that the model has are set on the model.
+    module names are those of the user's model, whatever wraps it. Attributes are set on the user's model.
 
     A method other than forward runs on the user's model itself, so a plugin's gradient synchronisation does not see it:
     where a plugin wraps the model, a method that returns a result with gradients raises RuntimeError.
@@ -66,7 +67,6 @@ class ModelWrapper(nn.Module):
 
     # These three recurse through children() in nn.Module, and would miss the module itself.
     def train(self, mode: bool = True) -> ModelWrapper:
-        self.training = mode
         self.module.train(mode)
         return self
 
@@ -90,12 +90,42 @@ class ModelWrapper(nn.Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        modules = self.__dict__.get("_modules", {})
-        own = name in self.__dict__ or name in modules or name == "training" or hasattr(type(self), name)
-        if not own and "module" in modules and hasattr(bare(modules["module"]), name):
-            setattr(bare(modules["module"]), name, value)
-        else:
+        placed = self.__dict__.get("_modules", {}).get("module")
+        if placed is None or name == "module" or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
+        else:
+            setattr(bare(placed), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(bare(self.module), name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(bare(self.module))})
+
+    @property
+    def training(self) -> bool:
+        """The model's own flag, which the model may change without the wrapper."""
+        return bare(self.module).training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in self.__dict__.get("_modules", {}):  # nn.Module.__init__ sets it first
+            bare(self.module).training = mode
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register with the user's model."""
+        bare(self.module).register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register with the user's model."""
+        bare(self.module).register_parameter(name, param)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Add to the user's model."""
+        bare(self.module).add_module(name, module)
 
     def __len__(self) -> int:
         return len(bare(self.module))  # type: ignore[arg-type]
@@ -103,24 +133,51 @@ class ModelWrapper(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return bare(self.module)[index]  # type: ignore[index]
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(bare(self.module))  # type: ignore[call-overload]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in bare(self.module)  # type: ignore[operator]
+
     def __bool__(self) -> bool:
         return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+        memo[id(self._precision)] = self._precision  # one strategy may serve several models
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
 
     def _under_precision(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._precision.forward_context():
                 output = method(*args, **kwargs)
-            if output is None or output is method.__self__:  # type: ignore[attr-defined]
-                return output
-            if self.module is not self.unwrap() and torch.is_grad_enabled() and _has_graph(output):
-                raise RuntimeError(
-                    f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
-                    "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
-                )
-            return cast_floats(output, self._precision.output_dtype)
+            if isinstance(output, Generator):
+                return self._stream(output, name)
+            return self._finish(output, name)
 
         return run
+
+    def _stream(self, outputs: Generator[Any, Any, Any], name: str) -> Iterator[Any]:
+        # The body of a generator runs when it is iterated, long after the method returned.
+        with closing(outputs):
+            while True:
+                with self._precision.forward_context():
+                    try:
+                        output = next(outputs)
+                    except StopIteration:
+                        return
+                yield self._finish(output, name)
+
+    def _finish(self, output: Any, name: str) -> Any:
+        if self.module is not self.unwrap() and any(tensor.grad_fn is not None for tensor in tensors(output)):
+            raise RuntimeError(
+                f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
+                "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
+            )
+        return cast_floats(output, self._precision.output_dtype)
 
 
 class CriterionWrapper:
@@ -175,9 +232,3 @@ def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
     long = prefix + _wrapper_prefix(module)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[long + key[len(prefix) :]] = state_dict.pop(key)
-
-
-def _has_graph(tree: Any) -> bool:
-    tensors: list[torch.Tensor] = []
-    torch.utils._pytree.tree_map_only(torch.Tensor, tensors.append, tree)
-    return any(tensor.grad_fn is not None for tensor in tensors)

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from booster.casting import HALF_DTYPES
+from booster.interface.model import bare
 from booster.loss_scaler import DynamicScale, LossScaler
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.pins import Float32Hooks, Pin, normalise_pins, pin_names
+from booster.mixed_precision.pins import Pin, normalise_pins, pin, pin_names
 from booster.mixed_precision.policy import DtypePolicy
 
 
@@ -72,9 +73,9 @@ class AutocastMixedPrecision(MixedPrecision):
 
     def convert(self, model: nn.Module) -> nn.Module:
         if self._keep_fp32:
-            hooks = Float32Hooks(self.device.type)
-            for name in sorted(pin_names(model, self._keep_fp32)):
-                hooks.install(model.get_submodule(name))
+            inner = bare(model)  # names as the user knows them, also in a compiled model
+            for name in pin_names(inner, self._keep_fp32):
+                pin(inner.get_submodule(name), self.device.type)
         return model
 
     @property

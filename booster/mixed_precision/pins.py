@@ -1,9 +1,9 @@
-"""Modules pinned to float32 inside a half-precision region: which ones, and the hooks that pin them."""
+"""Modules pinned to float32 inside a half-precision region: which ones, and how they are pinned."""
 
 from __future__ import annotations
 
+import functools
 import re
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,12 +23,12 @@ def pin_names(model: nn.Module, keep_fp32: Pin | Iterable[Pin]) -> frozenset[str
     Raises ValueError for a type or pattern that selects nothing: a typo would change the precision silently.
     """
     names: set[str] = set()
-    for pin in normalise_pins(keep_fp32):
-        matches = _matcher(pin)
+    for entry in normalise_pins(keep_fp32):
+        matches = _matcher(entry)
         chosen = {name for name, module in model.named_modules() if name and matches(name, module)}
-        if not chosen and (isinstance(pin, (str, type))):
+        if not chosen and (isinstance(entry, (str, type))):
             raise ValueError(
-                f"keep_fp32={pin!r} selects no module of {type(model).__name__}; "
+                f"keep_fp32={entry!r} selects no module of {type(model).__name__}; "
                 f"its top-level modules are {[name for name, _ in model.named_children()]}"
             )
         names |= chosen
@@ -49,39 +49,27 @@ def normalise_pins(keep_fp32: Pin | Iterable[Pin]) -> tuple[Pin, ...]:
     return pins
 
 
-class Float32Hooks:
-    """Forward hooks that run one module in float32 under autocast: inputs cast up, autocast off until it returns."""
+class Float32Forward:
+    """The forward of one module, in float32 under autocast: inputs cast up, autocast off until it returns.
 
-    def __init__(self, device_type: str) -> None:
+    It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave
+    autocast off, and torch.compile traces it.
+    """
+
+    def __init__(self, forward: Callable[..., Any], device_type: str) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward = forward
         self._device_type = device_type
-        self._regions = threading.local()
 
-    def install(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._leave, always_call=True)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self._device_type, enabled=False):
+            return self._forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
 
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        region = torch.autocast(self._device_type, enabled=False)
-        region.__enter__()
-        self._stack().append(region)
-        return cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        stack = self._stack()
-        if stack:
-            stack.pop().__exit__(None, None, None)
-
-    def _stack(self) -> list[torch.autocast]:
-        if not hasattr(self._regions, "stack"):
-            self._regions.stack = []
-        return self._regions.stack
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_device_type": self._device_type}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._device_type = state["_device_type"]
-        self._regions = threading.local()
+def pin(module: nn.Module, device_type: str) -> None:
+    """Make `module` compute in float32 also under autocast, in place. Pinning it again changes nothing."""
+    if not isinstance(module.forward, Float32Forward):
+        module.forward = Float32Forward(module.forward, device_type)
 
 
 def _matcher(pin: Pin) -> Callable[[str, nn.Module], bool]:
