@@ -18,8 +18,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     not copied. Copies from pinned memory do not block; others wait for the copy.
     """
     if isinstance(batch, torch.Tensor):
-        if batch.device == device:
-            return batch
         return batch.to(device, non_blocking=device.type == "cuda" and batch.is_pinned())
     if isinstance(batch, type):
         return batch

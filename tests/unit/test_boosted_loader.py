@@ -1,0 +1,167 @@
+"""The boosted loader in one process: epochs, iterators, and what it knows of its rows."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from booster.data import DataLoaderWrapper, prepare_dataloader
+
+META = torch.device("meta")
+
+
+def numbers(length=10):
+    return TensorDataset(torch.arange(length))
+
+
+def flat(loader):
+    return [int(x) for (batch,) in loader for x in batch]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def boosted(length=10, world_size=2, **options):
+    options = {"batch_size": 2, "shuffle": True, **options}
+    return DataLoaderWrapper(prepare_dataloader(numbers(length), rank=0, world_size=world_size, **options), "cpu")
+
+
+def epochs(world_size, count):
+    loader = boosted(world_size=world_size)
+    return [flat(loader) for _ in range(count)]
+
+
+def test_batches_arrive_on_the_device():
+    loader = DataLoaderWrapper(DataLoader(numbers()), "meta")
+    assert all(batch[0].device == META for batch in loader)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_epoch_has_another_order_and_a_new_run_has_the_same_ones(world_size):
+    first = epochs(world_size, 3)
+    assert len({tuple(order) for order in first}) == 3
+    assert epochs(world_size, 3) == first
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_run_continues_with_the_epoch_it_is_given(world_size, workers):
+    resumed = boosted(world_size=world_size, num_workers=workers)
+    resumed.epoch = 2
+    assert flat(resumed) == epochs(world_size, 3)[2]
+    assert resumed.epoch == 3
+
+
+def test_the_sampler_inside_a_batch_sampler_is_told_the_epoch():
+    sampler = DistributedSampler(numbers(), num_replicas=2, rank=0)
+    loader = DataLoaderWrapper(DataLoader(numbers(), batch_sampler=BatchSampler(sampler, 2, False)), "cpu")
+    assert flat(loader) != flat(loader)
+    assert sampler.epoch == 1
+
+
+@pytest.mark.parametrize("target", [lambda loader: loader, lambda loader: loader.sampler])
+def test_a_user_who_sets_the_epoch_is_followed_and_counting_goes_on_from_there(target):
+    expected = epochs(2, 7)
+    loader = boosted()
+    assert flat(loader) == expected[0]
+    target(loader).set_epoch(5)
+    assert flat(loader) == expected[5]
+    assert flat(loader) == expected[6]
+
+
+def test_a_user_who_sets_every_epoch_himself_gets_what_he_sets():
+    expected = epochs(2, 3)
+    loader = boosted()
+    for epoch in (2, 0, 1):
+        loader.set_epoch(epoch)
+        assert flat(loader) == expected[epoch]
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        assert flat(loader) == expected[epoch]
+
+
+def test_an_epoch_set_before_boosting_is_the_first_one():
+    plain = prepare_dataloader(numbers(), 2, rank=0, world_size=2, shuffle=True)
+    plain.sampler.set_epoch(4)
+    assert flat(DataLoaderWrapper(plain, "cpu")) == epochs(2, 5)[4]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_live_iterators_are_each_of_their_own_epoch(world_size):
+    expected = epochs(world_size, 3)
+    loader = boosted(world_size=world_size)
+    both = list(zip(loader, loader, strict=True))
+    assert flat(a for a, _ in both) == expected[0]
+    assert flat(b for _, b in both) == expected[1]
+    assert flat(loader) == expected[2]
+
+
+def test_a_loop_that_breaks_early_is_followed_by_a_whole_epoch():
+    expected = epochs(2, 2)
+    loader = boosted()
+    next(iter(loader))
+    assert flat(loader) == expected[1]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, None])
+def test_an_epoch_that_is_no_whole_number_is_refused(wrong):
+    with pytest.raises(ValueError, match="epoch=.*whole number"):
+        boosted().epoch = wrong
+
+
+def test_attributes_are_the_loader_s():
+    loader = boosted()
+    assert loader.batch_size == 2
+    assert len(loader.dataset) == 10
+    assert len(loader) == 3
+    assert loader.unwrap().sampler is loader.sampler
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = loader.no_such_thing
+
+
+def test_a_loader_without_length_iterates_and_has_no_length():
+    loader = DataLoaderWrapper(iter([1, 2]), "cpu")
+    with pytest.raises(TypeError):
+        len(loader)
+    assert list(loader) == [1, 2]
+    assert list(DataLoaderWrapper(DataLoader(Stream()), "cpu")) == [0, 1, 2, 3]
+
+
+def test_a_boosted_loader_can_be_copied():
+    assert flat(copy.deepcopy(boosted())) == flat(boosted())
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    with pytest.raises(TypeError, match="boosted already"):
+        DataLoaderWrapper(boosted(), "cpu")
+    with pytest.raises(TypeError, match="iterable of batches, got int"):
+        DataLoaderWrapper(3, "cpu")
+
+
+def test_the_share_counts_rows_and_the_samples_repeated_at_the_end():
+    loader = boosted(10, 4, batch_size=2)  # 3 samples on each of 4 ranks, 2 of the 12 repeated
+    with pytest.raises(RuntimeError, match="has not yielded a batch yet"):
+        _ = loader.share
+    batches = iter(loader)
+    next(batches)
+    assert (loader.share.num_replicas, loader.share.num_padded, loader.share.rows) == (4, 0, {2})
+    next(batches)
+    assert (loader.share.num_padded, loader.share.rows) == (2, {1, 3})
+    next(iter(loader))
+    assert (loader.share.num_padded, loader.share.rows) == (0, {2})
+
+
+def test_samples_that_a_batch_drops_take_the_repeated_ones_along():
+    sampler = DistributedSampler(numbers(), num_replicas=4, rank=0)
+    loader = DataLoaderWrapper(DataLoader(numbers(), batch_size=2, sampler=sampler, drop_last=True), "cpu")
+    assert len(flat(loader)) == 2
+    assert (loader.share.num_padded, loader.share.rows) == (0, {2})
+
+
+def test_nothing_is_known_of_the_rows_of_another_loader():
+    loader = DataLoaderWrapper(DataLoader(numbers()), "cpu")
+    next(iter(loader))
+    assert loader.share is None
