@@ -27,7 +27,10 @@ def main() -> None:
             sys.argv = arguments
             sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
             runpy.run_path(arguments[0], run_name="__main__")
+        _leave_process_group()
     except SystemExit as exit_request:
+        if exit_request.code in (None, 0):
+            _leave_process_group()
         if exit_request.code is not None and not isinstance(exit_request.code, int):
             _record("SystemExit", f"SystemExit: {exit_request.code}\n")
         raise
@@ -40,6 +43,17 @@ def main() -> None:
         # What the interpreter does with an uncaught exception, without the frames above the script.
         sys.excepthook(type(error), error, own)
         sys.exit(130 if interrupted else 1)
+
+
+def _leave_process_group() -> None:
+    """Close a process group that the script left open.
+
+    Its threads may still be giving back tensors, which needs the interpreter; if they meet its shutdown, the process
+    aborts ("terminate called without an active exception") after all work is done.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _without_launcher_frames(trace: TracebackType | None) -> TracebackType | None:

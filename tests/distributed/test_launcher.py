@@ -151,26 +151,30 @@ def test_a_module_runs_as_with_python_dash_m(tmp_path):
     assert line["path"] == str(tmp_path)
 
 
-def test_ranks_meet_share_their_seed_and_end_without_a_word(tmp_path):
-    write(tmp_path, "train.py", TRAIN)
-    status, out, err = launch(tmp_path, "--nproc_per_node", "2", "train.py")
-    assert (status, out, err) == (0, "3.0 True\n", "")
+def test_a_script_may_end_with_an_open_process_group(tmp_path):
+    text = """
+real = dist.destroy_process_group
+def say_so():
+    real()
+    print("closed")
+dist.destroy_process_group = say_so
+"""
+    write(
+        tmp_path, "train.py", TRAIN.replace("drawn = [None, None]", "drawn = [None]").replace("drawn[1]", "()") + text
+    )
+    assert launch(tmp_path, "--nproc_per_node", "1", "train.py") == (0, "1.0 False\nclosed\n", "")
 
 
-def test_two_jobs_at_once_do_not_meet(tmp_path):
+def test_two_jobs_at_once_meet_within_but_not_between_them_and_end_without_a_word(tmp_path):
     write(tmp_path, "train.py", TRAIN)
     jobs = [start(tmp_path, "--nproc_per_node", "2", "train.py") for _ in range(2)]
     assert [finish(job) for job in jobs] == [(0, "3.0 True\n", "")] * 2
 
 
-def test_a_bad_script_or_option_exits_2_with_the_reason(tmp_path):
+def test_a_missing_script_exits_2_with_the_reason(tmp_path):
     status, out, err = launch(tmp_path, "no_such_file.py")
     assert (status, out) == (2, "")
     assert "script 'no_such_file.py' is not a file" in err
-    write(tmp_path, "train.py", "")
-    status, out, err = launch(tmp_path, "--no_such_option", "train.py")
-    assert (status, out) == (2, "")
-    assert "--no_such_option" in err
 
 
 def test_a_port_in_use_is_said_at_once(tmp_path):
@@ -182,14 +186,6 @@ def test_a_port_in_use_is_said_at_once(tmp_path):
     assert err == f"booster run: error: port {port} is in use on this machine (another job?); choose another " + (
         "--master_port, or leave it out: a free port is taken by default\n"
     )
-
-
-def test_a_given_free_port_is_used(tmp_path):
-    write(tmp_path, "train.py", TRAIN + "\nimport os; print(os.environ['MASTER_PORT']) if dist.get_rank() else None")
-    port = free_port()
-    status, out, err = launch(tmp_path, "--nproc_per_node", "2", "--master_port", str(port), "train.py")
-    assert status == 0, err
-    assert sorted(out.split()) == sorted(["3.0", "True", str(port)])
 
 
 def test_a_crashing_rank_ends_the_others_and_its_traceback_comes_last(tmp_path):

@@ -244,7 +244,8 @@ def test_the_announced_sizes_are_read_without_a_process_group(monkeypatch):
 
 def test_the_default_parser_has_the_usual_options_in_both_spellings():
     parser = get_default_parser()
-    given = "--config c --host h --port 1 --world_size 2 --rank 0 --local-rank 1 --backend gloo".split()
     expected = {"config": "c", "host": "h", "port": 1, "world_size": 2, "rank": 0, "local_rank": 1, "backend": "gloo"}
-    assert vars(parser.parse_args(given)) == expected
+    underscores = [word for name, value in expected.items() for word in (f"--{name}", str(value))]
+    hyphens = [word.replace("_", "-") if word.startswith("--") else word for word in underscores]
+    assert vars(parser.parse_args(underscores)) == vars(parser.parse_args(hyphens)) == expected
     assert parser.parse_args([]).backend is None
