@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
-from booster.update.step_result import StepResult
+from booster.update.step_result import StepFields, StepResult
 
 BARE_BACKWARD = (
     "optimizer.step() found gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler "
@@ -152,7 +152,7 @@ class Update(ABC):
             self.optimizer.step()
             scale = self.next_scale
             self.reset()
-            return StepResult(lambda: step_fields(applied=True, loss_scale=float(scale)))
+            return StepResult(True, lambda applied: StepFields(loss_scale=float(scale)))
         self._require_backward()
         result = self._decide_and_apply()
         self.reset()
@@ -177,8 +177,7 @@ class Update(ABC):
         self.reset()
         self._scale = 1.0
         return StepResult(
-            lambda: step_fields(applied=True, loss_scale=1.0, grad_norm=None if norm is None else float(norm)),
-            loss=loss,
+            True, lambda applied: StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss
         )
 
     @abstractmethod
@@ -243,20 +242,3 @@ def _same(scale: Any, other: Any) -> bool:
     if isinstance(scale, torch.Tensor) or isinstance(other, torch.Tensor):
         return scale is other
     return scale == other
-
-
-def step_fields(
-    *,
-    applied: bool,
-    loss_scale: float,
-    grad_norm: float | None = None,
-    skipped_reason: str | None = None,
-    culprit: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    return {
-        "applied": applied,
-        "grad_norm": grad_norm,
-        "loss_scale": loss_scale,
-        "skipped_reason": skipped_reason,
-        "culprit": culprit,
-    }

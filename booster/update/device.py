@@ -9,11 +9,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from booster.grads import agree_on, gradient_values, tensor_norms
-from booster.update.base import Update, step_fields
-from booster.update.step_result import StepResult
+from booster.update.base import Update
+from booster.update.step_result import StepFields, StepResult
 
 
 class _Norm(NamedTuple):
@@ -54,7 +54,7 @@ class DeviceUpdate(Update):
         if not self._check:
             self._apply(None, None)
             self._scale = 1.0
-            return StepResult(lambda: step_fields(applied=True, loss_scale=1.0))
+            return StepResult(True, StepFields(loss_scale=1.0))
         found = self._agreed()
         losses = [loss for update in self.joint.updates for loss in update.losses]
         each = next(iter(self._norms.values())).each if self._norms else None
@@ -65,24 +65,19 @@ class DeviceUpdate(Update):
         self._apply(None if _is_one(grad_scale) else torch.as_tensor(grad_scale, device=found.device), found)
         self.scaler.update(found)
         self._scale = 1.0
-        outcome = _HostCopy(found)
+        outcome = _Applied(found)
 
-        def read() -> dict[str, Any]:
-            applied = not outcome.value()
-            grad_norm = None if norm is None else float(norm)
+        def read(applied: bool) -> StepFields:
+            fields = StepFields(loss_scale=float(loss_scale), grad_norm=None if norm is None else float(norm))
             if applied:
-                return step_fields(applied=True, grad_norm=grad_norm, loss_scale=float(loss_scale))
-            bad = _nonfinite(each)
-            reason = "nonfinite_grad" if all(bool(loss.isfinite()) for loss in losses) else "nonfinite_loss"
-            return step_fields(
-                applied=False,
-                grad_norm=grad_norm,
-                loss_scale=float(loss_scale),
-                skipped_reason=reason,
-                culprit=self.culprits(bad, params),
+                return fields
+            finite_loss = all(bool(loss.isfinite()) for loss in losses)
+            return fields._replace(
+                skipped_reason="nonfinite_grad" if finite_loss else "nonfinite_loss",
+                culprit=self.culprits(_nonfinite(each), params),
             )
 
-        return StepResult(read)
+        return StepResult(outcome, read)
 
     def nonfinite_names(self) -> tuple[str, ...]:
         each = next(iter(self._norms.values())).each if self._norms else None
@@ -98,14 +93,12 @@ class DeviceUpdate(Update):
 
     def _apply(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         optimizer: Any = self.optimizer
-        if grad_scale is not None and self._has_step_hooks:
+        if found_inf is not None and (self._has_step_hooks or _lacks_momentum(optimizer)):
+            # Hooks fire for updates only, and a skipped first step would leave torch's momentum uninitialised.
+            if bool(found_inf):
+                return
             self.unscale()
-            grad_scale = None
-        if found_inf is None and grad_scale is None:
-            optimizer.step()
-            return
-        if isinstance(optimizer, SGD):
-            _zero_momentum(optimizer)
+            grad_scale = found_inf = None
         try:
             if grad_scale is not None:
                 optimizer.grad_scale = grad_scale.float()
@@ -132,8 +125,8 @@ class DeviceUpdate(Update):
         return self._pending * torch.where(norm.isfinite(), factor, 1.0)
 
 
-class _HostCopy:
-    """A 0-dim tensor on its way to the host; `value` waits for that copy, not for what the device does later."""
+class _Applied:
+    """The opposite of a 0-dim found_inf, on its way to the host; a call waits for that copy, not for what comes later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -145,10 +138,10 @@ class _HostCopy:
         else:
             self._host = tensor.clone()
 
-    def value(self) -> bool:
+    def __call__(self) -> bool:
         if self._event is not None:
             self._event.synchronize()
-        return bool(self._host)
+        return not bool(self._host)
 
 
 def _measure(values: list[torch.Tensor], norm_type: float) -> _Norm:
@@ -159,14 +152,14 @@ def _measure(values: list[torch.Tensor], norm_type: float) -> _Norm:
     return _Norm(torch.linalg.vector_norm(norms, norm_type), norms)
 
 
-def _zero_momentum(optimizer: SGD) -> None:
-    # A skipped first step would leave torch's buffers uninitialised, and the next step would use them.
-    for group in optimizer.param_groups:
-        if group["momentum"] == 0:
-            continue
-        for param in group["params"]:
-            if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None:
-                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+def _lacks_momentum(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, SGD) and any(
+        group["momentum"] != 0
+        and param.grad is not None
+        and optimizer.state.get(param, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
 
 
 def _nonfinite(norms: torch.Tensor | None) -> list[int]:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from booster.grads import agree_on, gradient_values, nonfinite_indices, tensor_norms
-from booster.update.base import Update, step_fields
+from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
-from booster.update.step_result import StepResult
+from booster.update.step_result import SkippedReason, StepFields, StepResult
 
 
 class _Norm(NamedTuple):
@@ -58,7 +58,7 @@ class HostUpdate(Update):
         self._apply(loss_scale / self._pending)
         self.scaler.update(False)
         self._scale = 1.0
-        return StepResult(lambda: step_fields(applied=True, grad_norm=norm, loss_scale=loss_scale))
+        return StepResult(True, StepFields(loss_scale=loss_scale, grad_norm=norm))
 
     def _agreed(self) -> bool:
         joint = self.joint
@@ -75,12 +75,10 @@ class HostUpdate(Update):
             norm = next(iter(self._norms.values())).total * self._pending / loss_scale
         culprit = tuple(name for update in self.joint.updates for name in update.nonfinite_names())
         finite_loss = all(bool(loss.isfinite().all()) for update in self.joint.updates for loss in update.losses)
-        reason = "nonfinite_grad" if finite_loss else "nonfinite_loss"
+        reason: SkippedReason = "nonfinite_grad" if finite_loss else "nonfinite_loss"
         self.scaler.update(True)
         return StepResult(
-            lambda: step_fields(
-                applied=False, grad_norm=norm, loss_scale=loss_scale, skipped_reason=reason, culprit=culprit
-            )
+            False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
         )
 
     def nonfinite_names(self) -> tuple[str, ...]:

@@ -3,66 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 SkippedReason = Literal["nonfinite_loss", "nonfinite_grad"]
 
 
+class StepFields(NamedTuple):
+    """The fields of a `StepResult` that are not needed to go on."""
+
+    loss_scale: float
+    grad_norm: float | None = None
+    skipped_reason: SkippedReason | None = None
+    culprit: tuple[str, ...] = ()
+
+
 class StepResult:
     """The outcome of `optimizer.step()`; true if parameters were updated.
 
-    Where the decision lives on a device, reading a field other than `loss` waits for it once; until then nothing is
-    copied to the host.
+    Where the decision lives on a device, `applied` waits for that one flag and the other fields for the device, each when
+    first read; until then nothing waits.
     """
 
-    __slots__ = ("_read", "_values", "loss")
+    __slots__ = ("_applied", "_fields", "loss")
 
-    def __init__(self, read: Callable[[], dict[str, Any]], *, loss: Any = None) -> None:
-        self._read: Callable[[], dict[str, Any]] | None = read
-        self._values: dict[str, Any] = {}
+    def __init__(
+        self,
+        applied: bool | Callable[[], bool],
+        fields: StepFields | Callable[[bool], StepFields],
+        *,
+        loss: Any = None,
+    ) -> None:
+        self._applied = applied
+        self._fields = fields
         self.loss = loss
-
-    def _value(self, name: str) -> Any:
-        if self._read is not None:
-            self._values = self._read()
-            self._read = None
-        return self._values[name]
 
     @property
     def applied(self) -> bool:
         """Whether the optimizer changed the parameters."""
-        return self._value("applied")
+        if not isinstance(self._applied, bool):
+            self._applied = self._applied()
+        return self._applied
 
     @property
     def grad_norm(self) -> float | None:
         """Norm of the unscaled gradients before clipping; None unless it was clipped by norm or the loss was scaled.
 
-        The norm type is that of the last `clip_grad_by_norm`, else 2.
+        The norm type is that of the step's first `clip_grad_by_norm`, else 2.
         """
-        return self._value("grad_norm")
+        return self._read().grad_norm
 
     @property
     def loss_scale(self) -> float:
         """The scale that this step's gradients carried; 1.0 without a loss scaler."""
-        return self._value("loss_scale")
+        return self._read().loss_scale
 
     @property
     def skipped_reason(self) -> SkippedReason | None:
         """Why the step was skipped: None, "nonfinite_loss" or "nonfinite_grad"."""
-        return self._value("skipped_reason")
+        return self._read().skipped_reason
 
     @property
     def culprit(self) -> tuple[str, ...]:
         """Names of the parameters of this rank whose gradient held an inf or NaN when the step was skipped."""
-        return self._value("culprit")
+        return self._read().culprit
+
+    def _read(self) -> StepFields:
+        if not isinstance(self._fields, StepFields):
+            self._fields = self._fields(self.applied)
+        return self._fields
 
     def __bool__(self) -> bool:
         return self.applied
 
     def __repr__(self) -> str:
-        names = ("applied", "grad_norm", "loss_scale", "skipped_reason", "culprit")
-        fields = [f"{name}={getattr(self, name)!r}" for name in names]
         loss = self.loss.item() if isinstance(self.loss, torch.Tensor) and self.loss.numel() == 1 else self.loss
-        return f"StepResult({', '.join(fields)}, loss={loss!r})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in self._read()._asdict().items())
+        return f"StepResult(applied={self.applied}, {fields}, loss={loss!r})"
