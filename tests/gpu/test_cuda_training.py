@@ -57,9 +57,7 @@ def test_twenty_steps_equal_the_hand_written_loop(precision: str, name: str) -> 
     for index, (x, y) in enumerate(batches):
         with torch.autocast("cuda", DTYPES[precision]):
             loss = criterion(reference(x), y)
-        if (
-            precision == "fp16" and index in infinite and index > 0
-        ):  # torch's own SGD is unsound if the first step skips
+        if precision == "fp16" and index == OVERFLOW_AT:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         scaler.unscale_(raw)
