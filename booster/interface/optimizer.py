@@ -98,6 +98,8 @@ class OptimizerWrapper(Optimizer):
             raise RuntimeError(self._held)
         self.settle()
         result = self._update.step() if closure is None else self._step_with_closure(closure)
+        # A user's autocast around the whole loop would go on with half copies of the weights as they were.
+        torch.clear_autocast_cache()
         self._num_steps += 1
         self._unsettled = self._last_result = result
         if not self._update.decides_on_device:

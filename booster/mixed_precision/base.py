@@ -80,7 +80,7 @@ class MixedPrecision:
         return NoScale()
 
     def check(self, model: nn.Module) -> None:
-        """Raise if `model` cannot train under this precision. It is not changed yet."""
+        """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Swap modules or install hooks; runs before the plugin places the model."""
@@ -103,6 +103,8 @@ class MixedPrecision:
         placement = placement or Placement()
         options = options or UpdateOptions()
         self.check(model)
+        if isinstance(criterion, nn.Module):
+            self.check(criterion)
         before = named_parameters(bare(model))
         placed = placement.place(self.convert(model), self.policy)
         boosted = ModelWrapper(placed, self)

@@ -37,7 +37,8 @@ def pin_names(model: nn.Module, keep_fp32: Pin | Iterable[Pin]) -> frozenset[str
 
 def normalise_pins(keep_fp32: Pin | Iterable[Pin]) -> tuple[Pin, ...]:
     """`keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable."""
-    pins = (keep_fp32,) if isinstance(keep_fp32, (str, type)) or callable(keep_fp32) else tuple(keep_fp32)
+    one = isinstance(keep_fp32, (str, type)) or not isinstance(keep_fp32, Iterable)
+    pins: tuple[Any, ...] = (keep_fp32,) if one else tuple(keep_fp32)  # type: ignore[arg-type]
     for pin in pins:
         if isinstance(pin, type) and not issubclass(pin, nn.Module):
             raise TypeError(f"keep_fp32 names the type {pin.__name__}, which is not a torch.nn.Module")
