@@ -19,8 +19,10 @@ from torch.utils.data import Dataset, Sampler
 from booster import collectives
 from booster.accumulation import Accumulation
 from booster.boosted_loader import DataLoaderWrapper
+from booster.checks import check_boosted_optimizers, check_criterion, check_model, check_optimizer, scheduler_owner
 from booster.data import check_sharded
-from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.device import resolve_device
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, Placement, make
@@ -64,13 +66,15 @@ class Booster:
             raise TypeError(f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}")
         self.precision = make(mixed_precision)
         self.plugin = plugin or SingleDevice()
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         self.plugin.check_device(self.device)
         self.precision.bind(self.device)
         if fused_optimizer not in (True, False, "compile"):
             raise ValueError(f"fused_optimizer={fused_optimizer!r} is not legal; choose True, False or 'compile'")
         if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ValueError(f"max_consecutive_skips={max_consecutive_skips} is not legal; it must be at least 1, or None")
+            raise ValueError(
+                f"max_consecutive_skips={max_consecutive_skips} is not legal; it must be at least 1, or None"
+            )
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer, skip_nonfinite=skip_nonfinite, max_consecutive_skips=max_consecutive_skips
         )
@@ -102,24 +106,26 @@ class Booster:
         ValueError for an optimizer without parameters of the model, a loader that is not sharded in a world of several
         ranks, or a model that cannot train in this precision.
         """
-        self._check_model(model)
-        self._check_criterion(criterion)
-        self._check_optimizer(optimizer, model, criterion)
-        owner = self._check_scheduler(lr_scheduler, optimizer)
+        check_model(model, self._models)
+        check_criterion(criterion, self.plugin)
+        check_optimizer(
+            optimizer, model, criterion, models=self._models, optimizers=self._optimizers, plugin=self.plugin
+        )
+        owner = None if lr_scheduler is None else scheduler_owner(lr_scheduler, optimizer, self._optimizers)
+        if isinstance(dataloader, DataLoaderWrapper):
+            raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")
+        loader = None if dataloader is None else DataLoaderWrapper(dataloader, self.device)
         if dataloader is not None:
-            if isinstance(dataloader, DataLoaderWrapper):
-                raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")
             check_sharded(dataloader, self.plugin.data_parallel_size)
         place = functools.partial(self.plugin.place, device=self.device)
         placement = Placement(place=place, device=self.device, group=self.plugin.group)
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model, optimizer, criterion, placement=placement, options=self._options
         )
-        self._models.add(model)
+        self._models |= {model, boosted}
         if optimizer is not None and boosted_optimizer is not None:
             self._optimizers[optimizer] = boosted_optimizer
-        loader = None if dataloader is None else DataLoaderWrapper(dataloader, self.device)
-        if lr_scheduler is not None:
+        if owner is not None:
             lr_scheduler = LRSchedulerWrapper(lr_scheduler, self._optimizers[owner])
         return boosted, boosted_optimizer, boosted_criterion, loader, lr_scheduler
 
@@ -140,14 +146,7 @@ class Booster:
         inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as
         given there. Side effect: the plugin's gradient collectives, except inside `no_sync`.
         """
-        optimizers = [optimizer] if isinstance(optimizer, OptimizerWrapper) else list(optimizer)
-        for entry in optimizers:
-            if not isinstance(entry, OptimizerWrapper):
-                raise TypeError(
-                    f"backward needs the optimizer that boost() returned, or a list of such, got {type(entry).__name__}"
-                )
-        if not optimizers:
-            raise ValueError("backward got an empty list of optimizers; name those that will step on this loss")
+        optimizers = check_boosted_optimizers(optimizer, "backward")
         if not 0 <= loss_id < self.precision.num_losses:
             raise ValueError(
                 f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps "
@@ -184,12 +183,12 @@ class Booster:
                         booster.backward(criterion(model(x), y), optimizer)
                 optimizer.step()
         """
-        optimizers = [optimizer] if isinstance(optimizer, OptimizerWrapper) else list(optimizer)
+        optimizers = check_boosted_optimizers(optimizer, "accumulate")
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches={num_micro_batches} is not legal; it must be at least 1")
         if num_tokens is not None and not num_tokens > 0:
             raise ValueError(f"num_tokens={num_tokens} is not legal; it must be above 0")
-        placed = _wrapper(model, "accumulate").module
+        placed = self._own(model, "accumulate").module
         size = self.plugin.data_parallel_size
         # Ranks average their gradients, while tokens count over all of them.
         divisor = float(num_micro_batches) if num_tokens is None else float(num_tokens) / size
@@ -208,9 +207,9 @@ class Booster:
 
         optimizer: the boosted optimizer of the model, for plugins that hold gradients in it.
         """
-        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            raise TypeError(f"no_sync needs the optimizer that boost() returned, got {type(optimizer).__name__}")
-        return self.plugin.no_sync(_wrapper(model, "no_sync").module)
+        if optimizer is not None:
+            check_boosted_optimizers(optimizer, "no_sync")
+        return self.plugin.no_sync(self._own(model, "no_sync").module)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""
@@ -263,74 +262,11 @@ class Booster:
         """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective."""
         return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
 
-    # ------------------------------------------------------------------ checks
-
-    def _check_model(self, model: Any) -> None:
-        if isinstance(model, ModelWrapper) or model in self._models:
-            raise RuntimeError(
-                f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned"
-            )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise TypeError(
-                "model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)"
-            )
-
-    def _check_criterion(self, criterion: Any) -> None:
-        if criterion is None:
-            return
-        if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
-            raise RuntimeError("this criterion is boosted already; pass the original, or None")
-        if not callable(criterion):
-            raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
-        trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
-        if trainable and self.plugin.data_parallel_size > 1:
-            raise ValueError(
-                f"the criterion has trainable parameters {trainable}, whose gradients {type(self.plugin).__name__} does not "
-                "synchronise; make it a submodule of the model"
-            )
-
-    def _check_optimizer(self, optimizer: Any, model: nn.Module, criterion: Any) -> None:
-        if optimizer is None:
-            return
-        if isinstance(optimizer, OptimizerWrapper) or (
-            isinstance(optimizer, Optimizer) and optimizer in self._optimizers
-        ):
-            raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        modules = [model, *self._models, *([criterion] if isinstance(criterion, nn.Module) else [])]
-        known = {id(param) for module in modules for param in module.parameters()}
-        own = {id(param) for param in model.parameters()}
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        strangers = [tuple(param.shape) for param in held if id(param) not in known]
-        if held and not any(id(param) in own for param in held):
-            raise ValueError(
-                f"none of the optimizer's {len(held)} parameters belong to the model {type(bare(model)).__name__}: it would "
-                "not train. Was the optimizer built before the model was replaced or its parameters re-created?"
-            )
-        if strangers and self.plugin.data_parallel_size > 1:
-            raise ValueError(
-                f"{len(strangers)} of the optimizer's parameters (shapes {strangers[:5]}) belong to no boosted model, so "
-                f"{type(self.plugin).__name__} would not synchronise their gradients; make them parameters of the model"
-            )
-
-    def _check_scheduler(self, scheduler: Any, optimizer: Optimizer | None) -> Any:
-        if scheduler is None:
-            return None
-        if isinstance(scheduler, LRSchedulerWrapper):
-            raise RuntimeError("this lr_scheduler is boosted already; pass it to boost() once")
-        if not callable(getattr(scheduler, "step", None)):
-            raise TypeError(f"lr_scheduler must have a step method, got {type(scheduler).__name__}")
-        owner = getattr(scheduler, "optimizer", optimizer)
-        owner = owner.unwrap() if isinstance(owner, OptimizerWrapper) else owner
-        if owner is None or (owner is not optimizer and owner not in self._optimizers):
-            raise ValueError(
-                "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
-                "together"
-            )
-        return owner
+    def _own(self, model: nn.Module, method: str) -> ModelWrapper:
+        wrapper = _wrapper(model, method)
+        if wrapper not in self._models:
+            raise ValueError(f"{method} got a {type(wrapper.unwrap()).__name__} that this Booster did not boost")
+        return wrapper
 
 
 class _Listed:
@@ -359,23 +295,3 @@ def _wrapper(model: nn.Module, method: str) -> ModelWrapper:
             raise TypeError(f"{method} needs the model that boost() returned, got {type(model).__name__}")
         model = inner
     return model
-
-
-def _resolve_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        usable = torch.cuda.is_available()
-        if usable and dist.is_initialized():
-            usable = "nccl" in dist.get_backend()
-        resolved = torch.device("cuda" if usable else "cpu")
-    else:
-        resolved = torch.device(device)
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={str(resolved)!r} is not supported; booster runs on 'cpu' and 'cuda'")
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"device={str(resolved)!r} was asked for, but torch {torch.__version__} sees no CUDA device"
-            )
-        if resolved.index is None:
-            resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved

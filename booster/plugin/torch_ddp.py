@@ -74,15 +74,18 @@ class TorchDDPPlugin(Plugin):
             )
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
-        module = cast_parameters(module.to(device), policy)
-        if self._sync_batchnorm:
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        dtypes = {param.dtype for param in module.parameters() if param.requires_grad}
+        stored = policy.store or policy.param
+        dtypes = {stored or param.dtype for param in module.parameters() if param.requires_grad}
+        if policy.fp32_modules and stored:
+            dtypes.add(torch.float32)
         if policy.reduce is not None and dtypes and dtypes != {policy.reduce}:
             raise ValueError(
                 f"DistributedDataParallel reduces gradients in the dtype of the parameters, {sorted(map(str, dtypes))}, "
                 f"not in reduce={policy.reduce}; leave it None, or use comm_hook"
             )
+        module = cast_parameters(module.to(device), policy)
+        if self._sync_batchnorm:
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         if self.group is None or not dtypes:
             return module
         index = None if device.type == "cpu" else [device]

@@ -1,0 +1,104 @@
+"""What `Booster.boost` accepts: checks that run before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.scheduler import LRSchedulerWrapper
+from booster.plugin import Plugin
+
+
+def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
+    """Raise unless `model` is a module that is not in `boosted`."""
+    if isinstance(model, ModelWrapper) or model in boosted:
+        raise RuntimeError(
+            f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
+
+
+def check_criterion(criterion: Any, plugin: Plugin) -> None:
+    """Raise unless `criterion` is None or a function or module that `plugin` can serve."""
+    if criterion is None:
+        return
+    if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
+        raise RuntimeError("this criterion is boosted already; pass the original, or None")
+    if not callable(criterion):
+        raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+    trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
+    if trainable and plugin.data_parallel_size > 1:
+        raise ValueError(
+            f"the criterion has trainable parameters {trainable}, whose gradients {type(plugin).__name__} does not "
+            "synchronise; make it a submodule of the model"
+        )
+
+
+def check_optimizer(
+    optimizer: Any,
+    model: nn.Module,
+    criterion: Any,
+    *,
+    models: Collection[nn.Module],
+    optimizers: Collection[Optimizer],
+    plugin: Plugin,
+) -> None:
+    """Raise unless `optimizer` is None or one that trains `model`; models, optimizers: those boosted before."""
+    if optimizer is None:
+        return
+    if isinstance(optimizer, OptimizerWrapper) or optimizer in optimizers:
+        raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
+    known = {id(param) for module in modules for param in module.parameters()}
+    own = {id(param) for param in model.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = [tuple(param.shape) for param in held if id(param) not in known]
+    if held and not any(id(param) in own for param in held):
+        raise ValueError(
+            f"none of the optimizer's {len(held)} parameters belong to the model {type(bare(model)).__name__}: it would "
+            "not train. Was the optimizer built before the model was replaced or its parameters re-created?"
+        )
+    if strangers and plugin.data_parallel_size > 1:
+        raise ValueError(
+            f"{len(strangers)} of the optimizer's parameters (shapes {strangers[:5]}) belong to no boosted model, so "
+            f"{type(plugin).__name__} would not synchronise their gradients; make them parameters of the model"
+        )
+
+
+def scheduler_owner(scheduler: Any, optimizer: Optimizer | None, optimizers: Collection[Optimizer]) -> Optimizer:
+    """The optimizer that `scheduler` drives; raises unless it is `optimizer` or one of `optimizers`, boosted before."""
+    if isinstance(scheduler, LRSchedulerWrapper):
+        raise RuntimeError("this lr_scheduler is boosted already; pass it to boost() once")
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(f"lr_scheduler must have a step method, got {type(scheduler).__name__}")
+    owner = getattr(scheduler, "optimizer", optimizer)
+    owner = owner.unwrap() if isinstance(owner, OptimizerWrapper) else owner
+    if owner is None or (owner is not optimizer and owner not in optimizers):
+        raise ValueError(
+            "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
+            "together"
+        )
+    return owner
+
+
+def check_boosted_optimizers(optimizer: Any, method: str) -> list[OptimizerWrapper]:
+    """`optimizer`, or the several in it, as a list; raises TypeError unless all of them are boosted."""
+    several = list(optimizer) if isinstance(optimizer, (list, tuple, set, frozenset)) else [optimizer]
+    for entry in several:
+        if not isinstance(entry, OptimizerWrapper):
+            raise TypeError(
+                f"{method} needs the optimizer that boost() returned, or a list of such, got {type(entry).__name__}"
+            )
+    if not several:
+        raise ValueError(f"{method} got an empty list of optimizers; name those that will step on this loss")
+    return several

@@ -1,0 +1,37 @@
+"""The device that a Booster runs on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """`device` with an index where it has one; None is the current CUDA device if the process group can use it, or "cpu".
+
+    Raises ValueError for a device that torch does not know, that booster does not support or that is not there.
+    """
+    if device is None:
+        usable = torch.cuda.is_available()
+        if usable and dist.is_initialized():
+            usable = "nccl" in dist.get_backend()
+        device = "cuda" if usable else "cpu"
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"device must be 'cpu', 'cuda', 'cuda:N', a torch.device or None, got {device!r}")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device; choose 'cpu', 'cuda' or 'cuda:N'") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(resolved)!r} is not supported; booster runs on 'cpu' and 'cuda'")
+    if resolved.type == "cpu":
+        return resolved
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={str(resolved)!r} was asked for, but torch {torch.__version__} sees no CUDA device")
+    if resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if resolved.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={str(resolved)!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
+        )
+    return resolved
