@@ -17,7 +17,7 @@ from booster.update.base import Update
 from booster.update.compiled import CompiledUpdate
 from booster.update.device import DeviceUpdate
 from booster.update.errors import LossScaleError
-from booster.update.fused import honours_grad_scale, keep_implementation
+from booster.update.fused import honours_grad_scale, implementation, keep_implementation
 from booster.update.host import HostUpdate
 from booster.update.step_result import StepResult
 
@@ -62,7 +62,6 @@ class OptimizerWrapper(Optimizer):
         self._update = _make_update(
             optimizer, scaler, names, compiled=compiled, group=group, skip_nonfinite=options.skip_nonfinite
         )
-        self._fused = honours_grad_scale(optimizer)
         self._held: str | None = None
         self._unsettled: StepResult | None = None
         self._deferred: list[Callable[[], None]] = []
@@ -266,27 +265,28 @@ class OptimizerWrapper(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or a plain torch optimizer's; then the loss scale stays as it is.
+        """Load what `state_dict` gave, or a plain torch optimizer's or one without a loss scaler; then the scale stays.
 
-        Raises ValueError, with nothing loaded, if the scaler state does not fit this precision.
+        The implementation (fused, foreach) stays that of this optimizer. Gradients are no part of the state: clips that
+        wait and a step that was begun are forgotten. Raises ValueError, with nothing loaded, if the scaler state does not
+        fit this precision.
         """
+        self.settle()
         state_dict = dict(state_dict)
-        own = state_dict.pop(STATE_KEY, None)
+        counts, scale = _read_own(state_dict.pop(STATE_KEY)) if STATE_KEY in state_dict else (None, {})
         scaler = self._update.scaler
-        before = scaler.state_dict()
-        if own is not None:
-            scaler.load_state_dict(own["loss_scaler"])
+        before, choice = scaler.state_dict(), implementation(self.optimizer)
+        if scale:
+            scaler.load_state_dict(scale)
         try:
             self.optimizer.load_state_dict(state_dict)
         except Exception:
             scaler.load_state_dict(before)
             raise
-        keep_implementation(self.optimizer, self._fused)
-        self._update.reset()
-        if own is not None:
-            self._num_steps = int(own["num_steps"])
-            self._num_applied = int(own["num_applied"])
-            self._num_consecutive_skips = int(own["num_consecutive_skips"])
+        keep_implementation(self.optimizer, choice)
+        self._update.forget_gradients()
+        if counts is not None:
+            self._num_steps, self._num_applied, self._num_consecutive_skips = counts
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
@@ -314,6 +314,19 @@ class OptimizerWrapper(Optimizer):
             "(keep_fp32=...), or raise Booster(max_consecutive_skips=...), which is "
             f"{self._max_consecutive_skips}"
         )
+
+
+def _read_own(own: Any) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    try:
+        counts = int(own["num_steps"]), int(own["num_applied"]), int(own["num_consecutive_skips"])
+        scale = dict(own["loss_scaler"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote: {own!r}"
+        ) from error
+    if min(counts) < 0:
+        raise ValueError(f"the optimizer state's entry {STATE_KEY!r} holds a negative count: {own!r}")
+    return counts, scale
 
 
 def _make_update(

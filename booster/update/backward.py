@@ -39,12 +39,10 @@ def run_backward(
     scaled = [update.next_scale for update in updates if update.scaler.enabled]
     scale: Any = _smallest(scaled) if scaled else 1.0
     if len(updates) > 1:
-        joined = {id(member): member for update in updates for member in (update, *_waiting(update))}
+        joined = {id(member): member for update in updates for member in update.joint.updates}
         decision = JointDecision(list(joined.values()))
         for update in decision.updates:
             update.joint = decision
-    elif updates[0].joint.updates != updates and not updates[0].has_gradients_of_a_backward:
-        updates[0].joint = JointDecision(updates)
     for update in updates:
         update.before_backward(scale)
     if loss.dtype in HALF_DTYPES:
@@ -93,7 +91,3 @@ def _smallest(scales: list[Any]) -> Any:
         else:
             smallest = min(smallest, scale)
     return smallest
-
-
-def _waiting(update: Any) -> list[Any]:
-    return update.joint.updates if update.has_gradients_of_a_backward else []

@@ -7,6 +7,7 @@ multiplication. Where the numbers live, on the host or on a device, is what the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +19,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
-from booster.update.step_result import StepFields, StepResult
+from booster.update.fused import start_late_momentum
+from booster.update.step_result import SkippedReason, StepFields, StepResult
 
 BARE_BACKWARD = (
     "optimizer.step() found gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler "
@@ -55,27 +57,24 @@ class Update(ABC):
     def reset(self) -> None:
         """Forget what belongs to one step."""
         self._factor: Any = None  # product of the clip factors not yet applied
-        self._norms: dict[float, Any] = {}  # by norm type, of .grad as it is
+        self._measured: list[Any] = []  # norms read since the last backward; they tell found_inf
         self._reported_norm: Any = None
-        self._known_found: Any = None
         self._check = self.scaler.enabled or self._skip_nonfinite
         self._num_backwards = 0
         self.losses: list[torch.Tensor] = []
+        if len(self.joint.updates) > 1:
+            self.joint.updates.remove(self)
+            self.joint = JointDecision([self])
+        self.joint.found = None
 
     def forget_gradients(self) -> None:
         """The gradients were zeroed."""
+        self.reset()
         self._scale = None
-        self._factor = None
-        self._norms = {}
-        self._known_found = None
 
     # ------------------------------------------------------------------ backward
 
     decides_on_device = False
-
-    @property
-    def has_gradients_of_a_backward(self) -> bool:
-        return self._num_backwards > 0
 
     @property
     @abstractmethod
@@ -88,8 +87,8 @@ class Update(ABC):
             self._multiply(scale / self._scale * self._pending)
         self._scale = scale
         self._factor = None
-        self._norms = {}
-        self._known_found = None
+        self._measured = []
+        self._reported_norm = None
         self.joint.found = None
 
     def after_backward(self, loss: torch.Tensor) -> None:
@@ -104,12 +103,10 @@ class Update(ABC):
         if not self.params():
             return
         self._require_backward()
-        if self._check:
-            self.found()
+        if self._check and not self._measured:
+            self._true_norm(2.0)
         if self._factor is not None or not _same(self._known_scale, 1.0):
-            ratio = self._pending / self._known_scale
-            self._multiply(ratio)
-            self._norms = {norm_type: self._times(norm, ratio) for norm_type, norm in self._norms.items()}
+            self._multiply(self._pending / self._known_scale)
         self._scale = 1.0
         self._factor = None
 
@@ -120,15 +117,13 @@ class Update(ABC):
             return torch.tensor(0.0)
         self._require_backward()
         self._check = True
-        norm = self._total(norm_type) * self._pending / self._known_scale
-        if error_if_nonfinite and not torch.as_tensor(norm).isfinite():
+        norm = self._true_norm(norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients of {len(params)} parameters is {float(norm)}, so "
                 "it cannot be clipped. Under a loss scaler this is ordinary: leave error_if_nonfinite=False and the "
                 "step is skipped"
             )
-        if self._reported_norm is None:
-            self._reported_norm = norm
         self._factor = self._clipped(norm, max_norm)
         return torch.as_tensor(norm)
 
@@ -138,18 +133,18 @@ class Update(ABC):
 
     @abstractmethod
     def found(self) -> Any:
-        """Whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor; read once per step."""
+        """Whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor."""
 
     @abstractmethod
-    def nonfinite_names(self) -> tuple[str, ...]:
-        """Parameters whose gradient was found not finite; waits for the device."""
+    def blame(self) -> Callable[[], tuple[str, ...]]:
+        """What names the parameters whose gradients hold an inf or NaN, also after `reset`."""
 
     # ------------------------------------------------------------------ step
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
         if not self.params():
-            self.optimizer.step()
+            self._step_optimizer()
             scale = self.next_scale
             self.reset()
             return StepResult(True, lambda applied: StepFields(loss_scale=float(scale)))
@@ -170,6 +165,7 @@ class Update(ABC):
         def clipped() -> Any:
             loss = closure()
             self.unscale()
+            start_late_momentum(self.optimizer)
             return loss
 
         loss = self.optimizer.step(clipped)
@@ -187,12 +183,8 @@ class Update(ABC):
     # ------------------------------------------------------------------ numbers: float or tensor
 
     @abstractmethod
-    def _total(self, norm_type: float) -> Any:
-        """Norm over all gradients as they are now, cached."""
-
-    @abstractmethod
-    def _times(self, norm: Any, ratio: Any) -> Any:
-        """A cached norm after every gradient was multiplied by `ratio`."""
+    def _measure(self, values: list[torch.Tensor], norm_type: float) -> Any:
+        """Norm over `values`, which may be none: an object whose `total` is it."""
 
     @abstractmethod
     def _clipped(self, norm: Any, max_norm: float) -> Any:
@@ -215,6 +207,26 @@ class Update(ABC):
     def culprits(self, indices: list[int], params: list[torch.Tensor]) -> tuple[str, ...]:
         return tuple(self._names.get(params[index], f"parameter {index} of the optimizer") for index in indices)
 
+    @property
+    def _checks(self) -> bool:
+        """Whether this step looks at its gradients, or is bound by another optimizer that does."""
+        joint = self.joint
+        return self._check or joint.found is not None or any(update._check for update in joint.updates)
+
+    def _true_norm(self, norm_type: float) -> Any:
+        """Norm of the gradients as they would be unscaled, clips applied: one read of them."""
+        with torch.no_grad():
+            measured = self._measure(gradient_values(self.params()), norm_type)
+        self._measured.append(measured)
+        norm = measured.total * self._pending / self._known_scale
+        if self._reported_norm is None:
+            self._reported_norm = norm
+        return norm
+
+    def _step_optimizer(self) -> None:
+        start_late_momentum(self.optimizer)
+        self.optimizer.step()
+
     def _multiply(self, ratio: Any) -> None:
         values = gradient_values(self.params())
         if values:
@@ -227,15 +239,44 @@ class Update(ABC):
 
     @property
     def _has_step_hooks(self) -> bool:
-        return bool(self.optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks)
+        own: Any = self.optimizer
+        return bool(
+            own._optimizer_step_pre_hooks
+            or own._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        )
 
 
 class JointDecision:
-    """Optimizers that share a backward and therefore step together or not at all."""
+    """Optimizers that share a backward and therefore step together or not at all.
+
+    updates: those that have not stepped yet. What the others contributed to a decision is kept for the last one's report.
+    """
 
     def __init__(self, updates: list[Update]) -> None:
         self.updates = updates
         self.found: Any = None
+        self._losses: list[torch.Tensor] = []
+        self._blame: list[Callable[[], tuple[str, ...]]] = []
+
+    def decide(self, found: Any) -> None:
+        """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
+        self.found = found
+        if found is not False:
+            self._losses = [loss for update in self.updates for loss in update.losses]
+            self._blame = [update.blame() for update in self.updates]
+
+    def report(self) -> Callable[[], tuple[SkippedReason, tuple[str, ...]]]:
+        """What tells reason and culprits if this decision is to skip; calling it waits for the device."""
+        losses, blame = self._losses, self._blame
+
+        def read() -> tuple[SkippedReason, tuple[str, ...]]:
+            finite_loss = all(bool(loss.isfinite()) for loss in losses)
+            culprit = tuple(name for names in blame for name in names())
+            return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
+
+        return read
 
 
 def _same(scale: Any, other: Any) -> bool:

@@ -6,6 +6,7 @@ For fused optimizers, which skip by themselves where `found_inf` is 1. Works on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +32,19 @@ class DeviceUpdate(Update):
         return getattr(self.scaler, "tensor", 1.0)
 
     def found(self) -> torch.Tensor:
-        if self._known_found is None:
-            if not self._norms:
-                self._total(2.0)
-            norm = next(iter(self._norms.values())).total
-            self._known_found = norm.isfinite().logical_not().float()
-        return self._known_found
+        if not self._measured:
+            self._true_norm(2.0)
+        finite = [norm.total.isfinite() for norm in self._measured]
+        return (finite[0] if len(finite) == 1 else torch.stack(finite).all()).logical_not().float()
+
+    def blame(self) -> Callable[[], tuple[str, ...]]:
+        each, params = [norm.each for norm in self._measured], self.params()
+
+        def names() -> tuple[str, ...]:
+            bad = (index for norms in each for index, finite in enumerate(norms.isfinite().tolist()) if not finite)
+            return self.culprits(sorted(set(bad)), params)
+
+        return names
 
     def clip_value(self, clip_value: float) -> None:
         if not self.params():
@@ -47,48 +55,37 @@ class DeviceUpdate(Update):
         values = gradient_values(self.params())
         torch._foreach_clamp_min_(values, -clip_value)
         torch._foreach_clamp_max_(values, clip_value)
-        self._norms = {}
 
     def _decide_and_apply(self) -> StepResult:
-        loss_scale, norm = self._known_scale, self._reported_norm
-        if not self._check:
+        loss_scale = self._known_scale
+        if not self._checks:
             self._apply(None, None)
             self._scale = 1.0
             return StepResult(True, StepFields(loss_scale=1.0))
         found = self._agreed()
-        losses = [loss for update in self.joint.updates for loss in update.losses]
-        each = next(iter(self._norms.values())).each if self._norms else None
-        params = self.params()
-        if norm is None and self.scaler.enabled:
-            norm = self._total(2.0) * self._pending / loss_scale
+        norm, report = self._reported_norm, self.joint.report()
         grad_scale = loss_scale / self._pending
         self._apply(None if _is_one(grad_scale) else torch.as_tensor(grad_scale, device=found.device), found)
         self.scaler.update(found)
-        self._scale = 1.0
+        # A skip leaves the gradients as they were.
+        self._scale = 1.0 if _is_one(loss_scale) else torch.where(found > 0, loss_scale, 1.0)
         outcome = _Applied(found)
 
         def read(applied: bool) -> StepFields:
             fields = StepFields(loss_scale=float(loss_scale), grad_norm=None if norm is None else float(norm))
             if applied:
                 return fields
-            finite_loss = all(bool(loss.isfinite()) for loss in losses)
-            return fields._replace(
-                skipped_reason="nonfinite_grad" if finite_loss else "nonfinite_loss",
-                culprit=self.culprits(_nonfinite(each), params),
-            )
+            reason, culprit = report()
+            return fields._replace(skipped_reason=reason, culprit=culprit)
 
         return StepResult(outcome, read)
-
-    def nonfinite_names(self) -> tuple[str, ...]:
-        each = next(iter(self._norms.values())).each if self._norms else None
-        return self.culprits(_nonfinite(each), self.params())
 
     def _agreed(self) -> torch.Tensor:
         joint = self.joint
         if joint.found is None:
             device = self.params()[0].device
             found = [torch.as_tensor(update.found(), dtype=torch.float32, device=device) for update in joint.updates]
-            joint.found = agree_on(torch.stack(found).amax(), self._group)
+            joint.decide(agree_on(torch.stack(found).amax(), self._group))
         return torch.as_tensor(joint.found, dtype=torch.float32, device=self.params()[0].device)
 
     def _apply(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
@@ -104,20 +101,20 @@ class DeviceUpdate(Update):
                 optimizer.grad_scale = grad_scale.float()
             if found_inf is not None:
                 optimizer.found_inf = found_inf
-            optimizer.step()
+            self._step_optimizer()
         finally:
             # GradScaler and a later plain step take the attributes' presence as an order.
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
 
-    def _total(self, norm_type: float) -> torch.Tensor:
-        if norm_type not in self._norms:
-            with torch.no_grad():
-                self._norms[norm_type] = _measure(gradient_values(self.params()), norm_type)
-        return self._norms[norm_type].total
-
-    def _times(self, norm: _Norm, ratio: Any) -> _Norm:
-        return _Norm(norm.total * ratio, norm.each)
+    def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
+        if not values:
+            return _Norm(torch.zeros(()), torch.zeros(0))
+        # Powers of finite float32 gradients can overflow float32, and looking again would wait for the host. Squares of
+        # float16 gradients cannot.
+        narrow = norm_type <= 2.0 and all(value.dtype == torch.float16 for value in values)
+        norms = tensor_norms(values, norm_type, None if narrow or math.isinf(norm_type) else torch.float64)
+        return _Norm(torch.linalg.vector_norm(norms, norm_type), norms)
 
     def _clipped(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -144,14 +141,6 @@ class _Applied:
         return not bool(self._host)
 
 
-def _measure(values: list[torch.Tensor], norm_type: float) -> _Norm:
-    # Squares of finite float32 gradients can overflow float32, and looking again would wait for the host. Squares of
-    # float16 gradients cannot.
-    wide = None if math.isinf(norm_type) or all(value.dtype == torch.float16 for value in values) else torch.float64
-    norms = tensor_norms(values, norm_type, wide)
-    return _Norm(torch.linalg.vector_norm(norms, norm_type), norms)
-
-
 def _lacks_momentum(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, SGD) and any(
         group["momentum"] != 0
@@ -160,10 +149,6 @@ def _lacks_momentum(optimizer: Optimizer) -> bool:
         for group in optimizer.param_groups
         for param in group["params"]
     )
-
-
-def _nonfinite(norms: torch.Tensor | None) -> list[int]:
-    return [] if norms is None else [index for index, finite in enumerate(norms.isfinite().tolist()) if not finite]
 
 
 def _is_one(value: Any) -> bool:

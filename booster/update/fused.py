@@ -16,6 +16,7 @@ _KERNELS: dict[type[Optimizer], str] = {
     SGD: "aten::_fused_sgd_",
     Adagrad: "aten::_fused_adagrad_",
 }
+_CHOICES = ("foreach", "fused")
 
 
 def honours_grad_scale(optimizer: Optimizer) -> bool:
@@ -30,31 +31,51 @@ def honours_grad_scale(optimizer: Optimizer) -> bool:
 def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> bool:
     """Make a torch Adam, AdamW, SGD or Adagrad use its fused kernel, state included; returns whether it does now.
 
-    Left alone: other classes and subclasses, an explicit foreach, fused, capturable or differentiable, devices without
-    the kernel, parameters that are not floating point or get sparse gradients (`model` tells). One INFO line says so.
+    Left alone: other classes and subclasses, an explicit foreach, fused, capturable or differentiable, SGD with dampened
+    momentum (see `start_late_momentum`), devices without the kernel, parameters that are not floating point or get sparse
+    gradients (`model` tells). One INFO line says so.
     """
     if not _can_switch(optimizer, model):
         return False
     optimizer.defaults["fused"] = True
     for group in optimizer.param_groups:
         group["fused"] = True
-        for param in group["params"]:
-            state = optimizer.state.get(param)
-            if state and isinstance(state.get("step"), torch.Tensor):
-                # The fused kernels count steps in float32 beside the parameter.
-                state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
+    _move_step_counts(optimizer)
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
     _logger.info("%s uses its fused implementation; Booster(fused_optimizer=False) keeps the default", _name(optimizer))
     return True
 
 
-def keep_implementation(optimizer: Optimizer, fused: bool) -> None:
-    """After `optimizer.load_state_dict`, whose groups bring the writer's choice: use the fused kernel as before."""
-    if fused and not all(group.get("fused") for group in optimizer.param_groups):
-        for group in optimizer.param_groups:
-            group["fused"], group["foreach"] = None, None
-        switch_to_fused(optimizer)
+def implementation(optimizer: Optimizer) -> list[dict[str, bool | None]]:
+    """Which implementation each group uses, to be given to `keep_implementation`."""
+    return [{name: group[name] for name in _CHOICES if name in group} for group in optimizer.param_groups]
+
+
+def keep_implementation(optimizer: Optimizer, before: list[dict[str, bool | None]]) -> None:
+    """After `optimizer.load_state_dict`, whose groups bring the writer's choice: use the implementation of `before`."""
+    for group, choice in zip(optimizer.param_groups, before, strict=True):
+        group.update(choice)
+    if honours_grad_scale(optimizer):
+        _move_step_counts(optimizer)
+
+
+def start_late_momentum(optimizer: Optimizer) -> None:
+    """Give zero momentum to parameters of a fused SGD whose first gradient comes after that of others.
+
+    Torch's kernel starts all of a group at once or none. With dampening, zero would not be the right start.
+    """
+    if type(optimizer) is not SGD:
+        return
+    for group in optimizer.param_groups:
+        if not group.get("fused") or group["momentum"] == 0 or group["dampening"] != 0:
+            continue
+        state = optimizer.state
+        params = [param for param in group["params"] if param.grad is not None]
+        late = [param for param in params if state.get(param, {}).get("momentum_buffer") is None]
+        if late and len(late) < len(params):
+            for param in late:
+                state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
 def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
@@ -65,6 +86,8 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
         explicit = options.get("foreach") is not None or options.get("fused") is not None
         if explicit or options.get("capturable") or options.get("differentiable"):
             return False
+        if options.get("momentum") and options.get("dampening"):
+            return False
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if model is not None:
         sparse = {id(p) for m in model.modules() if getattr(m, "sparse", False) is True for p in m.parameters(False)}
@@ -74,6 +97,13 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
     return all(torch.is_floating_point(param) for param in params) and all(
         torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key) for key in keys.values()
     )
+
+
+def _move_step_counts(optimizer: Optimizer) -> None:
+    # The fused kernels count steps in float32 beside the parameter.
+    for param, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(device=param.device, dtype=torch.float32)
 
 
 def _name(optimizer: Optimizer) -> str:

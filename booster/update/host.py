@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from booster.grads import agree_on, gradient_values, nonfinite_indices, tensor_norms
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
-from booster.update.step_result import SkippedReason, StepFields, StepResult
+from booster.update.step_result import StepFields, StepResult
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class _Norm(NamedTuple):
@@ -29,11 +32,14 @@ class HostUpdate(Update):
         super().before_backward(float(scale))
 
     def found(self) -> bool:
-        if self._known_found is None:
-            if not self._norms:
-                self._total(2.0)
-            self._known_found = bool(next(iter(self._norms.values())).nonfinite) if self._norms else False
-        return self._known_found
+        if not self._measured:
+            self._true_norm(2.0)
+        return any(norm.nonfinite for norm in self._measured)
+
+    def blame(self) -> Callable[[], tuple[str, ...]]:
+        bad: list[int] = next((norm.nonfinite for norm in self._measured if norm.nonfinite), [])
+        names = self.culprits(bad, self.params())
+        return lambda: names
 
     def clip_value(self, clip_value: float) -> None:
         params = self.params()
@@ -41,21 +47,24 @@ class HostUpdate(Update):
             return
         self._require_backward()
         self._check = True
-        if self.found():
+        if self.found() or self._pending == 0.0:
             return
         bound = clip_value * self._known_scale / self._pending
         values = gradient_values(params)
         torch._foreach_clamp_min_(values, -bound)
         torch._foreach_clamp_max_(values, bound)
-        self._norms = {}
 
     def _decide_and_apply(self) -> StepResult:
-        loss_scale, norm = self._known_scale, self._reported_norm
-        if self._check and self._agreed():
-            return self._skip(loss_scale, norm)
-        if norm is None and self.scaler.enabled and 2.0 in self._norms:
-            norm = self._total(2.0) * self._pending / loss_scale
-        self._apply(loss_scale / self._pending)
+        loss_scale = self._known_scale
+        skip = self._checks and self._agreed()
+        norm = self._reported_norm
+        if skip:
+            self.scaler.update(True)
+            reason, culprit = self.joint.report()()
+            return StepResult(
+                False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
+            )
+        self._apply(loss_scale / self._pending if self._pending else math.inf)
         self.scaler.update(False)
         self._scale = 1.0
         return StepResult(True, StepFields(loss_scale=loss_scale, grad_norm=norm))
@@ -67,50 +76,24 @@ class HostUpdate(Update):
             if self._group is not None:
                 device = self.params()[0].device
                 found = bool(agree_on(torch.tensor(float(found), device=device), self._group).item())
-            joint.found = found
+            joint.decide(found)
         return bool(joint.found)
-
-    def _skip(self, loss_scale: float, norm: float | None) -> StepResult:
-        if norm is None and self._norms:
-            norm = next(iter(self._norms.values())).total * self._pending / loss_scale
-        culprit = tuple(name for update in self.joint.updates for name in update.nonfinite_names())
-        finite_loss = all(bool(loss.isfinite().all()) for update in self.joint.updates for loss in update.losses)
-        reason: SkippedReason = "nonfinite_grad" if finite_loss else "nonfinite_loss"
-        self.scaler.update(True)
-        return StepResult(
-            False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
-        )
-
-    def nonfinite_names(self) -> tuple[str, ...]:
-        if not self._norms:
-            return ()
-        return self.culprits(next(iter(self._norms.values())).nonfinite, self.params())
 
     def _apply(self, grad_scale: float) -> None:
         """Step on gradients divided by `grad_scale`; the division is the optimizer's own where it can be."""
         optimizer: Any = self.optimizer
         if grad_scale == 1.0:
-            optimizer.step()
-        elif honours_grad_scale(optimizer) and not self._has_step_hooks:
+            self._step_optimizer()
+        elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer) and not self._has_step_hooks:
             optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=self.params()[0].device)
             try:
-                optimizer.step()
+                self._step_optimizer()
             finally:
                 # GradScaler and a later plain step take the attribute's presence as an order.
                 del optimizer.grad_scale
         else:
-            self._multiply(1.0 / grad_scale)
-            optimizer.step()
-
-    def _total(self, norm_type: float) -> float:
-        if norm_type not in self._norms:
-            values = gradient_values(self.params())
-            with torch.no_grad():
-                self._norms[norm_type] = self._measure(values, norm_type)
-        return self._norms[norm_type].total
-
-    def _times(self, norm: _Norm, ratio: float) -> _Norm:
-        return _Norm(norm.total * ratio, norm.nonfinite)
+            self.unscale()
+            self._step_optimizer()
 
     def _clipped(self, norm: float, max_norm: float) -> float | None:
         factor = max_norm / (norm + 1e-6)

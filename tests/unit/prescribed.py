@@ -26,8 +26,11 @@ class _Prescribed(torch.autograd.Function):
 
 def loss_with(params: Sequence[torch.Tensor], grads: Sequence[Any], value: float = 1.0) -> torch.Tensor:
     """A loss of `value` whose gradient by `params[i]` is exactly `grads[i]`; None means no gradient."""
-    grads = [g if g is None or isinstance(g, torch.Tensor) else torch.full_like(p, g) for p, g in zip(params, grads)]
-    return _Prescribed.apply(value, grads, *params)
+    whole = [
+        grad if grad is None or isinstance(grad, torch.Tensor) else torch.full_like(param, grad)
+        for param, grad in zip(params, grads, strict=True)
+    ]
+    return _Prescribed.apply(value, whole, *params)
 
 
 def parameters(*shapes: tuple[int, ...] | int, fill: float = 1.0) -> list[torch.nn.Parameter]:

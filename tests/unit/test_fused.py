@@ -1,0 +1,200 @@
+"""When boosting switches an optimizer to torch's fused kernel, and when it leaves it alone."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from prescribed import loss_with
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from booster import Booster
+
+LOGGER = "booster.update.fused"
+
+
+def boosted(optimizer: Optimizer, model: nn.Module, precision: str = "fp16", **options: Any) -> Any:
+    return Booster("cpu", precision, **options).boost(model, optimizer)[1]
+
+
+def is_fused(optimizer: Any) -> bool:
+    return all(group.get("fused") is True for group in optimizer.param_groups)
+
+
+def train(optimizer: Any, model: nn.Module, grads: list[float]) -> None:
+    params = list(model.parameters())
+    for grad in grads:
+        optimizer.zero_grad()
+        optimizer.backward(loss_with(params, [grad] * len(params)))
+        assert optimizer.step()
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW, SGD, Adagrad])
+def test_boosting_switches_once_and_says_so_in_one_line(make, caplog):
+    model = nn.Linear(2, 2)
+    with caplog.at_level(logging.INFO, LOGGER):
+        optimizer = boosted(make(model.parameters(), lr=0.1), model)
+    assert is_fused(optimizer)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{make.__name__} uses its fused implementation; Booster(fused_optimizer=False) keeps the default"
+    ]
+    before = model.weight.detach().clone()
+    train(optimizer, model, [1.0, 0.5])
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (AdamW, {"foreach": True}),
+        (AdamW, {"foreach": False}),
+        (AdamW, {"fused": False}),
+        (Adam, {"differentiable": True}),
+        (Adam, {"capturable": True}),
+        (SGD, {"foreach": True}),
+        (Adagrad, {"foreach": False}),
+    ],
+)
+def test_an_explicit_implementation_is_respected(make, options, caplog):
+    model = nn.Linear(2, 2)
+    with caplog.at_level(logging.INFO, LOGGER):
+        optimizer = boosted(make(model.parameters(), lr=0.1, **options), model)
+    assert not is_fused(optimizer)
+    assert all(optimizer.param_groups[0][name] == value for name, value in options.items())
+    assert caplog.records == []
+
+
+def test_an_explicit_implementation_of_one_group_is_respected():
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "foreach": True}]
+    optimizer = boosted(AdamW(groups, lr=0.1), model)
+    assert not is_fused(optimizer)
+
+
+def test_fused_optimizer_false_keeps_the_default():
+    model = nn.Linear(2, 2)
+    assert not is_fused(boosted(AdamW(model.parameters()), model, fused_optimizer=False))
+
+
+def test_a_subclass_and_an_optimizer_without_a_kernel_are_left_alone():
+    class Mine(AdamW):
+        pass
+
+    for make in (Mine, torch.optim.RMSprop):
+        model = nn.Linear(2, 2)
+        optimizer = boosted(make(model.parameters(), lr=0.1), model)
+        assert not is_fused(optimizer)
+        train(optimizer, model, [1.0])
+
+
+def test_sparse_embeddings_are_left_alone():
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = boosted(SGD(model.parameters(), lr=0.1), model)
+    assert not is_fused(optimizer)
+    optimizer.backward(model(torch.tensor([1])).sum())
+    assert optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.9}, {"momentum": 0.9, "dampening": 0.5}, {"momentum": 0.9, "nesterov": True}]
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_parameter_used_for_the_first_time_later_trains_as_without_boosting(options, precision):
+    def run(optimizer: Any, weights: list[torch.Tensor], backward: Any) -> list[torch.Tensor]:
+        for grads in ([1.0, None], [0.5, 2.0], [None, 1.0], [1.0, 1.0]):
+            optimizer.zero_grad()
+            backward(loss_with(weights, grads))
+            optimizer.step()
+        return [weight.detach() for weight in weights]
+
+    model = nn.Linear(2, 2)
+    twin = copy.deepcopy(model)
+    plain = SGD(twin.parameters(), lr=0.1, **options)
+    optimizer = boosted(SGD(model.parameters(), lr=0.1, **options), model, precision)
+    expected = run(plain, list(twin.parameters()), lambda loss: loss.backward())
+    got = run(optimizer, list(model.parameters()), optimizer.backward)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW, SGD, Adagrad])
+def test_state_made_before_boosting_moves_into_the_fused_kernel(make):
+    model = nn.Linear(2, 2)
+    twin = copy.deepcopy(model)
+    options = {"lr": 0.1, **({"momentum": 0.9} if make is SGD else {})}
+    plain, other = make(model.parameters(), **options), make(twin.parameters(), **options)
+    for optimizer, module in ((plain, model), (other, twin)):
+        loss_with(list(module.parameters()), [1.0, 1.0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ours = boosted(plain, model)
+    train(ours, model, [0.5, -1.0])
+    for grad in (0.5, -1.0):
+        other.zero_grad()
+        loss_with(list(twin.parameters()), [grad, grad]).backward()
+        other.step()
+    assert torch.allclose(model.weight, twin.weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [Adam, AdamW, SGD, Adagrad])
+def test_a_state_dict_of_an_unfused_optimizer_loads_and_stays_fused(make, caplog):
+    model = nn.Linear(2, 2)
+    twin = copy.deepcopy(model)
+    options = {"lr": 0.1, **({"momentum": 0.9} if make is SGD else {})}
+    plain = make(twin.parameters(), **options)
+    for grad in (1.0, -0.5):
+        plain.zero_grad()
+        loss_with(list(twin.parameters()), [grad, grad]).backward()
+        plain.step()
+    optimizer = boosted(make(model.parameters(), **options), model)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, LOGGER):
+        optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    assert caplog.records == []  # said at boost()
+    assert is_fused(optimizer)
+    model.load_state_dict(twin.state_dict())
+    train(optimizer, model, [0.25, 2.0])
+    for grad in (0.25, 2.0):
+        plain.zero_grad()
+        loss_with(list(twin.parameters()), [grad, grad]).backward()
+        plain.step()
+    assert torch.allclose(model.weight, twin.weight, atol=1e-6)
+
+
+def test_a_foreach_state_dict_into_a_switched_optimizer_stays_fused():
+    model = nn.Linear(2, 2)
+    plain = AdamW(copy.deepcopy(model).parameters(), foreach=True)
+    optimizer = boosted(AdamW(model.parameters()), model)
+    optimizer.load_state_dict(plain.state_dict())
+    assert is_fused(optimizer)
+    train(optimizer, model, [1.0])
+
+
+def test_a_fused_state_dict_into_an_optimizer_with_an_explicit_implementation_keeps_it():
+    source = nn.Linear(2, 2)
+    writer = boosted(AdamW(source.parameters()), source)
+    train(writer, source, [1.0])
+    model = nn.Linear(2, 2)
+    optimizer = boosted(AdamW(model.parameters(), foreach=True), model)
+    optimizer.load_state_dict(writer.state_dict())
+    assert optimizer.param_groups[0]["foreach"] is True
+    assert not is_fused(optimizer)
+    train(optimizer, model, [1.0])
+
+
+def test_a_state_dict_of_a_boosted_optimizer_loads_into_a_plain_one():
+    model = nn.Linear(2, 2)
+    optimizer = boosted(AdamW(model.parameters()), model)
+    train(optimizer, model, [1.0])
+    plain = AdamW(nn.Linear(2, 2).parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    assert float(plain.state_dict()["state"][0]["step"]) == 1.0
+
+
+def test_a_group_added_after_boosting_is_fused_too():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = boosted(AdamW(model[0].parameters()), model)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert is_fused(optimizer)
+    train(optimizer, model, [1.0, 1.0])

@@ -1,0 +1,201 @@
+"""Saving and loading a boosted optimizer and scheduler: bitwise the run that was never interrupted."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import FP16TorchMixedPrecision
+
+SCALER = {"init_scale": 2.0**13, "growth_interval": 5, "hysteresis": 2}
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01),
+}
+SCHEDULERS = {
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40),
+}
+
+
+class Run:
+    """One process of a training run: everything is built anew and then perhaps loaded."""
+
+    def __init__(self, precision: str, optimizer: str = "AdamW", scheduler: str = "cosine") -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+        inner = OPTIMIZERS[optimizer](model.parameters())
+        strategy: Any = FP16TorchMixedPrecision(**SCALER) if precision == "fp16" else precision
+        self.booster = Booster("cpu", strategy)
+        self.model, self.optimizer, self.criterion, _, self.scheduler = self.booster.boost(
+            model, inner, nn.CrossEntropyLoss(), None, SCHEDULERS[scheduler](inner)
+        )
+        data = torch.Generator().manual_seed(1)
+        self.batches = [
+            (torch.randn(4, 6, generator=data), torch.randint(0, 3, (4,), generator=data)) for _ in range(30)
+        ]
+        for step in (3, 4, 9, 16, 17):  # these overflow float16
+            self.batches[step][0][0, 0] = 1e7
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            x, y = self.batches[step]
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(x), y)
+            self.booster.backward(loss, self.optimizer)
+            self.optimizer.clip_grad_by_norm(1.0)
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def save(self) -> dict[str, Any]:
+        file = io.BytesIO()
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def load(self, state: dict[str, Any], order: tuple[str, ...]) -> None:
+        for name in order:
+            getattr(self, name).load_state_dict(copy.deepcopy(state[name]))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality to the last bit of nested dicts of tensors, numbers and strings."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+ORDERS = [("model", "optimizer", "scheduler"), ("scheduler", "optimizer", "model")]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["optimizer first", "scheduler first"])
+@pytest.mark.parametrize(("optimizer", "scheduler"), [("AdamW", "cosine"), ("SGD", "one cycle"), ("RMSprop", "cosine")])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("at", [4, 10, 18])
+def test_resuming_is_bitwise_the_run_without_interruption(precision, optimizer, scheduler, order, at):
+    whole = Run(precision, optimizer, scheduler)
+    whole_losses = whole.train(range(30))
+    first = Run(precision, optimizer, scheduler)
+    first.train(range(at))
+    second = Run(precision, optimizer, scheduler)
+    second.load(first.save(), order)
+    losses = second.train(range(at, 30))
+    torch.testing.assert_close(losses, whole_losses[at:], rtol=0, atol=0, equal_nan=True)
+    assert same(second.save(), whole.save())
+    assert second.optimizer.num_skipped == whole.optimizer.num_skipped
+    if precision == "fp16":
+        assert whole.optimizer.num_skipped >= 5
+
+
+def test_the_state_dict_is_torchs_plus_one_key():
+    run = Run("fp16")
+    run.train(range(6))
+    state = run.optimizer.state_dict()
+    own = state.pop("booster")
+    assert same(state, run.optimizer.unwrap().state_dict())
+    assert set(own) == {"loss_scaler", "num_steps", "num_applied", "num_consecutive_skips"}
+    assert own["num_steps"] == 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_plain_torch_state_dict_loads_and_leaves_the_scale_as_it_is(precision):
+    run = Run(precision)
+    run.train(range(3))
+    plain = run.optimizer.unwrap().state_dict()
+    fresh = Run(precision)
+    fresh.load({"optimizer": plain}, ("optimizer",))
+    expected = copy.deepcopy(plain)
+    loaded = fresh.optimizer.state_dict()
+    loaded.pop("booster")
+    assert same(loaded, expected)
+    assert fresh.optimizer.loss_scale == (SCALER["init_scale"] if precision == "fp16" else 1.0)
+    assert fresh.train(range(3, 5))
+
+
+def test_a_checkpoint_of_fp32_loads_into_fp16_and_the_scale_starts_over():
+    run = Run("fp32")
+    run.train(range(3))
+    fresh = Run("fp16")
+    fresh.load(run.save(), ORDERS[0])
+    assert fresh.optimizer.loss_scale == SCALER["init_scale"]
+    assert fresh.train(range(3, 5))
+
+
+def test_a_checkpoint_of_fp16_into_fp32_is_refused_with_the_way_out():
+    run = Run("fp16")
+    run.train(range(3))
+    fresh = Run("fp32")
+    with pytest.raises(ValueError, match="this precision has no loss scaler; resume with the precision that wrote it"):
+        fresh.load(run.save(), ("optimizer",))
+    assert fresh.optimizer.state == {}
+
+
+BAD: list[Any] = [
+    {"loss_scaler": {"scale": -1.0}},
+    {"loss_scaler": {"scale": float("nan"), "growth_tracker": 1}},
+    {"loss_scaler": {"growth_tracker": 1}},
+    {"loss_scaler": {"scale": 8.0, "growth_tracker": "x"}},
+    {"loss_scaler": {"scale": 8.0}, "num_steps": None},
+    {"loss_scaler": {"scale": 8.0}, "num_applied": -1},
+    {"loss_scaler": 3},
+    {},
+    None,
+]
+
+
+@pytest.mark.parametrize("own", BAD)
+def test_a_state_that_does_not_fit_raises_and_leaves_everything_as_it_was(own):
+    run = Run("fp16")
+    run.train(range(6))
+    before = copy.deepcopy(run.optimizer.state_dict())
+    other = Run("fp16")
+    other.train(range(9))
+    state = other.save()["optimizer"]
+    counters = {"num_steps": 9, "num_applied": 7, "num_consecutive_skips": 0}
+    state["booster"] = own if not own else counters | own
+    with pytest.raises(ValueError, match="state"):
+        run.optimizer.load_state_dict(state)
+    assert same(run.optimizer.state_dict(), before)
+
+
+def test_groups_that_do_not_fit_raise_and_leave_the_scale_as_it_was():
+    run = Run("fp16")
+    run.train(range(2))
+    state = run.save()["optimizer"]
+    fresh = Run("fp16")
+    state["param_groups"][0]["params"].append(99)
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        fresh.optimizer.load_state_dict(state)
+    assert fresh.optimizer.loss_scale == SCALER["init_scale"]
+    assert fresh.optimizer.num_skipped == 0
+
+
+def test_loading_forgets_gradients_and_clips_of_the_step_that_was_begun():
+    run = Run("fp16")
+    run.train(range(2))
+    state = run.save()
+    x, y = run.batches[5]
+    run.booster.backward(run.criterion(run.model(x), y), run.optimizer)
+    run.optimizer.clip_grad_by_norm(1e-3)
+    run.load(state, ORDERS[0])
+    twin = Run("fp16")
+    twin.load(state, ORDERS[0])
+    assert run.train(range(5, 7)) == twin.train(range(5, 7))
+    assert same(run.save(), twin.save())
