@@ -187,6 +187,7 @@ def test_the_hostfile_has_a_host_a_line_with_optional_slots_and_comments(hostfil
         ("a slots=0\n", "'slots=0' is not understood"),
         ("a slots=1 slots=2\n", "'slots=2' is not understood"),
         ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x' is not a host"),
+        ("-G\n", "line 1: '-G' is not a host"),
         ("a;reboot\n", "'a;reboot' is not a host"),
         ("# nobody\n\n", "lists no host"),
     ],
