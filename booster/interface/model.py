@@ -12,6 +12,9 @@ import torch
 from torch import nn
 
 from booster.casting import cast_floats, tensors
+from booster.interface.transparent import TransparentModule, bare, unwrap_placed
+
+__all__ = ["CriterionWrapper", "ForwardPrecision", "ModelWrapper", "PrecisionModule", "bare", "unwrap_placed"]
 
 
 class ForwardPrecision(Protocol):
@@ -23,137 +26,42 @@ class ForwardPrecision(Protocol):
     def output_dtype(self) -> torch.dtype | None: ...
 
 
-class ModelWrapper(nn.Module):
+class PrecisionModule(TransparentModule):
     """A model whose forward, and every method called through it, runs under a precision.
 
-    `module` is what forward calls: the user's model as a plugin placed it. Attributes, `state_dict` keys, parameter and
-    module names are those of the user's model, whatever wraps it. Attributes are set on the user's model.
+    input_dtype: floating inputs of forward and of methods are cast to it, in whatever container; None leaves them.
 
     A method other than forward runs on the user's model itself, so a plugin's gradient synchronisation does not see it:
     where a plugin wraps the model, a method that returns a result with gradients raises RuntimeError.
     """
 
-    def __init__(self, module: nn.Module, precision: ForwardPrecision) -> None:
-        super().__init__()
-        self._precision = precision
-        self.module = module
-        self.register_load_state_dict_pre_hook(_add_prefix)
+    _precision: ForwardPrecision
+    _input_dtype: torch.dtype | None
+
+    def __init__(
+        self, module: nn.Module, precision: ForwardPrecision, *, input_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(module)
+        # By way of __dict__, because plain assignment sets attributes on the user's model.
+        self.__dict__.update(_precision=precision, _input_dtype=input_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._precision.forward_context():
-            output = self.module(*args, **kwargs)
+            output = self.module(*cast_floats(args, self._input_dtype), **cast_floats(kwargs, self._input_dtype))
         return cast_floats(output, self._precision.output_dtype)
 
-    def unwrap(self) -> nn.Module:
-        """The user's model, as it was given to `boost`; a `torch.compile` wrapper of the user's stays."""
-        return unwrap_placed(self.module)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the user's model, keys as the user knows them."""
-        return bare(self.module).state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load into the user's model."""
-        return bare(self.module).load_state_dict(state_dict, strict, assign)
-
-    # parameters(), modules() and buffers() of nn.Module follow from this one.
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        yield from bare(self.module).named_modules(memo, prefix, remove_duplicate)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from bare(self.module).named_children()
-
-    # These three recurse through children() in nn.Module, and would miss the module itself.
-    def train(self, mode: bool = True) -> ModelWrapper:
-        self.module.train(mode)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> ModelWrapper:
-        bare(self.module).apply(fn)
-        return self
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ModelWrapper:
-        self.module._apply(fn, recurse)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-        value = getattr(bare(self.module), name)
-        if callable(value) and getattr(value, "__self__", None) is bare(self.module):
-            return self._under_precision(value, name)
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        placed = self.__dict__.get("_modules", {}).get("module")
-        if placed is None or name == "module" or name in self.__dict__ or hasattr(type(self), name):
-            super().__setattr__(name, value)
-        else:
-            setattr(bare(placed), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
-            super().__delattr__(name)
-        else:
-            delattr(bare(self.module), name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(bare(self.module))})
-
-    @property
-    def training(self) -> bool:
-        """The model's own flag, which the model may change without the wrapper."""
-        return bare(self.module).training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "module" in self.__dict__.get("_modules", {}):  # nn.Module.__init__ sets it first
-            bare(self.module).training = mode
-
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        """Register with the user's model."""
-        bare(self.module).register_buffer(name, tensor, persistent)
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register with the user's model."""
-        bare(self.module).register_parameter(name, param)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add to the user's model."""
-        bare(self.module).add_module(name, module)
-
-    def __len__(self) -> int:
-        return len(bare(self.module))  # type: ignore[arg-type]
-
-    def __getitem__(self, index: Any) -> Any:
-        return bare(self.module)[index]  # type: ignore[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(bare(self.module))  # type: ignore[call-overload]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in bare(self.module)  # type: ignore[operator]
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelWrapper:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
         memo[id(self._precision)] = self._precision  # one strategy may serve several models
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
 
-    def _under_precision(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._precision.forward_context():
-                output = method(*args, **kwargs)
+                output = method(*cast_floats(args, self._input_dtype), **cast_floats(kwargs, self._input_dtype))
             if isinstance(output, Generator):
                 return self._stream(output, name)
             return self._finish(output, name)
@@ -180,6 +88,10 @@ class ModelWrapper(nn.Module):
         return cast_floats(output, self._precision.output_dtype)
 
 
+class ModelWrapper(PrecisionModule):
+    """What `boost` returns for a model, and for a criterion that is a module."""
+
+
 class CriterionWrapper:
     """A loss function that is not a module, run under a precision. Attributes pass through."""
 
@@ -200,35 +112,3 @@ class CriterionWrapper:
         if name == "criterion":
             raise AttributeError(name)
         return getattr(self.criterion, name)
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """The module at the bottom of plugin and `torch.compile` wrappers: the one whose names users know."""
-    module = unwrap_placed(module)
-    while isinstance(getattr(module, "_modules", {}).get("_orig_mod"), nn.Module):
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
-    return module
-
-
-def unwrap_placed(module: nn.Module) -> nn.Module:
-    """The user's model inside a data-parallel wrapper."""
-    while isinstance(module, nn.parallel.DistributedDataParallel):
-        module = module.module
-    return module
-
-
-def _wrapper_prefix(module: nn.Module) -> str:
-    prefix = "module."
-    inner = module._modules["module"]
-    while inner is not bare(inner):  # type: ignore[arg-type]
-        name = "module" if isinstance(inner, nn.parallel.DistributedDataParallel) else "_orig_mod"
-        prefix += f"{name}."
-        inner = inner._modules[name]  # type: ignore[union-attr]
-    return prefix
-
-
-def _add_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    # Only met when the wrapper is a child of another module that loads; torch then walks into `module`.
-    long = prefix + _wrapper_prefix(module)
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[long + key[len(prefix) :]] = state_dict.pop(key)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision, Placement
+from booster.mixed_precision.naive_model import NaiveAMPModel
+from booster.mixed_precision.pins import is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.policy import DtypePolicy
 
 __all__ = [
@@ -16,11 +18,14 @@ __all__ = [
     "FP16TorchMixedPrecision",
     "LossScaler",
     "MixedPrecision",
+    "NaiveAMPModel",
     "NoScale",
     "Placement",
     "available",
+    "is_batch_norm",
     "make",
     "register",
+    "set_fp32_attr_to_module",
 ]
 
 _REGISTRY: dict[str, type[MixedPrecision]] = {

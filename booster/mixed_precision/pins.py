@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster.casting import cast_floats
+
+_MARK = "booster_keep_fp32"
 
 Pin = type | str | Callable[[str, nn.Module], bool]
 
@@ -51,26 +55,80 @@ def normalise_pins(keep_fp32: Pin | Iterable[Pin]) -> tuple[Pin, ...]:
 
 
 class Float32Forward:
-    """The forward of one module, in float32 under autocast: inputs cast up, autocast off until it returns.
+    """The forward of one module, in float32: floating inputs cast up, autocast off until it returns.
+
+    device_type: where autocast may be on; None where it never is. output_dtype: what floating outputs are cast to, for a
+    module amid half-precision ones; None leaves them in float32, as autocast wants.
 
     It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave
     autocast off, and torch.compile traces it.
     """
 
-    def __init__(self, forward: Callable[..., Any], device_type: str) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], device_type: str | None, output_dtype: torch.dtype | None = None
+    ) -> None:
         functools.update_wrapper(self, forward)
-        self._forward = forward
+        self.forward = forward
         self._device_type = device_type
+        self._output_dtype = output_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self._device_type, enabled=False):
-            return self._forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+        autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
+        with autocast_off:
+            output = self.forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+        return cast_floats(output, self._output_dtype)
 
 
-def pin(module: nn.Module, device_type: str) -> None:
-    """Make `module` compute in float32 also under autocast, in place. Pinning it again changes nothing."""
-    if not isinstance(module.forward, Float32Forward):
-        module.forward = Float32Forward(module.forward, device_type)
+def pin(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:
+    """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`.
+
+    Pinning it again replaces what the first pin said, it does not add to it.
+    """
+    forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
+    module.forward = Float32Forward(forward, device_type, output_dtype)
+
+
+def set_fp32_attr_to_module(module: nn.Module) -> None:
+    """Mark `module`: inside a half-precision model it keeps float32 parameters and computes in float32.
+
+    With everything inside it. Mark modules before the model is given to `NaiveAMPModel` or `Booster.boost`.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"set_fp32_attr_to_module needs a torch.nn.Module, got {type(module).__name__}")
+    setattr(module, _MARK, True)
+
+
+def is_marked(name: str, module: nn.Module) -> bool:
+    """A predicate for `pin_names`: modules that `set_fp32_attr_to_module` marked."""
+    return getattr(module, _MARK, False)
+
+
+def is_batch_norm(name: str, module: nn.Module) -> bool:
+    """A predicate for `pin_names`: BatchNorm of any dimension, whose running statistics half precision would spoil."""
+    return isinstance(module, _BatchNorm)
+
+
+def check_untied(model: nn.Module, names: Iterable[str]) -> None:
+    """Raise ValueError if a module of `names` shares a parameter or buffer with one that stays in half precision."""
+    pinned = {id(model.get_submodule(name)) for name in names}
+    users: dict[int, dict[bool, str]] = {}
+
+    def visit(module: nn.Module, path: str, inside: bool) -> None:
+        inside = inside or id(module) in pinned
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_floating_point():
+                users.setdefault(id(tensor), {}).setdefault(inside, f"{path}{name}")
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}{name}.", inside)
+
+    visit(model, "", False)
+    for names_by_side in users.values():
+        if len(names_by_side) == 2:
+            raise ValueError(
+                f"{names_by_side[True]} is in a module that is kept in float32, and is the same tensor as "
+                f"{names_by_side[False]}, which is not; keep both of its modules in float32 (keep_fp32=...), or neither"
+            )
 
 
 def _matcher(pin: Pin) -> Callable[[str, nn.Module], bool]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from booster.interface.transparent import bare
+from booster.mixed_precision.pins import Pin, check_untied, is_batch_norm, is_marked, normalise_pins, pin, pin_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +30,72 @@ class DtypePolicy:
     fp32_modules: frozenset[str] = frozenset()
 
 
-def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
-    """Cast the floating parameters and buffers of `module` to the dtype in which `policy` stores them, in place.
+def half_policy(
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+    output: torch.dtype | None = torch.float32,
+) -> DtypePolicy:
+    """The policy of a `model` whose parameters, activations and gradients are `dtype`, but for the pinned modules.
 
-    Modules named in `policy.fp32_modules` become float32. Does nothing where the policy names no dtype. Returns `module`.
+    Pinned are those that `keep_fp32` selects (see `pins.pin_names`) and those that `set_fp32_attr_to_module` marked.
+    output: see `DtypePolicy`. `model` is not changed: give it and the policy to `cast_parameters`, or to a plugin's
+    `place`. Inputs are for the caller to cast: `casting.cast_floats(args, dtype)`, or `ModelWrapper(input_dtype=dtype)`.
+
+    Raises ValueError if a pinned module shares a parameter with one that is not, or if the model as a whole is marked.
+    """
+    model = bare(model)
+    if is_marked("", model):
+        raise ValueError(
+            f"the whole {type(model).__name__} is marked by set_fp32_attr_to_module, so nothing of it would run in {dtype}; "
+            "mark submodules, or train in fp32"
+        )
+    names = pin_names(model, (*normalise_pins(keep_fp32), is_marked))
+    check_untied(model, names)
+    return DtypePolicy(param=dtype, output=output, fp32_modules=names)
+
+
+def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
+    """Cast floating parameters and buffers of `module` to the dtype in which `policy` stores them, in place.
+
+    Those of `policy.fp32_modules` become float32 without a detour through half, and these modules compute in float32
+    from now on, see `install_pins`. Integer and complex tensors stay. Gradients are cast along. Does nothing where the
+    policy names no dtype. Returns `module`.
     """
     dtype = policy.store or policy.param
-    if dtype is not None:
-        module.to(dtype)
-        for name in policy.fp32_modules:
-            module.get_submodule(name).to(torch.float32)
+    if dtype is None:
+        return module
+    inner = bare(module)
+    pinned = {
+        id(tensor): tensor  # held, so that no other tensor gets its id meanwhile
+        for name in policy.fp32_modules
+        for tensor in _floating(inner.get_submodule(name))
+    }
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(torch.float32 if id(tensor) in pinned else dtype)
+
+    module._apply(cast)
+    install_pins(module, policy)
     return module
+
+
+def install_pins(module: nn.Module, policy: DtypePolicy) -> None:
+    """Make the modules of `policy.fp32_modules` take their inputs in float32 and return `policy.param`, in place.
+
+    For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
+    """
+    inner = bare(module)
+    for name in policy.fp32_modules:
+        pin(inner.get_submodule(name), None, policy.param)
+
+
+def _floating(module: nn.Module) -> Iterator[torch.Tensor]:
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point():
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad

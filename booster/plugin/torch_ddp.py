@@ -83,9 +83,10 @@ class TorchDDPPlugin(Plugin):
                 f"DistributedDataParallel reduces gradients in the dtype of the parameters, {sorted(map(str, dtypes))}, "
                 f"not in reduce={policy.reduce}; leave it None, or use comm_hook"
             )
-        module = cast_parameters(module.to(device), policy)
-        if self._sync_batchnorm:
+        module = module.to(device)
+        if self._sync_batchnorm:  # first, because it replaces modules, which the policy may pin
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        module = cast_parameters(module, policy)
         if self.group is None or not dtypes:
             return module
         index = None if device.type == "cpu" else [device]

@@ -1,0 +1,93 @@
+"""A model that computes in half precision with half-precision parameters, on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.interface.model import PrecisionModule
+from booster.mixed_precision.buffers import BufferAverage
+from booster.mixed_precision.pins import Pin, is_batch_norm
+from booster.mixed_precision.policy import cast_parameters, half_policy
+
+_DTYPES = {
+    "torch.float16": torch.float16,
+    "torch.half": torch.float16,
+    "torch.bfloat16": torch.bfloat16,
+    "torch.float32": torch.float32,
+}
+
+
+class NaiveAMPModel(PrecisionModule):
+    """`model` with parameters, activations and gradients in `dtype`; the model is cast in place.
+
+    Floating inputs are cast to `dtype` in whatever container, integers and float64 stay. output_to_fp32: return float32;
+    False returns what the model computes. dtype: torch.float16, torch.bfloat16 or torch.float32, or one of the strings
+    "torch.float16", "torch.half", "torch.bfloat16", "torch.float32". sync_buffer: before every forward in training,
+    average the floating buffers over `parallel_group`; see `BufferAverage`. parallel_group: None means the whole world.
+    keep_fp32: modules that keep float32 parameters and compute in float32, by type, name pattern or predicate (see
+    `pins.pin_names`), beside those that `set_fp32_attr_to_module` marked.
+
+    Attributes, state dict keys, `train` and `eval` are those of `model`. There is no loss scale and there are no master
+    weights: for those, give the model to a `Booster` whose precision is "fp16_naive" or "bf16_naive" instead.
+
+    Raises ValueError for another dtype and for a pinned module that shares a parameter with one that is not pinned,
+    TypeError for what is not a module.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> NaiveAMPModel:
+        if "parallel_mode" in kwargs:
+            raise TypeError(
+                "NaiveAMPModel takes no parallel_mode; pass the process group over which buffers are averaged as "
+                "parallel_group, or None for the whole world"
+            )
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        model: nn.Module,
+        output_to_fp32: bool = True,
+        dtype: torch.dtype | str = torch.float16,
+        sync_buffer: bool = True,
+        parallel_group: dist.ProcessGroup | None = None,
+        *,
+        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(model, PrecisionModule):
+            raise RuntimeError(f"this {type(model).__name__} runs under a precision already; pass the model inside it")
+        dtype = parse_dtype(dtype)
+        policy = half_policy(model, dtype, keep_fp32=keep_fp32, output=torch.float32 if output_to_fp32 else None)
+        super().__init__(cast_parameters(model, policy), _Output(policy.output), input_dtype=dtype)
+        if sync_buffer:
+            self.register_forward_pre_hook(BufferAverage(parallel_group))
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """The dtype that a torch dtype or one of its documented names means. Raises ValueError for any other."""
+    if isinstance(dtype, str) and dtype in _DTYPES:
+        return _DTYPES[dtype]
+    if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
+        return dtype
+    if dtype == "torch.tf32":
+        raise ValueError(
+            "dtype='torch.tf32' is not a storage format but a mode of CUDA matrix products, and there is no tf32 strategy "
+            "yet; pass dtype='torch.float32'"
+        )
+    raise ValueError(f"dtype={dtype!r} is not legal; pass the torch dtype or the string of one of {list(_DTYPES)}")
+
+
+class _Output:
+    """The `ForwardPrecision` of a model whose own parameters decide how it computes."""
+
+    def __init__(self, output_dtype: torch.dtype | None) -> None:
+        self.output_dtype = output_dtype
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
