@@ -4,6 +4,7 @@ from booster import logging, mixed_precision, nn, plugin
 from booster.booster import Booster
 from booster.coordinator import DistCoordinator
 from booster.launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from booster.masters.classes import register_elementwise
 from booster.update.errors import LossScaleError
 from booster.update.step_result import StepResult
 
@@ -24,4 +25,5 @@ __all__ = [
     "mixed_precision",
     "nn",
     "plugin",
+    "register_elementwise",
 ]

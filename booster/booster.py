@@ -118,7 +118,9 @@ class Booster:
         if dataloader is not None:
             check_sharded(dataloader, self.plugin.data_parallel_size)
         place = functools.partial(self.plugin.place, device=self.device)
-        placement = Placement(place=place, device=self.device, group=self.plugin.group)
+        placement = Placement(
+            place=place, synchronise=self.plugin.synchronise, device=self.device, group=self.plugin.group
+        )
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model, optimizer, criterion, placement=placement, options=self._options
         )

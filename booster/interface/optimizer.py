@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ class OptimizerWrapper(Optimizer):
     of the optimizer inside, which is never re-created.
 
     names: parameter -> qualified name, for reports. group: the ranks that must skip together; None means this one alone.
-    compiled: step through torch.compile, see `CompiledUpdate`.
+    compiled: step through torch.compile, see `CompiledUpdate`. make_update: what makes the update instead, called as
+    `make_update(optimizer, scaler, names, group=..., skip_nonfinite=...)`.
     """
 
     def __init__(
@@ -53,15 +55,15 @@ class OptimizerWrapper(Optimizer):
         options: UpdateOptions | None = None,
         compiled: bool = False,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        make_update: Callable[..., Update] | None = None,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
         options = options or UpdateOptions()
         self.optimizer = optimizer
         self._max_consecutive_skips = options.max_consecutive_skips
         self._backward_context = backward_context
-        self._update = _make_update(
-            optimizer, scaler, names, compiled=compiled, group=group, skip_nonfinite=options.skip_nonfinite
-        )
+        make_update = make_update or functools.partial(_make_update, compiled=compiled)
+        self._update = make_update(optimizer, scaler, names, group=group, skip_nonfinite=options.skip_nonfinite)
         self._held: str | None = None
         self._unsettled: StepResult | None = None
         self._deferred: list[Callable[[], None]] = []
@@ -221,7 +223,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> Any:
-        return self.optimizer.state
+        return self._update.state
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -255,8 +257,8 @@ class OptimizerWrapper(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's state dict of the optimizer inside, plus the key "booster": loss-scaler state and step counters."""
         self.settle()
-        state = self.optimizer.state_dict()
-        state[STATE_KEY] = {
+        state, own = self._update.optimizer_state_dict()
+        state[STATE_KEY] = own | {
             "loss_scaler": self._update.scaler.state_dict(),
             "num_steps": self._num_steps,
             "num_applied": self._num_applied,
@@ -273,13 +275,15 @@ class OptimizerWrapper(Optimizer):
         """
         self.settle()
         state_dict = dict(state_dict)
-        counts, scale = _read_own(state_dict.pop(STATE_KEY)) if STATE_KEY in state_dict else (None, {})
+        has_own = STATE_KEY in state_dict
+        own = state_dict.pop(STATE_KEY, {})
+        counts, scale = _read_own(own) if has_own else (None, {})
         scaler = self._update.scaler
         before, choice = scaler.state_dict(), implementation(self.optimizer)
         if scale:
             scaler.load_state_dict(scale)
         try:
-            self.optimizer.load_state_dict(state_dict)
+            self._update.load_optimizer_state_dict(state_dict, own)
         except Exception:
             scaler.load_state_dict(before)
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision, Placement
+from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
 from booster.mixed_precision.naive_model import NaiveAMPModel
 from booster.mixed_precision.pins import is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.policy import DtypePolicy
@@ -13,12 +14,15 @@ __all__ = [
     "FP32",
     "AutocastMixedPrecision",
     "BF16MixedPrecision",
+    "BF16NaiveMixedPrecision",
     "DtypePolicy",
     "DynamicScale",
+    "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "LossScaler",
     "MixedPrecision",
     "NaiveAMPModel",
+    "NaiveMixedPrecision",
     "NoScale",
     "Placement",
     "available",
@@ -32,6 +36,8 @@ _REGISTRY: dict[str, type[MixedPrecision]] = {
     "fp32": FP32,
     "fp16": FP16TorchMixedPrecision,
     "bf16": BF16MixedPrecision,
+    "fp16_naive": FP16NaiveMixedPrecision,
+    "bf16_naive": BF16NaiveMixedPrecision,
 }
 
 

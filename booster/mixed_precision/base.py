@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,13 @@ from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
 from booster.loss_scaler import LossScaler, NoScale
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.params import named_parameters, rebind
+from booster.update.base import Update
 from booster.update.compiled import can_compile
 from booster.update.fused import switch_to_fused
+
+
+def _synchronise_nothing(module: nn.Module) -> None:
+    pass
 
 
 def _place_in_process(module: nn.Module, policy: DtypePolicy) -> nn.Module:
@@ -30,11 +35,13 @@ class Placement:
     """What a strategy is given of the parallelism: callables and a process group, never a plugin.
 
     place: puts a module where it will run, in the dtypes of a policy, and returns what to call.
+    synchronise: gives a module on `device` the weights that all ranks will start from, before they are cast.
     device: where that is. group: the ranks among which found_inf is agreed; None means no collective, also inside a
     launched job.
     """
 
     place: Callable[[nn.Module, DtypePolicy], nn.Module] = _place_in_process
+    synchronise: Callable[[nn.Module], None] = _synchronise_nothing
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
 
@@ -42,9 +49,10 @@ class Placement:
 class MixedPrecision:
     """A precision: how model and criterion compute, and whether the loss is scaled. This base class is float32.
 
-    To write one, override what differs: `policy` (dtypes as data), `forward_context` (entered around every forward, in
-    the thread that runs it), `make_scaler`, `check` (refuse what cannot work), `convert` (swap modules). `configure` puts
-    them together and seldom needs overriding. Pass an instance to `Booster`, or `register` the class under a name.
+    To write one, override what differs: `policy` or `policy_for` (dtypes as data), `forward_context` (entered around every
+    forward, in the thread that runs it), `make_scaler`, `check` (refuse what cannot work), `convert` (swap modules),
+    `make_update` (how parameters are stepped). `configure` puts them together and seldom needs overriding. Pass an
+    instance to `Booster`, or `register` the class under a name.
 
     A strategy may serve several models; it is bound to one device, that of the `Booster` it is given to.
     """
@@ -62,6 +70,15 @@ class MixedPrecision:
     def output_dtype(self) -> torch.dtype | None:
         """Floating dtype of what model and criterion return; None leaves it."""
         return self.policy.output
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """Floating dtype that inputs of the model are cast to; None leaves them."""
+        return None
+
+    def policy_for(self, model: nn.Module) -> DtypePolicy:
+        """The policy that `model` is placed with, where it depends on the model."""
+        return self.policy
 
     def bind(self, device: torch.device) -> None:
         """Learn the device. Raises ValueError if this precision cannot run there. Called once, by `Booster`."""
@@ -86,6 +103,19 @@ class MixedPrecision:
         """Swap modules or install hooks; runs before the plugin places the model."""
         return model
 
+    def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
+        """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
+        return {}
+
+    def make_update(
+        self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], weights: Mapping[torch.Tensor, torch.Tensor]
+    ) -> Callable[..., Update] | None:
+        """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
+
+        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter.
+        """
+        return None
+
     def configure(
         self,
         model: nn.Module,
@@ -106,8 +136,10 @@ class MixedPrecision:
         if isinstance(criterion, nn.Module):
             self.check(criterion)
         before = named_parameters(bare(model))
-        placed = placement.place(self.convert(model), self.policy)
-        boosted = ModelWrapper(placed, self)
+        policy = self.policy_for(model)
+        kept = {} if optimizer is None else self.keep_weights(model, placement)
+        placed = placement.place(self.convert(model), policy)
+        boosted = ModelWrapper(placed, self, input_dtype=self.input_dtype)
         boosted_criterion = self._wrap_criterion(criterion, placement.device)
         if optimizer is None:
             return boosted, None, boosted_criterion
@@ -118,6 +150,8 @@ class MixedPrecision:
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):
             names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
+        after = named_parameters(boosted)
+        weights = {after[name]: kept.pop(name) for name in list(kept)}
         boosted_optimizer = OptimizerWrapper(
             optimizer,
             self.make_scaler(),
@@ -126,6 +160,7 @@ class MixedPrecision:
             options=options,
             compiled=compiled,
             backward_context=self.backward_context,
+            make_update=self.make_update(optimizer, names, weights),
         )
         return boosted, boosted_optimizer, boosted_criterion
 

@@ -35,6 +35,10 @@ class Plugin(ABC):
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Put `module` on `device` in the dtypes of `policy` and return what is to be called; may run collectives."""
 
+    def synchronise(self, module: nn.Module) -> None:
+        """Give `module` the parameters and buffers that all ranks are to start from, before a precision casts them; may
+        run collectives. `place` sees to it again, in the dtypes of the policy."""
+
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if this plugin cannot run on `device`."""
 

@@ -73,6 +73,11 @@ class TorchDDPPlugin(Plugin):
                 "Use sync_batchnorm=False"
             )
 
+    def synchronise(self, module: nn.Module) -> None:
+        if self.group is not None:
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), src=0, group=self.group)
+
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         stored = policy.store or policy.param
         dtypes = {stored or param.dtype for param in module.parameters() if param.requires_grad}

@@ -155,12 +155,7 @@ class Update(ABC):
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         """Step an optimizer that evaluates the loss itself, without a loss scale; clips inside the closure take effect."""
-        if self._skip_nonfinite:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step(closure) computes and uses its gradients in one go, so "
-                "skip_nonfinite=True cannot look at them; call booster.backward and step() without a closure, or use "
-                "Booster(skip_nonfinite=False)"
-            )
+        self._refuse_unchecked_closure()
 
         def clipped() -> Any:
             loss = closure()
@@ -176,11 +171,30 @@ class Update(ABC):
             True, lambda applied: StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss
         )
 
+    def _refuse_unchecked_closure(self) -> None:
+        if self._skip_nonfinite:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(closure) computes and uses its gradients in one go, so "
+                "skip_nonfinite=True cannot look at them; call booster.backward and step() without a closure, or use "
+                "Booster(skip_nonfinite=False)"
+            )
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state, by the parameters that the user knows."""
+        return self.optimizer.state
+
+    def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Torch's state dict of the optimizer, and what this update keeps besides."""
+        return self.optimizer.state_dict(), {}
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` gave; `own` may lack entries. If it raises, nothing has changed."""
+        self.optimizer.load_state_dict(state_dict)
+
     @abstractmethod
     def _decide_and_apply(self) -> StepResult:
         """Step or skip with gradients at hand, update the scale, and set `_scale` to what `.grad` carries now."""
-
-    # ------------------------------------------------------------------ numbers: float or tensor
 
     @abstractmethod
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> Any:

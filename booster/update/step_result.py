@@ -17,6 +17,7 @@ class StepFields(NamedTuple):
     grad_norm: float | None = None
     skipped_reason: SkippedReason | None = None
     culprit: tuple[str, ...] = ()
+    num_zeros_in_grad: int | None = None
 
 
 class StepResult:
@@ -68,6 +69,11 @@ class StepResult:
     def culprit(self) -> tuple[str, ...]:
         """Names of the parameters of this rank whose gradient held an inf or NaN when the step was skipped."""
         return self._read().culprit
+
+    @property
+    def num_zeros_in_grad(self) -> int | None:
+        """How many gradient elements of this rank were zero; None unless the precision was asked to count them."""
+        return self._read().num_zeros_in_grad
 
     def _read(self) -> StepFields:
         if not isinstance(self._fields, StepFields):

@@ -1,0 +1,177 @@
+"""One bucket: some elements of the working weights, what is kept of their masters, and the handle that is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.masters.formats import Format
+from booster.masters.layout import Piece, flat, flat_like, renumber
+
+State = dict[str, Any]
+
+
+class Bucket:
+    """See the module docstring.
+
+    group: index of the optimizer's group. pieces: what of which parameter, in order; one dtype, one device. whole: each
+    piece is a parameter with a handle of its shape; otherwise one flat handle stands for all. A handle is a float32
+    parameter without storage of its own: it is given data and gradient while it is stepped.
+    """
+
+    def __init__(self, group: int, pieces: Sequence[Piece], format: Format, *, whole: bool) -> None:
+        self.group = group
+        self.pieces = list(pieces)
+        self.whole = whole
+        self.size = sum(piece.size for piece in pieces)
+        first = pieces[0].param
+        self.device, self.dtype = first.device, first.dtype
+        self._format = format
+        self.rest = format.allocate(self.size, self.dtype, self.device)
+        shapes = [piece.param.shape for piece in pieces] if whole else [torch.Size([self.size])]
+        self.handles = [nn.Parameter(_nothing(shape, self.device)) for shape in shapes]
+        self._addresses: list[int] = []
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+
+    # ------------------------------------------------------------------ working weights
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        return [piece.param for piece in self.pieces]
+
+    def working(self) -> list[torch.Tensor]:
+        """Flat views of the working weights, piece by piece."""
+        addresses = [piece.param.data_ptr() for piece in self.pieces]
+        if addresses != self._addresses:
+            self._views = [flat(piece.param.detach())[piece.start : piece.stop] for piece in self.pieces]
+            self._addresses = addresses
+        return self._views
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Flat views of the working gradients, piece by piece; none of them may be missing."""
+        return [flat_like(p.param.grad, p.param)[p.start : p.stop] for p in self.pieces]  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ masters
+
+    def load(self, values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+        """The masters as float32, in `values` or in the bucket's own storage. A working weight that somebody else wrote
+        since the last `save` is taken over, where it is not what its master rounds to. Overwrites `spare`."""
+        if self._format.needs_values:
+            self._format.read(self.working(), self.rest, values, spare)
+            return values
+        assert self.rest is not None
+        if self._versions != [piece.param._version for piece in self.pieces]:
+            self._follow(self.rest)
+            self._note_versions()
+        return self.rest
+
+    def save(self, values: torch.Tensor, spare: torch.Tensor) -> None:
+        """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
+        self._format.write(self.working(), self.rest, values, spare)
+        self._note_versions()
+
+    def scratch(self) -> torch.Tensor:
+        return torch.empty(self.size, dtype=torch.float32, device=self.device)
+
+    def joined(self) -> torch.Tensor:
+        """A float32 copy of the masters."""
+        values = self.load(self.scratch(), self.scratch())
+        return values.clone() if values is self.rest else values
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether `load` fills scratch."""
+        return self._format.needs_values
+
+    def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
+        """Let the handles stand for `values` and `grads`."""
+        for handle, value in zip(self.handles, self.cut(values), strict=True):
+            handle.data = value
+        if grads is not None:
+            for handle, grad in zip(self.handles, self.cut(grads), strict=True):
+                handle.grad = grad
+
+    def detach(self) -> None:
+        """The handles stand for nothing again."""
+        for handle in self.handles:
+            handle.grad = None
+            handle.data = _nothing(handle.shape, self.device)
+
+    def cut_like_pieces(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Flat views of flat `values`, piece by piece."""
+        return [values] if len(self.pieces) == 1 else list(values.split([piece.size for piece in self.pieces]))
+
+    def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Views of flat `values` in the shapes of the handles."""
+        if not self.whole:
+            return [values]
+        parts = values.split([piece.size for piece in self.pieces])
+        return [
+            part.as_strided(piece.param.shape, piece.param.stride(), part.storage_offset())
+            for part, piece in zip(parts, self.pieces, strict=True)
+        ]
+
+    # ------------------------------------------------------------------ division
+
+    def divide(self, belongs: Callable[[Piece], bool], state: Any) -> list[Bucket]:
+        """Two buckets, of the pieces for which `belongs` is true and of the others, or this one if all are alike.
+
+        state: the optimizer's, whose entries move along.
+        """
+        inside = [piece for piece in self.pieces if belongs(piece)]
+        if len(inside) in (0, len(self.pieces)):
+            return [self]
+        outside = [piece for piece in self.pieces if not belongs(piece)]
+        parts = []
+        for pieces in (inside, outside):
+            part = Bucket(self.group, renumber(pieces), self._format, whole=self.whole)
+            if part.rest is not None:
+                part.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
+            part._versions = [v for p, v in zip(self.pieces, self._versions, strict=True) if p in pieces]
+            if self.whole:
+                for handle, piece in zip(part.handles, pieces, strict=True):
+                    old = self.handles[self.pieces.index(piece)]
+                    if old in state:
+                        state[handle] = state.pop(old)
+            elif self.handles[0] in state:
+                state[part.handles[0]] = {
+                    key: _take(value, pieces) if is_elementwise(value, self.size) else _copy(value)
+                    for key, value in state[self.handles[0]].items()
+                }
+            parts.append(part)
+        if not self.whole:
+            state.pop(self.handles[0], None)
+        return parts
+
+    # ------------------------------------------------------------------ inside
+
+    def _note_versions(self) -> None:
+        self._versions = [piece.param._version for piece in self.pieces]
+
+    def _follow(self, masters: torch.Tensor) -> None:
+        rounded = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        parts, mine = self.cut_like_pieces(rounded), self.cut_like_pieces(masters)
+        self._format.write(parts, masters, masters, self.scratch())
+        for old, working, master in zip(parts, self.working(), mine, strict=True):
+            torch.where(working == old, master, working.float(), out=master)
+
+
+def is_elementwise(value: Any, size: int) -> bool:
+    """Whether a state entry of a flat bucket of `size` elements holds one number for each."""
+    return isinstance(value, torch.Tensor) and value.shape == (size,)
+
+
+def _take(values: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    return torch.cat([values[piece.offset : piece.offset + piece.size] for piece in pieces])
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _nothing(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device).expand(shape)

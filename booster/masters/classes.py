@@ -1,0 +1,47 @@
+"""Which optimizers may be stepped on parts of their parameters, by exact type."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.optim import Optimizer
+
+Kind = Literal["elementwise", "per tensor", "whole"]
+
+_ELEMENTWISE: set[type[Optimizer]] = {
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+}
+_PER_TENSOR: set[type[Optimizer]] = {
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+}
+
+
+def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
+    """Declare that `cls` treats every element of every parameter by itself; usable as a class decorator.
+
+    The promise: splitting a parameter, or joining several of one group, leaves the update of each element as it was, and
+    all state is either of the parameter's shape or the same for every element. Optimizers that take norms, sort,
+    factorise or look at another parameter must not be registered. The class counts exactly, not its subclasses.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise TypeError(f"register_elementwise needs a subclass of torch.optim.Optimizer, got {cls!r}")
+    _ELEMENTWISE.add(cls)
+    return cls
+
+
+def kind_of(optimizer: Optimizer) -> Kind:
+    """ "elementwise": may be stepped on flat buckets; "per tensor": on some whole tensors at a time; "whole": neither."""
+    if type(optimizer) in _ELEMENTWISE:
+        return "elementwise"
+    return "per tensor" if type(optimizer) in _PER_TENSOR else "whole"

@@ -1,0 +1,113 @@
+"""How the parameters of one group are cut into flat buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 64  # elements; vector units then see the same lanes whatever the cut
+SMALLEST_BUCKET = 2**14  # elements; below, the cost of a call outweighs 8 bytes of scratch for each
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements `start` to `stop` of `param`, in memory order, which lie at `offset` of a bucket."""
+
+    param: torch.Tensor
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.param.numel()
+
+
+def bucket_size(num_elements: int, divisor: int = 8) -> int:
+    """Elements of a bucket: at most 1/8 of all, a multiple of 64, and not so few that calls cost more than arithmetic."""
+    return max(num_elements // divisor // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
+
+
+def cut(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
+    """Lay `params` end to end and cut at every multiple of `size`."""
+    buckets: list[list[Piece]] = []
+    filled = size
+    for param in params:
+        start = 0
+        while start < param.numel():
+            if filled == size:
+                buckets.append([])
+                filled = 0
+            stop = min(param.numel(), start + size - filled)
+            buckets[-1].append(Piece(param, start, stop, filled))
+            filled += stop - start
+            start = stop
+    return buckets
+
+
+def pack(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
+    """Put whole `params` into buckets of at most `size` elements; a larger one has a bucket to itself."""
+    buckets: list[list[Piece]] = []
+    filled = 0
+    for param in params:
+        if not buckets or filled + param.numel() > size:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(Piece(param, 0, param.numel(), filled))
+        filled += param.numel()
+    return buckets
+
+
+def renumber(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same pieces, lying end to end from 0."""
+    offset, moved = 0, []
+    for piece in pieces:
+        moved.append(Piece(piece.param, piece.start, piece.stop, offset))
+        offset += piece.size
+    return moved
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements of a dense tensor in memory order, as a 1-dim view."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The elements of `tensor` in the memory order of `param`, which has its shape; a view where the orders agree."""
+    if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
+        return flat(tensor)
+    ordered = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
+    return flat(ordered.copy_(tensor))
+
+
+def shaped_like(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The inverse of `flat_like`: 1-dim `values` in the shape and memory order of `param`, as a view."""
+    return values.as_strided(param.shape, param.stride()) if not param.is_contiguous() else values.view(param.shape)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of `tensor` fill one stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def split_by_device(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """`params` by device, each in order."""
+    devices: dict[torch.device, list[torch.Tensor]] = {}
+    for param in params:
+        devices.setdefault(param.device, []).append(param)
+    return list(devices.values())

@@ -1,0 +1,226 @@
+"""The master weights of one optimizer: buckets of its half parameters, and everything that moves between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.casting import HALF_DTYPES
+from booster.masters.bucket import Bucket, State
+from booster.masters.classes import kind_of
+from booster.masters.formats import Format, Stochastic
+from booster.masters.layout import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
+from booster.masters.options import MasterOptions
+from booster.masters.states import signature, state_of_bucket, state_of_params
+
+Weights = Mapping[torch.Tensor, torch.Tensor]
+
+
+class Masters:
+    """Master weights for the trainable half parameters of `optimizer`.
+
+    At rest the optimizer's groups hold the working parameters, as the user knows them; its state is keyed by the handles
+    of the buckets. `optimizer` is only ever stepped, by `MasterStep`, with handles in place of parameters.
+
+    names: of the parameters, for checkpoints. sources: float32 values to start from; parameters that are not in it start
+    from their own. Raises ValueError for a form of masters that this optimizer cannot be stepped on.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        options: MasterOptions,
+        *,
+        sources: Weights | None = None,
+    ) -> None:
+        options.check(optimizer)
+        self.optimizer = optimizer
+        self.kind = kind_of(optimizer)
+        self.buckets: list[Bucket] = []
+        self._names = names
+        self._options = options
+        self._formats: dict[torch.dtype, Format] = {}
+        self.adopt(sources)
+
+    # ------------------------------------------------------------------ parameters
+
+    def adopt(self, sources: Weights | None = None) -> None:
+        """Make masters for half parameters of the groups that have none yet; state they have already moves along."""
+        held = {piece.param for bucket in self.buckets for piece in bucket.pieces}
+        fresh = [
+            [p for p in group["params"] if p.requires_grad and p.dtype in HALF_DTYPES and p not in held]
+            for group in self.optimizer.param_groups
+        ]
+        if not any(fresh):
+            return
+        state = self.optimizer.state
+        states = {p: state.pop(p) for params in fresh for p in params if p in state}
+        self.buckets += self._build(fresh, states, sources or {})
+
+    @property
+    def size(self) -> int:
+        """Elements of the largest bucket."""
+        return max((bucket.size for bucket in self.buckets), default=0)
+
+    def params(self) -> list[torch.Tensor]:
+        """Parameters with masters, each once."""
+        return list({piece.param: None for bucket in self.buckets for piece in bucket.pieces})
+
+    def divide_by_gradients(self) -> None:
+        """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone."""
+        if self.kind == "whole":
+            return
+        parts = []
+        for bucket in self.buckets:
+            parts += bucket.divide(lambda piece: piece.param.grad is not None, self.optimizer.state)
+        self.buckets = parts
+
+    # ------------------------------------------------------------------ state of the optimizer
+
+    def state(self) -> dict[Any, State]:
+        """The optimizer's state by working parameter, in shapes of the parameters. Do not write to it."""
+        handles = {handle for bucket in self.buckets for handle in bucket.handles}
+        other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
+        return {**other, **state_of_params(self.buckets, self.optimizer.state)}
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """What `optimizer.state_dict()` would be if it had been stepped on float32 parameters."""
+        own, self.optimizer.state = self.optimizer.state, defaultdict(dict, self.state())
+        try:
+            return self.optimizer.state_dict()
+        finally:
+            self.optimizer.state = own
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Any], masters: Weights) -> None:
+        """Load torch's state dict; `masters` gives new values by parameter, others stay as they are.
+
+        If torch refuses it, nothing has changed.
+        """
+        self.adopt()
+        optimizer, params = self.optimizer, self.params()
+        stand_ins = {p: nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in params}
+        own = optimizer.state
+        optimizer.state = defaultdict(dict)
+        with self._replaced(stand_ins):
+            try:
+                # Torch casts state to the dtype of the parameter that it belongs to.
+                optimizer.load_state_dict(state_dict)
+            except Exception:
+                optimizer.state = own
+                raise
+        loaded = optimizer.state
+        states = {p: loaded.pop(s) for p, s in stand_ins.items() if s in loaded}
+        values = {p: masters[p] if p in masters else self.joined(p) for p in params}
+        held = set(params)
+        self.buckets = []
+        self.buckets = self._build(
+            [[p for p in group["params"] if p in held] for group in optimizer.param_groups], states, values
+        )
+
+    # ------------------------------------------------------------------ values
+
+    def joined(self, param: torch.Tensor) -> torch.Tensor:
+        """A float32 copy of the master of `param`, in its shape."""
+        parts = [(p, b.joined()) for b in self.buckets for p in b.pieces if p.param is param]
+        parts.sort(key=lambda part: part[0].start)
+        values = [joined[piece.offset : piece.offset + piece.size] for piece, joined in parts]
+        return shaped_like(torch.cat(values), param)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
+        parts: dict[torch.Tensor, torch.Tensor] = {}
+        for bucket in self.buckets:
+            if bucket.rest is None:
+                continue
+            joined = bucket.joined()
+            for piece in bucket.pieces:
+                whole = parts.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
+                flat(whole)[piece.start : piece.stop] = joined[piece.offset : piece.offset + piece.size]
+        state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in parts.items()}}
+        generators = {
+            str(device): generator.get_state()
+            for form in self._formats.values()
+            if isinstance(form, Stochastic)
+            for device, generator in form.generators.items()
+        }
+        return state | ({"rounding": generators} if generators else {})
+
+    def read_state_dict(self, state: Any) -> Weights:
+        """The weights in `state`, by parameter. Raises ValueError, with nothing changed, if they are not this model's."""
+        try:
+            weights = dict(state["weights"])
+            shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError("the optimizer state's masters are not what state_dict() wrote") from error
+        params = {self._name(p): p for p in self.params()}
+        unknown = {n: s for n, s in shapes.items() if n not in params or tuple(params[n].shape) != s}
+        if unknown:
+            raise ValueError(
+                f"the optimizer state holds masters {unknown} that are no half parameters of this optimizer; it has "
+                f"{ {name: tuple(param.shape) for name, param in params.items()} }"
+            )
+        return {params[name]: weight for name, weight in weights.items()}
+
+    def load_rounding(self, state: Mapping[str, Any]) -> None:
+        """Continue the random numbers of stochastic rounding where `state` was written."""
+        for form in self._formats.values():
+            if isinstance(form, Stochastic):
+                for device, generator in state.get("rounding", {}).items():
+                    form.generator(torch.device(device)).set_state(generator)
+
+    # ------------------------------------------------------------------ inside
+
+    def _build(self, groups: list[list[torch.Tensor]], states: Mapping[Any, State], sources: Weights) -> list[Bucket]:
+        total = sum(p.numel() for params in groups for p in params) + sum(b.size for b in self.buckets)
+        size = bucket_size(total) if self.kind != "whole" else total
+        buckets = []
+        for index, params in enumerate(groups):
+            alike: dict[Any, list[torch.Tensor]] = {}
+            for param in params:
+                if not is_dense(param):
+                    param.data = param.detach().clone(memory_format=torch.contiguous_format)
+                whole = self.kind != "elementwise" or param.dim() == 0
+                kept = () if whole else signature(param, states.get(param))
+                alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
+            for (_, dtype, whole, _), several in alike.items():
+                for pieces in pack(several, size) if whole else cut(several, size):
+                    buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole))
+        for bucket in buckets:
+            self.optimizer.state.update(state_of_bucket(bucket, states))
+            values = bucket.scratch() if bucket.rest is None or bucket.rest.dtype != torch.float32 else bucket.rest
+            for piece in bucket.pieces:
+                source = sources.get(piece.param, piece.param).detach()
+                part = flat_like(source, piece.param)[piece.start : piece.stop]
+                values[piece.offset : piece.offset + piece.size].copy_(part)
+            bucket.save(values, bucket.scratch())
+        return buckets
+
+    def _format(self, dtype: torch.dtype) -> Format:
+        if dtype not in self._formats:
+            self._formats[dtype] = self._options.make_format(self.optimizer, dtype)
+        return self._formats[dtype]
+
+    def _name(self, param: torch.Tensor) -> str:
+        if param in self._names:
+            return self._names[param]
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return f"parameter {next(i for i, p in enumerate(held) if p is param)} of the optimizer"
+
+    @contextmanager
+    def _replaced(self, replacements: Weights) -> Iterator[None]:
+        lists: list[list[torch.Tensor]] = [group["params"] for group in self.optimizer.param_groups]
+        before = [list(params) for params in lists]
+        for params in lists:
+            params[:] = [replacements.get(p, p) for p in params]
+        try:
+            yield
+        finally:
+            for params, old in zip(lists, before, strict=True):
+                params[:] = old

@@ -1,0 +1,104 @@
+"""Optimizer state of flat buckets as state of single parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from booster.casting import HALF_DTYPES
+from booster.masters.bucket import Bucket, State, is_elementwise
+from booster.masters.layout import flat_like, shaped_like
+
+
+def state_of_params(buckets: Iterable[Bucket], state: Mapping[Any, State]) -> dict[torch.Tensor, State]:
+    """The state of every parameter in `buckets`, in the parameter's shape; `state` is the optimizer's, by handle.
+
+    Tensors are views of the optimizer's where a parameter lies in one bucket, else copies; counters are copies.
+    """
+    parts: dict[torch.Tensor, list[tuple[int, State]]] = {}
+    for bucket in buckets:
+        for index, piece in enumerate(bucket.pieces):
+            handle = bucket.handles[index if bucket.whole else 0]
+            if handle not in state:
+                continue
+            own = state[handle]
+            if not bucket.whole:
+                own = {
+                    key: value[piece.offset : piece.offset + piece.size]
+                    if is_elementwise(value, bucket.size)
+                    else _Scalar(value)
+                    for key, value in own.items()
+                }
+            parts.setdefault(piece.param, []).append((piece.start if not bucket.whole else -1, own))
+    return {param: _assemble(param, sorted(found, key=lambda part: part[0])) for param, found in parts.items()}
+
+
+def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
+    """Equal for parameters whose states can share a flat bucket."""
+    return tuple(
+        (key, "elementwise" if _has_shape_of(value, param) else _comparable(value))
+        for key, value in sorted((state or {}).items())
+    )
+
+
+def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dict[torch.Tensor, State]:
+    """The state of the handles of `bucket`, from those of its parameters; half-precision numbers become float32."""
+    if bucket.whole:
+        return {
+            handle: {key: _widen(value) for key, value in states[piece.param].items()}
+            for handle, piece in zip(bucket.handles, bucket.pieces, strict=True)
+            if piece.param in states
+        }
+    first = states.get(bucket.pieces[0].param)
+    if not first:
+        return {}
+    own: State = {}
+    for key, value in first.items():
+        if not _has_shape_of(value, bucket.pieces[0].param):
+            own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            continue
+        dtype = torch.float32 if value.dtype in HALF_DTYPES else value.dtype
+        own[key] = joined = torch.empty(bucket.size, dtype=dtype, device=value.device)
+        for piece in bucket.pieces:
+            source = flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop]
+            joined[piece.offset : piece.offset + piece.size].copy_(source)
+    return {bucket.handles[0]: own}
+
+
+class _Scalar:
+    """A state entry that is the same for every element."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _assemble(param: torch.Tensor, parts: list[tuple[int, State]]) -> State:
+    first = parts[0][1]
+    if parts[0][0] < 0:
+        return first
+    assembled: State = {}
+    for key, value in first.items():
+        if isinstance(value, _Scalar):
+            assembled[key] = value.value.clone() if isinstance(value.value, torch.Tensor) else value.value
+        else:
+            pieces = [part[key] for _, part in parts]
+            assembled[key] = shaped_like(pieces[0] if len(pieces) == 1 else torch.cat(pieces), param)
+    return assembled
+
+
+def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == param.shape
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
+        return value.float()
+    return value
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), str(value.tolist())
+    return repr(value)

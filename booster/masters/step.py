@@ -1,0 +1,273 @@
+"""Stepping the user's optimizer on float32 masters, a bucket at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from booster.casting import HALF_DTYPES
+from booster.masters.bucket import Bucket
+from booster.masters.layout import pack, split_by_device
+from booster.masters.masters import Masters
+from booster.update.fused import honours_grad_scale, start_late_momentum
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class MasterStep:
+    """Steps the optimizer of `masters`.
+
+    For the length of a step the groups hold handles: those of one bucket, or, for optimizers that must see everything at
+    once, all of them. Working gradients are read, never written.
+    """
+
+    def __init__(self, masters: Masters) -> None:
+        self.masters = masters
+
+    @torch.no_grad()
+    def step(self, grad_scale: float = 1.0) -> None:
+        """Update masters and working weights by the working gradients, divided by `grad_scale`. Hooks fire once."""
+        optimizer = self.masters.optimizer
+        self._prepare()
+        with _hooks_once(optimizer):
+            if self.masters.kind == "whole":
+                self._step_whole(grad_scale, None)
+            else:
+                self._step_buckets(grad_scale)
+
+    @torch.no_grad()
+    def step_with_closure(self, closure: Callable[[], Any], grad_scale: Callable[[], float]) -> Any:
+        """As `step`, for an optimizer that evaluates the loss itself: `closure` computes it and its working gradients,
+        which are divided by what `grad_scale` returns then. Returns the loss."""
+        self._prepare()
+        with _hooks_once(self.masters.optimizer):
+            if self.masters.kind == "whole":
+                return self._step_whole(grad_scale, closure)
+            with torch.enable_grad():
+                loss = closure()
+            self._prepare()
+            self._step_buckets(grad_scale())
+            return loss
+
+    def _prepare(self) -> None:
+        self.masters.adopt()
+        self.masters.divide_by_gradients()
+        for bucket in self.masters.buckets:
+            for param in bucket.params:
+                if param.grad is not None and param.grad.is_sparse:
+                    raise RuntimeError(
+                        f"a half parameter of shape {tuple(param.shape)} has a sparse gradient, which masters do not step; "
+                        "build its module with sparse=False, or keep it in float32 (keep_fp32=...)"
+                    )
+
+    # ------------------------------------------------------------------ bucket by bucket
+
+    def _step_buckets(self, grad_scale: float) -> None:
+        optimizer = self.masters.optimizer
+        groups = optimizer.param_groups
+        buckets = [b for b in self.masters.buckets if b.pieces[0].param.grad is not None]
+        scratch = _Scratch(buckets)
+        try:
+            for index, group in enumerate(groups):
+                own = [bucket for bucket in buckets if bucket.group == index]
+                plain = self._plain(group["params"])
+                with _Restricted(optimizer, group) as restricted:
+                    for params in plain:
+                        restricted.to(params)
+                        self._step_plain(params, grad_scale)
+                    for bucket in own:
+                        restricted.to(bucket.handles)
+                        self._step_bucket(bucket, scratch, grad_scale)
+        finally:
+            optimizer.param_groups = groups
+
+    def _step_bucket(self, bucket: Bucket, scratch: _Scratch, grad_scale: float) -> None:
+        values, grads = scratch.of(bucket)
+        masters = bucket.load(values, grads)
+        torch._foreach_copy_(bucket.cut_like_pieces(grads), bucket.gradients())
+        bucket.attach(masters, grads)
+        try:
+            self._call([grads], grad_scale)
+        finally:
+            bucket.detach()
+        bucket.save(masters, grads)
+
+    def _plain(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Parameters that are stepped as they are, in lots no larger than a bucket."""
+        own = [p for p in params if p.grad is not None and p.dtype not in HALF_DTYPES]
+        size = max(self.masters.size, 1)
+        return [[piece.param for piece in lot] for part in split_by_device(own) for lot in pack(part, size)]
+
+    def _step_plain(self, params: list[torch.Tensor], grad_scale: float) -> None:
+        start_late_momentum(self.masters.optimizer)
+        grads = [param.grad for param in params]
+        if grad_scale == 1.0 or any(grad.is_sparse for grad in grads):  # type: ignore[union-attr]
+            for param in params:
+                if grad_scale != 1.0:
+                    param.grad = param.grad * _inverse(grad_scale)  # type: ignore[operator]
+            self._call([], 1.0)
+        else:
+            for param in params:
+                param.grad = param.grad.clone()  # type: ignore[union-attr]
+            self._call([param.grad for param in params], grad_scale)  # type: ignore[misc]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+
+    def _call(self, grads: list[torch.Tensor], grad_scale: float) -> None:
+        """Step on `grads`, which may be overwritten, divided by `grad_scale`: by the optimizer itself where it can."""
+        optimizer: Any = self.masters.optimizer
+        if grad_scale == 1.0 or not grads:
+            _bare_step(optimizer)
+        elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer):
+            optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=grads[0].device)
+            try:
+                _bare_step(optimizer)
+            finally:
+                del optimizer.grad_scale
+        else:
+            torch._foreach_mul_(grads, _inverse(grad_scale))
+            _bare_step(optimizer)
+
+    # ------------------------------------------------------------------ all at once
+
+    def _step_whole(self, grad_scale: Any, closure: Callable[[], Any] | None) -> Any:
+        optimizer, buckets = self.masters.optimizer, self.masters.buckets
+        swap = _Swapped(optimizer, {p.param: h for b in buckets for p, h in zip(b.pieces, b.handles, strict=True)})
+        values = [bucket.load(bucket.scratch(), bucket.scratch()) for bucket in buckets]
+        for bucket, value in zip(buckets, values, strict=True):
+            bucket.attach(value, None)
+        plain = {p: p.grad for g in optimizer.param_groups for p in g["params"] if p.dtype not in HALF_DTYPES}
+
+        def evaluate() -> Any:
+            swap.out()
+            for bucket, value in zip(buckets, values, strict=True):
+                bucket.save(value, bucket.scratch())
+            with torch.enable_grad():
+                loss = closure()  # type: ignore[misc]
+            self._give_gradients(buckets, plain, grad_scale())
+            swap.into()
+            return loss
+
+        swap.into()
+        try:
+            if closure is None:
+                self._give_gradients(buckets, plain, grad_scale)
+                _bare_step(optimizer)
+                return None
+            return _bare_step(optimizer, evaluate)
+        finally:
+            swap.out()
+            for bucket, value in zip(buckets, values, strict=True):
+                bucket.detach()
+                bucket.save(value, bucket.scratch())
+            for param, grad in plain.items():
+                param.grad = grad
+
+    def _give_gradients(self, buckets: list[Bucket], plain: dict[Any, Any], grad_scale: float) -> None:
+        ratio = _inverse(grad_scale)
+        for bucket in buckets:
+            for piece, handle in zip(bucket.pieces, bucket.handles, strict=True):
+                grad = piece.param.grad
+                handle.grad = None if grad is None else grad.float().mul_(ratio)
+        for param in plain:
+            plain[param] = param.grad
+            if param.grad is not None and grad_scale != 1.0:
+                param.grad = param.grad * ratio
+
+
+class _Scratch:
+    """Float32 scratch for the largest of some buckets, on each of their devices; freed with this object."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._sizes: dict[tuple[torch.device, bool], int] = {}
+        for bucket in buckets:
+            for key in ((bucket.device, False), (bucket.device, True)):
+                if key[1] or bucket.needs_values:
+                    self._sizes[key] = max(self._sizes.get(key, 0), bucket.size)
+        self._tensors = {key: torch.empty(size, device=key[0]) for key, size in self._sizes.items()}
+
+    def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values, gradients) of the bucket's size; the former only where the bucket needs it."""
+        grads = self._tensors[bucket.device, True][: bucket.size]
+        values = self._tensors[bucket.device, False][: bucket.size] if bucket.needs_values else grads
+        return values, grads
+
+
+class _Restricted:
+    """While entered the optimizer has one group, with the parameters last given to `to`.
+
+    The group's other entries are as the user set them before each call: an optimizer that writes to them, once per step,
+    has then written once.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._params = list(group["params"])
+        self._entries = {key: value for key, value in group.items() if key != "params"}
+
+    def __enter__(self) -> _Restricted:
+        self._optimizer.param_groups = [self._group]
+        return self
+
+    def to(self, params: Sequence[torch.Tensor]) -> None:
+        self._group.update(self._entries)
+        self._group["params"][:] = params
+
+    def __exit__(self, *error: Any) -> None:
+        self._group["params"][:] = self._params
+
+
+class _Swapped:
+    """Puts handles in the place of parameters, and back, in the lists themselves: LBFGS keeps one of them."""
+
+    def __init__(self, optimizer: Optimizer, handles: dict[Any, Any]) -> None:
+        self._lists = [group["params"] for group in optimizer.param_groups]
+        self._params = [list(params) for params in self._lists]
+        self._handles = [[handles.get(p, p) for p in params] for params in self._params]
+
+    def into(self) -> None:
+        for params, handles in zip(self._lists, self._handles, strict=True):
+            params[:] = handles
+
+    def out(self) -> None:
+        for params, own in zip(self._lists, self._params, strict=True):
+            params[:] = own
+
+
+@contextmanager
+def _hooks_once(optimizer: Any) -> Iterator[None]:
+    """Step hooks fire around the whole, with the user's parameters in the groups, and not inside."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in itertools.chain(torch_optimizer._global_optimizer_pre_hooks.values(), own[0].values()):
+        if hook(optimizer, (optimizer,), {}) is not None:
+            raise RuntimeError("a step pre-hook returned new arguments, which a step on masters cannot pass on")
+    optimizer._optimizer_step_pre_hooks = OrderedDict()
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own
+    optimizer._opt_called = True  # LR schedulers ask whether step() ran
+    for hook in itertools.chain(own[1].values(), torch_optimizer._global_optimizer_post_hooks.values()):
+        hook(optimizer, (optimizer,), {})
+
+
+def _bare_step(optimizer: Any, *args: Any) -> Any:
+    """`optimizer.step`, without the wrapper by which torch runs hooks."""
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step(optimizer, *args)
+
+
+def _inverse(grad_scale: float) -> float:
+    return 1.0 / grad_scale if math.isfinite(grad_scale) else 0.0

@@ -1,0 +1,124 @@
+"""The update of an optimizer that steps master weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from booster.grads import gradient_values
+from booster.loss_scaler import LossScaler
+from booster.masters.masters import Masters
+from booster.masters.step import MasterStep
+from booster.update.host import HostUpdate
+from booster.update.step_result import StepFields, StepResult
+
+_logger = logging.getLogger(__name__)
+
+
+class MasterUpdate(HostUpdate):
+    """A host update whose gradients are those of the half working parameters, and whose step is that of their masters.
+
+    Norm, finite check and clips read the working gradients; scale and clips reach the optimizer folded into one number,
+    so `.grad` still carries the loss scale after a step, also for step hooks.
+
+    max_norm: clip to this norm inside every step; 0 does not. count_zeros: report how many gradient elements were zero.
+    verbose: log changes of the loss scale.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: LossScaler,
+        names: Mapping[torch.Tensor, str],
+        *,
+        masters: Masters,
+        group: dist.ProcessGroup | None = None,
+        skip_nonfinite: bool = False,
+        max_norm: float = 0.0,
+        count_zeros: bool = False,
+        verbose: bool = False,
+    ) -> None:
+        super().__init__(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
+        self.masters = masters
+        self._step = MasterStep(masters)
+        self._max_norm = max_norm
+        self._count_zeros = count_zeros
+        self._verbose = verbose
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
+        self._refuse_unchecked_closure()
+
+        def evaluate() -> Any:
+            self._scale = 1.0
+            loss = closure()
+            if self._max_norm:
+                self.clip_norm(self._max_norm, 2.0, False)
+            return loss
+
+        loss = self._step.step_with_closure(evaluate, self._take_grad_scale)
+        norm = self._reported_norm
+        self.reset()
+        return StepResult(True, StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss)
+
+    def _decide_and_apply(self) -> StepResult:
+        if self._max_norm:
+            self.clip_norm(self._max_norm, 2.0, False)
+        before = self.scaler.scale
+        carried = self._grad_scale
+        zeros = self._num_zeros() if self._count_zeros else None
+        result = super()._decide_and_apply()
+        if result.applied:
+            self._scale = carried
+            result = StepResult(True, result._read()._replace(num_zeros_in_grad=zeros))
+        if self._verbose and zeros is not None and result.applied:
+            _logger.info("%d elements of the gradients were zero", zeros)
+        if self._verbose and self.scaler.scale != before:
+            _logger.info("loss scale %g -> %g after %s", before, self.scaler.scale, _outcome(result))
+        return result
+
+    @property
+    def _grad_scale(self) -> float:
+        return self._known_scale / self._pending if self._pending else math.inf
+
+    def _take_grad_scale(self) -> float:
+        scale = self._grad_scale
+        self._scale, self._factor, self._measured = scale, None, []
+        return scale
+
+    def _apply(self, grad_scale: float) -> None:
+        self._step.step(grad_scale)
+
+    def _step_optimizer(self) -> None:
+        self._step.step()
+
+    def _num_zeros(self) -> int:
+        values = gradient_values(self.params())
+        return sum(value.numel() for value in values) - int(sum(value.count_nonzero() for value in values))
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def state(self) -> Any:
+        return self.masters.state()
+
+    def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
+        saved = own.get("masters")
+        weights = {} if saved is None else self.masters.read_state_dict(saved)
+        self.masters.load_optimizer_state_dict(state_dict, weights)
+        if saved is not None:
+            self.masters.load_rounding(saved)
+
+
+def _outcome(result: StepResult) -> str:
+    return (
+        "an applied step" if result.applied else f"a skipped one ({result.skipped_reason}: {', '.join(result.culprit)})"
+    )

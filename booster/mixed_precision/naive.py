@@ -1,0 +1,213 @@
+"""Half precision throughout: parameters, activations and gradients; the optimizer steps float32 masters of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.loss_scaler import DynamicScale, LossScaler
+from booster.masters.masters import Masters
+from booster.masters.options import MasterOptions, MasterWeights, Rounding
+from booster.masters.update import MasterUpdate
+from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.base import MixedPrecision, Placement
+from booster.mixed_precision.buffers import BufferAverage
+from booster.mixed_precision.pins import Pin, is_batch_norm, normalise_pins
+from booster.mixed_precision.policy import DtypePolicy, half_policy
+from booster.update.base import Update
+
+
+class NaiveMixedPrecision(MixedPrecision):
+    """Parameters, activations and gradients in `dtype`. Base of `fp16_naive` and `bf16_naive`.
+
+    log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`, one read of them a step.
+    clip_grad_norm: clip to this norm inside every `step()`; 0 does not. verbose: log changes of the loss scale and the
+    number of zeros through the logger of `booster.masters.update`. output_to_fp32: the model returns float32.
+    keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see
+    `pins.pin_names`); BatchNorm by default. sync_buffer: average floating buffers over the ranks that share the batch at
+    every forward in training. master_weights, rounding: see `MasterOptions`. sdpa_fp32: as `AutocastMixedPrecision`.
+
+    A model that arrives in float32 lends its weights to the masters before it is cast; one in half gives what it has.
+    """
+
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        *,
+        log_num_zeros_in_grad: bool = False,
+        clip_grad_norm: float = 0.0,
+        verbose: bool = False,
+        output_to_fp32: bool = True,
+        sync_buffer: bool = False,
+        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+        master_weights: MasterWeights = "auto",
+        rounding: Rounding = "nearest",
+        sdpa_fp32: bool | Literal["auto"] = "auto",
+    ) -> None:
+        if not 0.0 <= clip_grad_norm < math.inf:
+            raise ValueError(f"clip_grad_norm={clip_grad_norm!r} is not legal; it must be a number of at least 0")
+        if sdpa_fp32 not in (True, False, "auto"):
+            raise ValueError(f"sdpa_fp32={sdpa_fp32!r} is not legal; choose True, False or 'auto'")
+        self._count_zeros = bool(log_num_zeros_in_grad)
+        self._max_norm = float(clip_grad_norm)
+        self._verbose = bool(verbose)
+        self._keep_fp32 = normalise_pins(keep_fp32)
+        self._sync_buffer = bool(sync_buffer)
+        self._masters = MasterOptions(master_weights=master_weights, rounding=rounding)
+        self._sdpa_fp32 = sdpa_fp32
+        self.policy = DtypePolicy(param=self.dtype, output=torch.float32 if output_to_fp32 else None)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def policy_for(self, model: nn.Module) -> DtypePolicy:
+        return half_policy(model, self.dtype, keep_fp32=self._keep_fp32, output=self.policy.output)
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            name = torch.cuda.get_device_name(device)
+            raise ValueError(f"bfloat16 does not run on {name}; use mixed_precision='fp16_naive' or 'fp32'")
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if self._float32_attention and torch.is_grad_enabled():
+            return Float32Attention(self.device.type)
+        return nullcontext()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
+
+    def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
+        model.to(placement.device)
+        placement.synchronise(model)
+        wide = (torch.float32, torch.float64)
+        return {
+            name: param.detach()  # keeps the storage that casting takes from the parameter
+            for name, param in bare(model).named_parameters()
+            if param.requires_grad and param.dtype in wide
+        }
+
+    def make_update(
+        self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], weights: Mapping[torch.Tensor, torch.Tensor]
+    ) -> Callable[..., Update]:
+        masters = Masters(optimizer, names, self._masters, sources=weights)
+        return functools.partial(
+            MasterUpdate,
+            masters=masters,
+            max_norm=self._max_norm,
+            count_zeros=self._count_zeros,
+            verbose=self._verbose,
+        )
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        *,
+        placement: Placement | None = None,
+        options: UpdateOptions | None = None,
+    ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+        boosted = super().configure(model, optimizer, criterion, placement=placement, options=options)
+        if self._sync_buffer and placement is not None and placement.group is not None:
+            boosted[0].register_forward_pre_hook(BufferAverage(placement.group))
+        return boosted
+
+    @property
+    def _float32_attention(self) -> bool:
+        return self.device.type == "cpu" if self._sdpa_fp32 == "auto" else bool(self._sdpa_fp32)
+
+
+class FP16NaiveMixedPrecision(NaiveMixedPrecision):
+    """float16 with a loss scale. initial_scale to max_scale are those of `DynamicScale`, with Megatron-LM's hysteresis:
+    `hysteresis - 1` overflows are forgiven, and forgiveness is renewed only when the scale grows. dynamic_grad_scale:
+    False keeps the scale at `initial_scale`; steps that overflow are still skipped. Other options: `NaiveMixedPrecision`.
+    """
+
+    dtype = torch.float16
+
+    def __init__(
+        self,
+        log_num_zeros_in_grad: bool = False,
+        initial_scale: float = 2.0**16,
+        min_scale: float | None = 1,
+        growth_factor: float = 2,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float | None = 2.0**32,
+        clip_grad_norm: float = 0.0,
+        verbose: bool = False,
+        dynamic_grad_scale: bool = True,
+        output_to_fp32: bool = True,
+        sync_buffer: bool = False,
+        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+        master_weights: MasterWeights = "auto",
+        rounding: Rounding = "nearest",
+        sdpa_fp32: bool | Literal["auto"] = "auto",
+    ) -> None:
+        super().__init__(
+            log_num_zeros_in_grad=log_num_zeros_in_grad,
+            clip_grad_norm=clip_grad_norm,
+            verbose=verbose,
+            output_to_fp32=output_to_fp32,
+            sync_buffer=sync_buffer,
+            keep_fp32=keep_fp32,
+            master_weights=master_weights,
+            rounding=rounding,
+            sdpa_fp32=sdpa_fp32,
+        )
+        self._scale_options: dict[str, Any] = {
+            "init_scale": initial_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "min_scale": min_scale if dynamic_grad_scale else initial_scale,
+            "max_scale": max_scale if dynamic_grad_scale else initial_scale,
+        }
+        DynamicScale(**self._scale_options)  # wrong options raise here, not at the first boost
+
+    def make_scaler(self) -> LossScaler:
+        return DynamicScale(**self._scale_options)
+
+
+class BF16NaiveMixedPrecision(NaiveMixedPrecision):
+    """bfloat16, which has the range of float32, so the loss is not scaled. Options: `NaiveMixedPrecision`."""
+
+    dtype = torch.bfloat16
+
+    def __init__(
+        self,
+        log_num_zeros_in_grad: bool = False,
+        clip_grad_norm: float = 0.0,
+        verbose: bool = False,
+        output_to_fp32: bool = True,
+        sync_buffer: bool = False,
+        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+        master_weights: MasterWeights = "auto",
+        rounding: Rounding = "nearest",
+        sdpa_fp32: bool | Literal["auto"] = "auto",
+    ) -> None:
+        super().__init__(
+            log_num_zeros_in_grad=log_num_zeros_in_grad,
+            clip_grad_norm=clip_grad_norm,
+            verbose=verbose,
+            output_to_fp32=output_to_fp32,
+            sync_buffer=sync_buffer,
+            keep_fp32=keep_fp32,
+            master_weights=master_weights,
+            rounding=rounding,
+            sdpa_fp32=sdpa_fp32,
+        )
