@@ -389,6 +389,19 @@ def test_a_skip_after_clipping_by_value_names_the_parameters_too(decides):
 
 
 @both
+def test_an_overflow_stays_one_when_a_backward_follows_a_clip_by_value(decides):
+    params = parameters(4, 3)
+    optimizer = sgd(params, decides, 2.0**8)
+    optimizer.backward(loss_with(params, [INF, 1.0]))
+    optimizer.clip_grad_by_value(0.5)
+    optimizer.backward(loss_with(params, [0.1, 0.1]))
+    result = optimizer.step()
+    assert not result
+    assert result.culprit == ("p0",)
+    assert torch.equal(params[0], torch.ones(4))
+
+
+@both
 def test_the_reason_concerns_the_losses_since_the_gradients_were_zeroed(decides):
     params = parameters(4)
     optimizer = sgd(params, decides, 2.0**8)
