@@ -17,6 +17,12 @@ DASHES = ("-", "--", ":", "-.")  # lines that lie on each other stay visible
 WINDOW = 25  # steps in the running mean of the loss
 
 
+def make_console() -> Console:
+    """A console that is wide enough for the bar and the table where there is no terminal, as in a log file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def print_table(histories: list[History], title: str) -> None:
     """One row per run."""
     table = Table(title=title)
@@ -34,7 +40,7 @@ def print_table(histories: list[History], title: str) -> None:
             f"{history.loss_scale[-1]:g}",
             f"{sum(history.skipped)}",
         )
-    Console(width=None if Console().is_terminal else 110).print(table)
+    make_console().print(table)
 
 
 def save_plot(histories: list[History], title: str, path: Path) -> None:

@@ -37,7 +37,7 @@ def train(b: Booster, precision: str, recipe: Recipe, spec: ModelSpec, images: I
 
     # What any PyTorch script has ...
     model = spec.build(None if recipe.tutorial else images.num_classes, drop_rate=recipe.drop_rate)
-    loader = b.prepare_dataloader(
+    loader = b.plugin.prepare_dataloader(
         images.train, recipe.batch_size // world_size, shuffle=True, seed=seed, drop_last=True
     )
     optimizer = recipe.make_optimizer(model.parameters())
