@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Plugin
+
+# torch 2.13 renamed the option and warns about the old name.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -51,12 +59,13 @@ class TorchDDPPlugin(Plugin):
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not legal; it must be above 0")
         self._ddp_options: dict[str, Any] = {
-            "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
+        if not broadcast_buffers:
+            self._ddp_options[_BUFFERS] = False  # on is DDP's default under either name
         self._sync_batchnorm = sync_batchnorm
         self._comm_hook = None if hook is None else (comm_hook[0] if isinstance(comm_hook, tuple) else None, hook)
 
