@@ -22,16 +22,16 @@ _BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-
 CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class TorchDDPPlugin(Plugin):
     """Every rank holds the whole model and a share of the batch; gradients are averaged during backward.
 
-    broadcast_buffers, bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph: those of
-    `DistributedDataParallel`. sync_batchnorm: make BatchNorm statistics global (CUDA only). comm_hook: a DDP
-    communication hook `(state, bucket) -> Future`, called with the process group as its state, or a pair (state, hook).
+    broadcast_buffers: give rank 0's buffers to all at every forward. bucket_cap_mb, find_unused_parameters,
+    gradient_as_bucket_view, static_graph: those of `DistributedDataParallel`. sync_batchnorm: make BatchNorm statistics
+    global (CUDA only). comm_hook: a DDP communication hook `(state, bucket) -> Future`, called with the process group as
+    its state, or a pair (state, hook).
 
     In a world of one, with or without a process group, the model is left unwrapped. Construct it after
     `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet.
@@ -95,7 +95,11 @@ class TorchDDPPlugin(Plugin):
         module = cast_parameters(module.to(device), policy)
         if self._sync_batchnorm:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        if self.group is None or not dtypes:
+        if self.group is None:
+            return module
+        if not dtypes:  # DistributedDataParallel refuses a model with nothing to train
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), src=0, group=self.group)
             return module
         index = None if device.type == "cpu" else [device]
         placed = DistributedDataParallel(module, device_ids=index, process_group=self.group, **self._ddp_options)
