@@ -136,7 +136,8 @@ def main() -> None:
     histories = [train(b, name, recipe, spec, images, args.seed) for name, b in boosters.items()]
 
     if coordinator.is_master():
-        title = f"{recipe.model} on {images.name}, {coordinator.world_size} process(es)"
+        processes = "1 process" if coordinator.world_size == 1 else f"{coordinator.world_size} processes"
+        title = f"{recipe.model} on {images.name}, {processes}"
         print_table(histories, title)
         picture = args.output / f"{'-'.join(boosters)}.png"
         save_plot(histories, title, picture)
