@@ -267,9 +267,8 @@ class OptimizerWrapper(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or a plain torch optimizer's or one without a loss scaler; then the scale stays.
 
-        The implementation (fused, foreach) stays that of this optimizer. Gradients are no part of the state: clips that
-        wait and a step that was begun are forgotten. Raises ValueError, with nothing loaded, if the scaler state does not
-        fit this precision.
+        The implementation (fused, foreach) stays that of this optimizer, gradients and clips that wait stay as they are.
+        Raises ValueError, with nothing loaded, if the scaler state does not fit this precision.
         """
         self.settle()
         state_dict = dict(state_dict)
@@ -284,7 +283,6 @@ class OptimizerWrapper(Optimizer):
             scaler.load_state_dict(before)
             raise
         keep_implementation(self.optimizer, choice)
-        self._update.forget_gradients()
         if counts is not None:
             self._num_steps, self._num_applied, self._num_consecutive_skips = counts
 

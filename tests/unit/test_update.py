@@ -111,6 +111,7 @@ CLIPS = {
     "norm then value": [("norm", 1.0), ("value", 0.3)],
     "value then norm": [("value", 0.3), ("norm", 0.2)],
     "value twice": [("value", 0.3), ("value", 0.1)],
+    "norm zero then value": [("norm", 0.0), ("value", 0.1)],
     "all": [("norm", 2.0), ("value", 0.5), ("norm", 0.6), ("value", 0.2), ("norm", 0.1)],
 }
 
@@ -270,6 +271,7 @@ def test_an_overflow_is_still_a_skip_after_unscale_grads(decides):
     params = parameters(4, 4)
     optimizer = sgd(params, decides, 2.0**8)
     optimizer.backward(loss_with(params, [1.0, INF]))
+    optimizer.clip_grad_by_norm(0.5)  # by a norm of inf: no clip
     optimizer.unscale_grads()
     assert torch.equal(params[0].grad, torch.ones(4))
     result = optimizer.step()
@@ -752,11 +754,13 @@ def test_after_an_overflow_in_one_optimizer_the_update_of_the_other_is_right(dec
 
 
 @both
+@pytest.mark.parametrize("named", ["culprit first", "culprit last"])
 @pytest.mark.parametrize("order", ["culprit first", "culprit last"])
-def test_a_joint_backward_is_one_decision_with_one_report(decides, order):
+def test_a_joint_backward_is_one_decision_with_one_report(decides, order, named):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**6)
-    backward_for([first, second], loss_with(a + b, [INF, 0.5]))
+    together = [first, second] if named == "culprit first" else [second, first]
+    backward_for(together, loss_with(a + b, [INF, 0.5]))
     assert float(b[0].grad[0]) == 0.5 * 64  # the smaller of both scales
     results = [each.step() for each in ([first, second] if order == "culprit first" else [second, first])]
     assert [result.applied for result in results] == [False, False]
@@ -789,6 +793,18 @@ def test_a_joint_backward_that_is_finite_steps_all_and_then_each_is_free_again(d
     assert not step_on(first, a, INF)
     assert step_on(second, b, 0.5)
     assert torch.equal(b[0], torch.zeros(4))
+
+
+@both
+def test_an_optimizer_whose_gradients_were_zeroed_is_out_of_the_joint_decision(decides):
+    a, b = parameters(4), parameters(4)
+    first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**8)
+    backward_for([first, second], loss_with(a + b, [0.5, 0.5]))
+    first.zero_grad()
+    first.backward(loss_with(a, [INF]))
+    assert second.step()
+    assert not first.step()
+    assert torch.equal(b[0], torch.full((4,), 0.5))
 
 
 @both
