@@ -54,7 +54,7 @@ def launch(
     local_rank: index of this process on its machine; on CUDA it selects the device. None: rank modulo the GPU count.
     seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
     Side effects: the default process group (returns when all ranks have come; closed when the process ends), the current
-    CUDA device, the seeds. Errors: ValueError or TypeError for a bad argument, RuntimeError if a process group exists already or on Windows.
+    CUDA device, the seeds. Raises ValueError or TypeError for a bad argument, RuntimeError if a group exists or on Windows.
     """
     _refuse_windows()
     _refuse_second_launch()
