@@ -79,7 +79,8 @@ class Booster:
             fused_optimizer=fused_optimizer, skip_nonfinite=skip_nonfinite, max_consecutive_skips=max_consecutive_skips
         )
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, OptimizerWrapper] = weakref.WeakKeyDictionary()
+        # By id of the user's optimizer, which the wrapper keeps alive.
+        self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
         if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
             _logger.warning(
@@ -126,9 +127,9 @@ class Booster:
         )
         self._models |= {model, boosted}
         if optimizer is not None and boosted_optimizer is not None:
-            self._optimizers[optimizer] = boosted_optimizer
+            self._optimizers[id(optimizer)] = boosted_optimizer
         if owner is not None:
-            lr_scheduler = LRSchedulerWrapper(lr_scheduler, self._optimizers[owner])
+            lr_scheduler = LRSchedulerWrapper(lr_scheduler, self._optimizers[id(owner)])
         return boosted, boosted_optimizer, boosted_criterion, loader, lr_scheduler
 
     def backward(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -48,13 +48,16 @@ def check_optimizer(
     criterion: Any,
     *,
     models: Collection[nn.Module],
-    optimizers: Collection[Optimizer],
+    optimizers: Mapping[int, OptimizerWrapper],
     plugin: Plugin,
 ) -> None:
-    """Raise unless `optimizer` is None or one that trains `model`; models, optimizers: those boosted before."""
+    """Raise unless `optimizer` is None or one that trains `model`.
+
+    models: those boosted before. optimizers: the boosted ones of before, by `id` of the user's.
+    """
     if optimizer is None:
         return
-    if isinstance(optimizer, OptimizerWrapper) or optimizer in optimizers:
+    if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
         raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -75,7 +78,9 @@ def check_optimizer(
         )
 
 
-def scheduler_owner(scheduler: Any, optimizer: Optimizer | None, optimizers: Collection[Optimizer]) -> Optimizer:
+def scheduler_owner(
+    scheduler: Any, optimizer: Optimizer | None, optimizers: Mapping[int, OptimizerWrapper]
+) -> Optimizer:
     """The optimizer that `scheduler` drives; raises unless it is `optimizer` or one of `optimizers`, boosted before."""
     if isinstance(scheduler, LRSchedulerWrapper):
         raise RuntimeError("this lr_scheduler is boosted already; pass it to boost() once")
@@ -83,7 +88,7 @@ def scheduler_owner(scheduler: Any, optimizer: Optimizer | None, optimizers: Col
         raise TypeError(f"lr_scheduler must have a step method, got {type(scheduler).__name__}")
     owner = getattr(scheduler, "optimizer", optimizer)
     owner = owner.unwrap() if isinstance(owner, OptimizerWrapper) else owner
-    if owner is None or (owner is not optimizer and owner not in optimizers):
+    if owner is None or (owner is not optimizer and id(owner) not in optimizers):
         raise ValueError(
             "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
             "together"

@@ -6,6 +6,7 @@ This module and `booster.cli` are the only places that read environment variable
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import os
 import random
@@ -52,9 +53,8 @@ def launch(
     backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
     local_rank: index of this process on its machine; on CUDA it selects the device. None: rank modulo the GPU count.
     seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
-    Side effects: the default process group (collective: returns when all ranks have come), the current CUDA device,
-    the seeds; nothing else is touched.
-    Errors: ValueError or TypeError for a bad argument, RuntimeError if a process group exists already or on Windows.
+    Side effects: the default process group (returns when all ranks have come; closed when the process ends), the current
+    CUDA device, the seeds. Raises ValueError or TypeError for a bad argument, RuntimeError if a group exists or on Windows.
     """
     _refuse_windows()
     _refuse_second_launch()
@@ -158,6 +158,13 @@ def _start(
         backend, init_method=init_method, store=store, rank=rank, world_size=world_size, device_id=device_id
     )
     _seed_everything(seed)
+    atexit.register(_close_group)
+
+
+def _close_group() -> None:
+    # gloo's threads can abort a process that ends with an open group; after an error, peers may hang in closing it.
+    if dist.is_initialized() and not hasattr(sys, "last_type"):
+        dist.destroy_process_group()
 
 
 def _checked_backend(backend: str | None) -> str:

@@ -31,6 +31,11 @@ class LossScaler:
     def min_scale(self) -> float | None:
         return None
 
+    def describe(self) -> str:
+        """The scale, in words for a report; waits for the device as `scale` does."""
+        floor = " (its minimum)" if self.min_scale is not None and self.scale <= self.min_scale else ""
+        return f"{self.scale:g}{floor}"
+
     def update(self, found_inf: Any) -> None:
         """Take note of one optimizer step: `found_inf` says whether its gradients held an inf or NaN."""
 

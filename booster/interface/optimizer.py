@@ -17,8 +17,8 @@ from booster.update.backward import run_backward
 from booster.update.base import Update
 from booster.update.compiled import CompiledUpdate
 from booster.update.device import DeviceUpdate
-from booster.update.errors import LossScaleError
 from booster.update.fused import honours_grad_scale, implementation, keep_implementation
+from booster.update.history import StepHistory, read_counters
 from booster.update.host import HostUpdate
 from booster.update.step_result import StepResult
 
@@ -60,18 +60,11 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
         options = options or UpdateOptions()
         self.optimizer = optimizer
-        self._max_consecutive_skips = options.max_consecutive_skips
         self._backward_context = backward_context
         make_update = make_update or functools.partial(_make_update, compiled=compiled)
         self._update = make_update(optimizer, scaler, names, group=group, skip_nonfinite=options.skip_nonfinite)
         self._held: str | None = None
-        self._unsettled: StepResult | None = None
-        self._deferred: list[Callable[[], None]] = []
-        self._num_steps = 0
-        self._num_applied = 0
-        self._num_consecutive_skips = 0
-        self._progress = 0
-        self._last_result: StepResult | None = None
+        self._history = StepHistory(options.max_consecutive_skips, lambda: self._update.scaler.describe())
 
     # ------------------------------------------------------------------ training
 
@@ -101,8 +94,7 @@ class OptimizerWrapper(Optimizer):
         result = self._update.step() if closure is None else self._step_with_closure(closure)
         # A user's autocast around the whole loop would go on with half copies of the weights as they were.
         torch.clear_autocast_cache()
-        self._num_steps += 1
-        self._unsettled = self._last_result = result
+        self._history.record(result)
         if not self._update.decides_on_device:
             self.settle()
         return result
@@ -154,31 +146,32 @@ class OptimizerWrapper(Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last `step()` left the parameters alone; False before the first."""
-        return self._last_result is not None and not self._last_result.applied
+        last = self._history.last
+        return last is not None and not last.applied
 
     @property
     def num_applied(self) -> int:
         """Steps that updated the parameters."""
         self.settle()
-        return self._num_applied
+        return self._history.num_applied
 
     @property
     def num_skipped(self) -> int:
         """Steps that did not."""
         self.settle()
-        return self._num_steps - self._num_applied
+        return self._history.num_steps - self._history.num_applied
 
     @property
     def num_consecutive_skips(self) -> int:
         """Steps skipped since the last one that was applied."""
         self.settle()
-        return self._num_consecutive_skips
+        return self._history.num_consecutive_skips
 
     @property
     def progress(self) -> int:
         """Steps applied in this process, never restored from a checkpoint: what schedulers follow."""
         self.settle()
-        return self._progress
+        return self._history.progress
 
     def hold(self, reason: str | None) -> None:
         """Make `step()` raise RuntimeError with `reason` until it is held with None."""
@@ -186,30 +179,14 @@ class OptimizerWrapper(Optimizer):
 
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
-        if self._unsettled is None:
-            action()
-        else:
-            self._deferred.append(action)
+        self._history.when_settled(action)
 
     def settle(self) -> None:
         """Take the last step's outcome into the counters and run what waited for it. Waits for the device at most once.
 
         Raises `LossScaleError` when `max_consecutive_skips` is reached.
         """
-        if self._unsettled is None:
-            return
-        result, self._unsettled = self._unsettled, None
-        if result.applied:
-            self._num_applied += 1
-            self._progress += 1
-            self._num_consecutive_skips = 0
-        else:
-            self._num_consecutive_skips += 1
-        deferred, self._deferred = self._deferred, []
-        for action in deferred:
-            action()
-        if self._max_consecutive_skips is not None and self._num_consecutive_skips >= self._max_consecutive_skips:
-            raise LossScaleError(self._skip_report(result))
+        self._history.settle()
 
     # ------------------------------------------------------------------ being an Optimizer
 
@@ -258,20 +235,14 @@ class OptimizerWrapper(Optimizer):
         """Torch's state dict of the optimizer inside, plus the key "booster": loss-scaler state and step counters."""
         self.settle()
         state, own = self._update.optimizer_state_dict()
-        state[STATE_KEY] = own | {
-            "loss_scaler": self._update.scaler.state_dict(),
-            "num_steps": self._num_steps,
-            "num_applied": self._num_applied,
-            "num_consecutive_skips": self._num_consecutive_skips,
-        }
+        state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or a plain torch optimizer's or one without a loss scaler; then the scale stays.
 
-        The implementation (fused, foreach) stays that of this optimizer. Gradients are no part of the state: clips that
-        wait and a step that was begun are forgotten. Raises ValueError, with nothing loaded, if the scaler state does not
-        fit this precision.
+        The implementation (fused, foreach) stays that of this optimizer, gradients and clips that wait stay as they are.
+        Raises ValueError, with nothing loaded, if the scaler state does not fit this precision.
         """
         self.settle()
         state_dict = dict(state_dict)
@@ -288,9 +259,8 @@ class OptimizerWrapper(Optimizer):
             scaler.load_state_dict(before)
             raise
         keep_implementation(self.optimizer, choice)
-        self._update.forget_gradients()
         if counts is not None:
-            self._num_steps, self._num_applied, self._num_consecutive_skips = counts
+            self._history.load_state_dict(counts)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
@@ -306,31 +276,14 @@ class OptimizerWrapper(Optimizer):
             )
         return self._update.step_with_closure(closure)
 
-    def _skip_report(self, result: StepResult) -> str:
-        scaler = self._update.scaler
-        last = self._num_steps - self._num_consecutive_skips
-        floor = " (its minimum)" if scaler.min_scale is not None and scaler.scale <= scaler.min_scale else ""
-        return (
-            f"{self._num_consecutive_skips} optimizer steps in a row were skipped, up to step {self._num_steps}; "
-            f"{f'the last finite one was step {last}' if last else 'none was finite'}. Reason: {result.skipped_reason}; "
-            f"not finite: {', '.join(result.culprit) or 'gradients of another rank'}; loss scale {scaler.scale:g}{floor}. "
-            "Look at these parameters' module and its inputs, lower the learning rate, keep the module in float32 "
-            "(keep_fp32=...), or raise Booster(max_consecutive_skips=...), which is "
-            f"{self._max_consecutive_skips}"
-        )
 
-
-def _read_own(own: Any) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def _read_own(own: Any) -> tuple[dict[str, int], dict[str, Any]]:
     try:
-        counts = int(own["num_steps"]), int(own["num_applied"]), int(own["num_consecutive_skips"])
-        scale = dict(own["loss_scaler"])
+        return read_counters(own), dict(own["loss_scaler"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote: {own!r}"
+            f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote ({error}): {own!r}"
         ) from error
-    if min(counts) < 0:
-        raise ValueError(f"the optimizer state's entry {STATE_KEY!r} holds a negative count: {own!r}")
-    return counts, scale
 
 
 def _make_update(

@@ -108,23 +108,24 @@ class MasterStep:
 
     def _step_plain(self, params: list[torch.Tensor], grad_scale: float) -> None:
         start_late_momentum(self.masters.optimizer)
-        grads = [param.grad for param in params]
-        if grad_scale == 1.0 or any(grad.is_sparse for grad in grads):  # type: ignore[union-attr]
-            for param in params:
-                if grad_scale != 1.0:
-                    param.grad = param.grad * _inverse(grad_scale)  # type: ignore[operator]
-            self._call([], 1.0)
-        else:
-            for param in params:
-                param.grad = param.grad.clone()  # type: ignore[union-attr]
-            self._call([param.grad for param in params], grad_scale)  # type: ignore[misc]
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+        grads: list[Any] = [param.grad for param in params]
+        copies = grads
+        if grad_scale != 1.0:
+            sparse = any(grad.is_sparse for grad in grads)
+            copies = [grad * _inverse(grad_scale) if sparse else grad.clone() for grad in grads]
+            grad_scale = 1.0 if sparse else grad_scale
+        try:
+            for param, grad in zip(params, copies, strict=True):
+                param.grad = grad
+            self._call(copies, grad_scale)
+        finally:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
 
     def _call(self, grads: list[torch.Tensor], grad_scale: float) -> None:
         """Step on `grads`, which may be overwritten, divided by `grad_scale`: by the optimizer itself where it can."""
         optimizer: Any = self.masters.optimizer
-        if grad_scale == 1.0 or not grads:
+        if grad_scale == 1.0:
             _bare_step(optimizer)
         elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer):
             optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=grads[0].device)

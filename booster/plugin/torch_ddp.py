@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,15 +16,22 @@ from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Plugin
 
+# torch 2.13 renamed the option and warns about the old name.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class TorchDDPPlugin(Plugin):
     """Every rank holds the whole model and a share of the batch; gradients are averaged during backward.
 
-    broadcast_buffers, bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph: those of
-    `DistributedDataParallel`. sync_batchnorm: make BatchNorm statistics global (CUDA only). comm_hook: a DDP
-    communication hook `(state, bucket) -> Future`, called with the process group as its state, or a pair (state, hook).
+    broadcast_buffers: give rank 0's buffers to all at every forward. bucket_cap_mb, find_unused_parameters,
+    gradient_as_bucket_view, static_graph: those of `DistributedDataParallel`. sync_batchnorm: make BatchNorm statistics
+    global (CUDA only). comm_hook: a DDP communication hook `(state, bucket) -> Future`, called with the process group as
+    its state, or a pair (state, hook).
 
     In a world of one, with or without a process group, the model is left unwrapped. Construct it after
     `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet.
@@ -51,12 +59,13 @@ class TorchDDPPlugin(Plugin):
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not legal; it must be above 0")
         self._ddp_options: dict[str, Any] = {
-            "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
+        if not broadcast_buffers:
+            self._ddp_options[_BUFFERS] = False  # on is DDP's default under either name
         self._sync_batchnorm = sync_batchnorm
         self._comm_hook = None if hook is None else (comm_hook[0] if isinstance(comm_hook, tuple) else None, hook)
 
@@ -92,7 +101,10 @@ class TorchDDPPlugin(Plugin):
         if self._sync_batchnorm:  # first, because it replaces modules, which the policy may pin
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         module = cast_parameters(module, policy)
-        if self.group is None or not dtypes:
+        if self.group is None:
+            return module
+        if not dtypes:  # DistributedDataParallel refuses a model with nothing to train
+            self.synchronise(module)
             return module
         index = None if device.type == "cpu" else [device]
         placed = DistributedDataParallel(module, device_ids=index, process_group=self.group, **self._ddp_options)

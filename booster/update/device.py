@@ -53,8 +53,11 @@ class DeviceUpdate(Update):
         self._check = True
         self.unscale()
         values = gradient_values(self.params())
+        each = self._measured[-1].each
         torch._foreach_clamp_min_(values, -clip_value)
         torch._foreach_clamp_max_(values, clip_value)
+        # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to.
+        torch._foreach_add_(values, list((each - each).unbind()))
 
     def _decide_and_apply(self) -> StepResult:
         loss_scale = self._known_scale

@@ -93,9 +93,10 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
         sparse = {id(p) for m in model.modules() if getattr(m, "sparse", False) is True for p in m.parameters(False)}
         if any(id(param) in sparse for param in params):
             return False
-    keys = {param.device.type: param.device.type.upper() for param in params}
+    keys = {"cpu": "CPU", "cuda": "CUDA"}
+    devices = {param.device.type for param in params}
     return all(torch.is_floating_point(param) for param in params) and all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key) for key in keys.values()
+        device in keys and torch._C._dispatch_has_kernel_for_dispatch_key(kernel, keys[device]) for device in devices
     )
 
 

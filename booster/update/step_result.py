@@ -49,9 +49,10 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the unscaled gradients before clipping; None unless it was clipped by norm or the loss was scaled.
+        """Norm of the unscaled gradients before clipping; None where the step did not look at them, as torch's own.
 
-        The norm type is that of the step's first `clip_grad_by_norm`, else 2.
+        It looks under a loss scaler, after a clip and with `skip_nonfinite`. The gradients are those after the last
+        backward, and the norm type is that of the first `clip_grad_by_norm` since then, else 2.
         """
         return self._read().grad_norm
 

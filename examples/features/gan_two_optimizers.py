@@ -32,8 +32,8 @@ def main() -> None:
     booster.launch_from_torch()
     b = Booster(mixed_precision="fp16", plugin=TorchDDPPlugin())
 
-    generator = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 784), nn.Sigmoid())
-    discriminator = nn.Sequential(nn.Linear(784, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
+    generator = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 784), nn.Sigmoid())
+    discriminator = nn.Sequential(nn.Linear(784, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999))
     criterion = nn.BCEWithLogitsLoss()

@@ -1,5 +1,6 @@
 """The vision transformers of the example: a small one for 28x28 grey images, and timm's by name."""
 
+import difflib
 from dataclasses import dataclass
 
 import timm
@@ -40,7 +41,7 @@ def find_model(name: str) -> ModelSpec:
     if name == SMALL:
         return ModelSpec(name, channels=1, size=28)
     if not timm.is_model(name):
-        close = timm.list_models(f"*{name.split('_')[0]}*")[:5]
+        close = difflib.get_close_matches(name, timm.list_models(), n=3)
         raise ValueError(
             f"--model {name!r} is unknown; choose {SMALL} or a name from timm.list_models()"
             + (f", for example {', '.join(close)}" if close else "")

@@ -1,7 +1,7 @@
 """The progress bar of one run, on rank 0."""
 
 from history import History
-from rich.console import Console
+from report import make_console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from booster import DistCoordinator
@@ -22,7 +22,7 @@ class ProgressBar:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(),
+            console=make_console(),
             disable=not self._shown,
         )
         self._task = self._progress.add_task(title, total=num_steps, status="")

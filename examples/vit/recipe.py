@@ -10,6 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
 
+COMPARE_STEPS = 300  # most CPUs emulate float16 arithmetic, some twenty times slower than bfloat16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -91,4 +93,6 @@ def choose_recipe(args: argparse.Namespace) -> Recipe:
         return recipe
     if "epochs" in flags:
         flags["steps"] = None
+    elif args.compare and "steps" not in flags:
+        flags["steps"] = COMPARE_STEPS
     return replace(recipe, **flags)

@@ -17,6 +17,12 @@ DASHES = ("-", "--", ":", "-.")  # lines that lie on each other stay visible
 WINDOW = 25  # steps in the running mean of the loss
 
 
+def make_console() -> Console:
+    """A console that is wide enough for the bar and the table where there is no terminal, as in a log file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
 def print_table(histories: list[History], title: str) -> None:
     """One row per run."""
     table = Table(title=title)
@@ -34,7 +40,7 @@ def print_table(histories: list[History], title: str) -> None:
             f"{history.loss_scale[-1]:g}",
             f"{sum(history.skipped)}",
         )
-    Console(width=None if Console().is_terminal else 110).print(table)
+    make_console().print(table)
 
 
 def save_plot(histories: list[History], title: str, path: Path) -> None:
@@ -45,7 +51,7 @@ def save_plot(histories: list[History], title: str, path: Path) -> None:
     for index, history in enumerate(histories):
         style = {"color": COLOURS.get(history.precision, f"C{index}"), "linestyle": DASHES[index % len(DASHES)]}
         steps = range(1, len(history.loss) + 1)
-        loss.plot(steps, history.loss, color=style["color"], alpha=0.15, linewidth=0.7)
+        loss.plot(steps, history.loss, color=style["color"], alpha=0.3, linewidth=0.7)
         loss.plot(steps, _running_mean(history.loss), label=_label(history), linewidth=1.6, **style)
         scale.plot(steps, history.loss_scale, label=history.precision, linewidth=1.6, drawstyle="steps-mid", **style)
         skips.plot(steps, _running_sum(history.skipped), linewidth=1.6, drawstyle="steps-post", **style)
@@ -57,9 +63,10 @@ def save_plot(histories: list[History], title: str, path: Path) -> None:
     _pad_log_axis(scale, [value for history in histories for value in history.loss_scale])
     most = max(sum(history.skipped) for history in histories)
     skips.set(ylabel="skipped steps\n(so far)", xlabel="step", ylim=(-0.05 * max(1, most), 1.15 * max(1, most)))
+    skips.xaxis.get_major_locator().set_params(integer=True)
     skips.yaxis.get_major_locator().set_params(integer=True, nbins=4)
     if most == 0:
-        skips.text(0.5, 0.5, "no step was skipped", transform=skips.transAxes, ha="center", color="#777777")
+        skips.text(0.5, 0.55, "no step was skipped", transform=skips.transAxes, ha="center", color="#777777")
     for axes in (loss, scale, skips):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -70,13 +77,15 @@ def save_plot(histories: list[History], title: str, path: Path) -> None:
 
 
 def _label(history: History) -> str:
-    return history.precision if history.accuracy is None else f"{history.precision}: {history.accuracy:.1%} right"
+    return (
+        history.precision if history.accuracy is None else f"{history.precision}: test accuracy {history.accuracy:.1%}"
+    )
 
 
 def _running_mean(values: list[float]) -> list[float]:
     means = []
-    for end in range(1, len(values) + 1):
-        window = values[max(0, end - WINDOW) : end]
+    for step in range(len(values)):
+        window = values[max(0, step - WINDOW // 2) : step + WINDOW // 2 + 1]  # centred, so that it does not lag
         means.append(sum(window) / len(window))
     return means
 

@@ -37,7 +37,7 @@ def train(b: Booster, precision: str, recipe: Recipe, spec: ModelSpec, images: I
 
     # What any PyTorch script has ...
     model = spec.build(None if recipe.tutorial else images.num_classes, drop_rate=recipe.drop_rate)
-    loader = b.prepare_dataloader(
+    loader = b.plugin.prepare_dataloader(
         images.train, recipe.batch_size // world_size, shuffle=True, seed=seed, drop_last=True
     )
     optimizer = recipe.make_optimizer(model.parameters())
@@ -92,7 +92,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=data, help="folder of downloaded sets (default: $DATA or ./data)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=_positive)
-    length.add_argument("--steps", type=_positive, help="updates (default: 900)")
+    length.add_argument("--steps", type=_positive, help="updates (default: 900; 300 with --compare)")
     parser.add_argument("--batch-size", type=_positive, help="images per update, over all processes (default: 64)")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: 1e-3)")
     parser.add_argument("--seed", type=int, default=1024)
@@ -136,7 +136,8 @@ def main() -> None:
     histories = [train(b, name, recipe, spec, images, args.seed) for name, b in boosters.items()]
 
     if coordinator.is_master():
-        title = f"{recipe.model} on {images.name}, {coordinator.world_size} process(es)"
+        processes = "1 process" if coordinator.world_size == 1 else f"{coordinator.world_size} processes"
+        title = f"{recipe.model} on {images.name}, {processes}"
         print_table(histories, title)
         picture = args.output / f"{'-'.join(boosters)}.png"
         save_plot(histories, title, picture)

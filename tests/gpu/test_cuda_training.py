@@ -17,7 +17,7 @@ OVERFLOW_AT = 7  # not the first step, after which torch's own fused SGD would b
 FUSED = {
     "Adam": (torch.optim.Adam, {"lr": 1e-3}),
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}),
-    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
 }
 
 

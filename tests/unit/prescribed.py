@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
@@ -60,3 +60,15 @@ def boost(
     names = {param: f"p{index}" for index, param in enumerate(params)}
     kind = DeviceOptimizer if decides == DEVICE else OptimizerWrapper
     return kind(optimizer, scale, names, options=UpdateOptions(**options))
+
+
+def sgd(
+    params: list[torch.nn.Parameter], decides: str = HOST, scale: Any = None, lr: float = 1.0, **options: Any
+) -> Any:
+    return boost(SGD(params, lr=lr, fused=True), scale, decides, **options)
+
+
+def step_on(optimizer: Any, params: list[torch.nn.Parameter], *grads: Any, value: float = 1.0) -> Any:
+    optimizer.zero_grad()
+    optimizer.backward(loss_with(params, grads, value))
+    return optimizer.step()

@@ -1,0 +1,712 @@
+"""TorchDDPPlugin on gloo ranks: training equals one process on the whole batch, and ranks never drift apart."""
+
+import copy
+import os
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pool import RankPool, RanksFailed
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.data import DataLoader, TensorDataset
+
+from booster import Booster
+from booster.mixed_precision import DtypePolicy, FP16TorchMixedPrecision, MixedPrecision
+from booster.plugin import TorchDDPPlugin
+
+DIM, CLASSES, BATCH, STEPS = 16, 5, 128, 16
+SCALE = 1024.0
+PRECISIONS = ["fp32", "fp16", "bf16"]
+# Gradients are averaged in float32. fp16 and bf16 round each rank's products on their own.
+TOLERANCE = {"fp32": 2e-6, "fp16": 1e-4, "bf16": 2 * torch.finfo(torch.bfloat16).eps}
+# Of single gradients, relative to the largest one.
+ROUNDING = {"fp32": 2e-6, "fp16": torch.finfo(torch.float16).eps, "bf16": torch.finfo(torch.bfloat16).eps}
+MOMENTUM = {torch.optim.SGD: {"momentum": 0.9}, torch.optim.AdamW: {}}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.tanh(self.embed(x))))
+
+    def features(self, x):
+        return self.embed(x)
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def data(seed=1, rows=BATCH):
+    x = torch.randn(rows, DIM, generator=torch.Generator().manual_seed(seed))
+    return x, x[:, :CLASSES].argmax(1)
+
+
+def shard(rank, world_size, *tensors):
+    return [t.chunk(world_size)[rank] for t in tensors]
+
+
+def make(precision, world_size, **options):
+    strategy = FP16TorchMixedPrecision(init_scale=SCALE, growth_interval=5) if precision == "fp16" else precision
+    return Booster("cpu", strategy, TorchDDPPlugin(**options) if world_size > 1 else None)
+
+
+def boost(precision, world_size, model=None, lr=0.03, **options):
+    model = net() if model is None else model
+    booster = make(precision, world_size, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return booster, *booster.boost(model, optimizer)[:2]
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def grads(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def train(rank, world_size, precision, clip=None, optimizer_cls=torch.optim.SGD, options=None, compiled=False):
+    """Losses of the whole batch, final parameters, loss scales and norms."""
+    model = torch.compile(net(), backend="eager") if compiled else net()
+    booster = make(precision, world_size, **(options or {}))
+    optimizer = optimizer_cls(model.parameters(), lr=0.03, **MOMENTUM[optimizer_cls])
+    model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.CrossEntropyLoss())
+    losses, norms = [], []
+    for step in range(STEPS):
+        x, y = shard(rank, world_size, *data(step))
+        loss = criterion(model(x), y)
+        booster.backward(loss, optimizer)
+        if clip:
+            norms.append(optimizer.clip_grad_by_norm(clip))
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+        losses.append(booster.reduce(loss))
+    return torch.stack(losses), flat(model), optimizer.loss_scale, torch.stack(norms) if norms else torch.zeros(1)
+
+
+# ---- equal to one process ----
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_training_equals_one_process_on_the_whole_batch(run_on_ranks, precision, size):
+    losses, params, scale, _ = train(0, 1, precision)
+    results = run_on_ranks(train, size, precision)
+    assert losses[-1] < losses[0]
+    for other_losses, other_params, other_scale, _ in results:
+        assert (other_losses - losses).abs().max() <= TOLERANCE[precision]
+        assert (other_params - params).abs().max() <= TOLERANCE[precision]
+        assert other_scale == scale
+        assert torch.equal(other_params, results[0][1]), "ranks drifted apart"
+    if precision == "fp16":
+        assert scale > SCALE
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_clipping_uses_the_norm_of_one_process(ranks2, precision):
+    losses, params, _, norms = train(0, 1, precision, 0.2)
+    for other_losses, other_params, _, other_norms in ranks2(train, precision, 0.2):
+        assert other_norms.tolist() == pytest.approx(norms.tolist(), rel=4 * TOLERANCE[precision])
+        assert (other_params - params).abs().max() <= TOLERANCE[precision]
+        assert (other_losses - losses).abs().max() <= TOLERANCE[precision]
+    assert (norms > 0.2).any(), "nothing was clipped"
+
+
+def test_adamw_equals_one_process(ranks2):
+    losses, *_ = train(0, 1, "fp32", None, torch.optim.AdamW)
+    for other_losses, *_ in ranks2(train, "fp32", None, torch.optim.AdamW):
+        assert (other_losses - losses).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_compiled_model_trains_under_ddp(ranks2, precision):
+    losses, *_ = train(0, 1, precision)
+    for other_losses, *_ in ranks2(train, precision, None, torch.optim.SGD, None, True):
+        assert (other_losses - losses).abs().max() <= TOLERANCE[precision]
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str
+)
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_options_do_not_change_the_result(ranks2, options):
+    losses, params, *_ = train(0, 1, "fp16")
+    for other_losses, other_params, *_ in ranks2(train, "fp16", None, torch.optim.SGD, options):
+        assert (other_losses - losses).abs().max() <= TOLERANCE["fp16"]
+        assert (other_params - params).abs().max() <= TOLERANCE["fp16"]
+
+
+# ---- overflow on one rank ----
+
+
+def overflow(rank, world_size, precision, where, bad_rank, clip):
+    if precision == "skip_nonfinite":
+        model = net()
+        booster = Booster("cpu", None, TorchDDPPlugin(), skip_nonfinite=True)
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    else:
+        booster, model, optimizer = boost(precision, world_size)
+    history = []
+    for step in range(4):
+        x, y = shard(rank, world_size, *data(step))
+        loss = F.cross_entropy(model(x), y)
+        bad = step == 1 and rank == bad_rank
+        if bad and where == "loss":
+            loss = loss * float("inf")
+        booster.backward(loss, optimizer)
+        if bad and where == "gradient":  # after the reduction: this rank alone sees it
+            next(iter(model.parameters())).grad[0, 0] = float("nan")
+        if clip:
+            optimizer.clip_grad_by_norm(1.0)
+        result = optimizer.step()
+        optimizer.zero_grad()
+        history.append((result.applied, result.skipped_reason, optimizer.loss_scale, flat(model)))
+    return history
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("precision", ["fp16", "skip_nonfinite"])
+def test_an_inf_on_one_rank_makes_all_ranks_skip(ranks2, precision, where, bad_rank, clip):
+    first, second = ranks2(overflow, precision, where, bad_rank, clip)
+    assert [entry[0] for entry in first] == [entry[0] for entry in second] == [True, False, True, True]
+    assert [entry[2] for entry in first] == [entry[2] for entry in second]
+    assert all(torch.equal(a[3], b[3]) for a, b in zip(first, second, strict=True))
+    assert torch.equal(first[0][3], first[1][3]), "the skipped step changed the parameters"
+    assert not torch.equal(first[1][3], first[2][3])
+    assert first[-1][3].isfinite().all()
+    if precision == "fp16":
+        assert [entry[2] for entry in first] == [SCALE, SCALE / 2, SCALE / 2, SCALE / 2]
+    assert (first, second)[bad_rank][1][1] == ("nonfinite_loss" if where == "loss" else "nonfinite_grad")
+
+
+def two_optimizers_overflow(rank, world_size):
+    booster = make("fp16", world_size)
+    nets = [net(0), net(1)]
+    pairs = [booster.boost(n, torch.optim.SGD(n.parameters(), lr=0.1))[:2] for n in nets]
+    before = [flat(n) for n in nets]
+    x, y = shard(rank, world_size, *data())
+    loss = F.cross_entropy(pairs[0][0](x), y) + F.cross_entropy(pairs[1][0](x), y)
+    booster.backward(loss, [optimizer for _, optimizer in pairs])
+    if rank == 1:
+        next(nets[1].parameters()).grad.fill_(float("inf"))
+    applied = [optimizer.step().applied for _, optimizer in pairs]
+    return applied, [torch.equal(flat(n), b) for n, b in zip(nets, before, strict=True)]
+
+
+def test_optimizers_of_one_loss_skip_together_on_all_ranks(ranks2):
+    assert ranks2(two_optimizers_overflow) == [([False, False], [True, True])] * 2
+
+
+# ---- synchronisation ----
+
+
+def unsynchronised(rank, world_size, precision):
+    booster, model, optimizer = boost(precision, world_size)
+    x, y = data(rows=BATCH)
+    first, second = (x[: BATCH // 2], y[: BATCH // 2]), (x[BATCH // 2 :], y[BATCH // 2 :])
+    with booster.no_sync(model, optimizer):
+        a, b = shard(rank, world_size, *first)
+        booster.backward(F.cross_entropy(model(a), b) / 2, optimizer)
+    optimizer.unscale_grads()
+    local = grads(model)
+    a, b = shard(rank, world_size, *second)
+    booster.backward(F.cross_entropy(model(a), b) / 2, optimizer)
+    optimizer.unscale_grads()
+    return local, grads(model)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_stay_local_under_no_sync_and_meet_in_the_next_backward(ranks2, precision):
+    booster, model, optimizer = boost(precision, 1)
+    x, y = data()
+    booster.backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.unscale_grads()
+    (local0, total0), (local1, total1) = ranks2(unsynchronised, precision)
+    assert not torch.equal(local0, local1)
+    assert torch.equal(total0, total1)
+    assert (total0 - grads(model)).abs().max() <= ROUNDING[precision] * grads(model).abs().max()
+
+
+def accumulate(rank, world_size, precision, compiled):
+    """Five micro-batches in groups of two: the last group is short."""
+    booster, model, optimizer = boost(precision, world_size)
+    if compiled:
+        model = torch.compile(model, backend="eager")
+    micro = [shard(rank, world_size, *data(seed)) for seed in range(5)]
+    history = []
+    for group in (micro[:2], micro[2:4], micro[4:]):
+        with booster.accumulate(model, optimizer, num_micro_batches=len(group)):
+            for x, y in group:
+                booster.backward(F.cross_entropy(model(x), y), optimizer)
+        optimizer.clip_grad_by_norm(100.0)
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+        history.append(flat(model))
+    return history
+
+
+def accumulate_reference(precision):
+    _, model, optimizer = boost(precision, 1)
+    batches = [data(seed) for seed in range(5)]
+    history = []
+    for group in (batches[:2], batches[2:4], batches[4:]):
+        x, y = (torch.cat(parts) for parts in zip(*group, strict=True))
+        optimizer.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(flat(model))
+    return history
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile around DDP
+def test_accumulation_with_a_short_last_group_equals_the_whole_batch(ranks2, precision, compiled):
+    expected = accumulate_reference(precision)
+    for history in ranks2(accumulate, precision, compiled):
+        for params, wanted in zip(history, expected, strict=True):
+            assert (params - wanted).abs().max() <= TOLERANCE[precision]
+
+
+def forwards_first(rank, world_size):
+    booster, model, optimizer = boost("fp32", world_size)
+    x, y = shard(rank, world_size, *data())
+    with pytest.raises(RuntimeError, match="call backward after each forward"):
+        with booster.accumulate(model, optimizer, num_micro_batches=2):
+            losses = [F.cross_entropy(model(x), y) for _ in range(2)]
+            for loss in losses:
+                booster.backward(loss, optimizer)
+
+
+def test_running_all_forwards_of_a_group_first_raises(ranks2):
+    ranks2(forwards_first)
+
+
+def tokens(rank, world_size, precision, counts):
+    """Sums over tokens; rank r sees counts[r][m] tokens in micro-batch m."""
+    booster, model, optimizer = boost(precision, world_size)
+    x, y = data(rows=64)
+    mine = counts[rank]
+    start = sum(sum(row) for row in counts[:rank])
+    total = booster.reduce(sum(mine), "sum")
+    with booster.accumulate(model, optimizer, num_micro_batches=len(mine), num_tokens=total):
+        for count in mine:
+            loss = F.cross_entropy(model(x[start : start + count]), y[start : start + count], reduction="sum")
+            booster.backward(loss, optimizer)
+            start += count
+    norm = optimizer.clip_grad_by_norm(1e6)
+    optimizer.step()
+    return norm, flat(model)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_token_counts_that_differ_between_ranks_give_the_mean_over_all_tokens(ranks2, precision):
+    counts = [[7, 1], [3, 13]]
+    booster, model, optimizer = boost(precision, 1)
+    x, y = data(rows=64)
+    booster.backward(F.cross_entropy(model(x[:24]), y[:24]), optimizer)
+    norm = optimizer.clip_grad_by_norm(1e6)
+    optimizer.step()
+    for other_norm, params in ranks2(tokens, precision, counts):
+        assert other_norm.item() == pytest.approx(norm.item(), rel=4 * TOLERANCE[precision])
+        assert (params - flat(model)).abs().max() <= TOLERANCE[precision]
+
+
+# ---- options reach DistributedDataParallel ----
+
+
+def options_seen(rank, world_size):
+    _, model, _ = boost(
+        "fp32",
+        world_size,
+        broadcast_buffers=False,
+        bucket_cap_mb=3,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+    )
+    unused = boost("fp32", world_size, find_unused_parameters=True)[1].module.find_unused_parameters
+    ddp, default = model.module, boost("fp32", world_size)[1].module
+    names = ("broadcast_buffers", "gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+    buckets = [d.bucket_bytes_cap // 2**20 for d in (ddp, default)]
+    return (
+        type(ddp).__name__,
+        [getattr(ddp, n) for n in names[:3]] + [unused],
+        [getattr(default, n) for n in names],
+        buckets,
+    )
+
+
+def test_options_reach_ddp(ranks2):
+    expected = ("DistributedDataParallel", [False, True, True, True], [True, False, False, False], [3, 25])
+    assert ranks2(options_seen) == [expected] * 2
+
+
+class Unused(Net):
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def with_unused(rank, world_size):
+    booster, model, optimizer = boost("fp16", world_size, Unused(), find_unused_parameters=True)
+    for step in range(3):
+        x, y = shard(rank, world_size, *data(step))
+        booster.backward(F.cross_entropy(model(x), y), optimizer)
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def test_unused_parameters_are_no_obstacle_where_asked_for(ranks2):
+    first, second = ranks2(with_unused)
+    assert torch.equal(first, second)
+
+
+def buffers(rank, world_size, broadcast):
+    torch.manual_seed(rank)  # weights differ: rank 0's are taken
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.Linear(DIM, CLASSES))
+    booster, model, optimizer = boost("bf16", world_size, model, broadcast_buffers=broadcast)
+    for step in range(3):
+        x, y = shard(rank, world_size, *data(step))
+        booster.backward(F.cross_entropy(model(x), y), optimizer)
+        optimizer.step()
+    with torch.no_grad():
+        model(data(9)[0])
+    return flat(model), model[1].running_mean.clone()
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_rank_0_gives_its_weights_to_all_and_its_buffers_where_asked(ranks2, broadcast):
+    (params0, mean0), (params1, mean1) = ranks2(buffers, broadcast)
+    assert torch.equal(params0, params1)
+    assert torch.equal(mean0, mean1) == broadcast
+
+
+class State:
+    def __init__(self):
+        self.dtypes = set()
+        self.group = None
+
+
+def doubling_hook(state, bucket):
+    if isinstance(state, State):
+        state.dtypes.add(bucket.buffer().dtype)
+        group = dist.group.WORLD
+    else:
+        group = state
+    tensor = bucket.buffer().mul_(2.0 / dist.get_world_size(group))
+    return dist.all_reduce(tensor, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def hooked(rank, world_size, kind):
+    state = State()
+    hook = {
+        "function": doubling_hook,
+        "pair": (state, doubling_hook),
+        "torch": (None, default_hooks.fp16_compress_hook),
+    }
+    booster, model, optimizer = boost("fp16", world_size, comm_hook=hook[kind])
+    x, y = shard(rank, world_size, *data())
+    booster.backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.unscale_grads()
+    return grads(model), state.dtypes
+
+
+@pytest.mark.parametrize("kind", ["function", "pair", "torch"])
+def test_communication_hooks_are_called(ranks2, kind):
+    booster, model, optimizer = boost("fp16", 1)
+    x, y = data()
+    booster.backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.unscale_grads()
+    factor = 1 if kind == "torch" else 2
+    tolerance = 2 * ROUNDING["fp16"] * grads(model).abs().max()
+    for result, dtypes in ranks2(hooked, kind):
+        assert (result - factor * grads(model)).abs().max() <= tolerance
+        assert dtypes == ({torch.float32} if kind == "pair" else set())
+
+
+@pytest.mark.parametrize("wrong", [3, (None, 3), (doubling_hook,), (1, 2, 3)])
+def test_a_communication_hook_that_is_none_raises(wrong):
+    with pytest.raises(TypeError, match="comm_hook"):
+        TorchDDPPlugin(comm_hook=wrong)
+
+
+# ---- what raises ----
+
+
+def misuse(rank, world_size):
+    with pytest.raises(ValueError, match="sync_batchnorm=True needs CUDA"):
+        Booster("cpu", None, TorchDDPPlugin(sync_batchnorm=True))
+    booster = make("fp32", world_size)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = flat(model)
+    dataset = TensorDataset(*data())
+    with pytest.raises(ValueError, match="prepare_dataloader"):
+        booster.boost(model, optimizer, dataloader=DataLoader(dataset, 4))
+    stranger = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"\(3,\)\]\) belong to no boosted model"):
+        booster.boost(model, torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
+
+    class Metric(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proxies = nn.Parameter(torch.zeros(3))
+
+    with pytest.raises(ValueError, match=r"trainable parameters \['proxies'\].*submodule of the model"):
+        booster.boost(model, optimizer, Metric())
+    with pytest.raises(TypeError, match="DistributedDataParallel already"):
+        booster.boost(nn.parallel.DistributedDataParallel(net()))
+    # Nothing was touched by all that: the same objects can still be boosted.
+    assert torch.equal(flat(model), before)
+    boosted, boosted_optimizer, _, loader, _ = booster.boost(
+        model, optimizer, dataloader=booster.plugin.prepare_dataloader(dataset, 4)
+    )
+    assert len(list(loader)) == BATCH // 4 // world_size
+
+    with pytest.raises(RuntimeError, match="boosted already"):
+        booster.boost(model)
+    booster.backward(boosted(shard(rank, world_size, *data())[0]).sum(), boosted_optimizer)
+
+
+def test_misuse_raises_and_changes_nothing(ranks2):
+    ranks2(misuse)
+
+
+def unhonoured_policy(rank, world_size):
+    class HalfReduce(MixedPrecision):
+        policy = DtypePolicy(param=torch.bfloat16, reduce=torch.float32)
+
+    class FloatReduce(MixedPrecision):
+        policy = DtypePolicy(reduce=torch.float32)
+
+    model = net()
+    with pytest.raises(ValueError, match=r"reduces gradients in the dtype of the parameters.*reduce=torch.float32"):
+        Booster("cpu", HalfReduce(), TorchDDPPlugin()).boost(model)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    Booster("cpu", FloatReduce(), TorchDDPPlugin()).boost(model)
+
+
+def test_a_reduce_dtype_that_ddp_cannot_honour_raises_before_the_model_is_touched(ranks2):
+    ranks2(unhonoured_policy)
+
+
+def launched_with_a_group(rank, world_size):
+    with _environment(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank)):
+        return TorchDDPPlugin().data_parallel_size
+
+
+@contextmanager
+def _environment(**variables):
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_a_launched_job_with_a_group_is_welcome(ranks2):
+    assert ranks2(launched_with_a_group) == [2, 2]
+
+
+def test_a_launched_job_without_a_group_raises(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2.*launch_from_torch\(\) before TorchDDPPlugin"):
+        TorchDDPPlugin()
+
+
+def no_plugin(rank, world_size):
+    import logging
+
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("booster").addHandler(handler)
+    try:
+        booster = Booster("cpu", "fp16")
+        model = net()
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if rank == 0:  # no collective anywhere, also in a launched job
+            booster.backward(model(data()[0]).square().mean(), optimizer)
+            optimizer.step()
+    finally:
+        logging.getLogger("booster").removeHandler(handler)
+    return [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+
+
+def test_without_a_plugin_ranks_are_alone_and_told_so(ranks2):
+    first, second = ranks2(no_plugin)
+    assert len(first) == 1
+    assert "no plugin in a job of 2 processes" in first[0]
+    assert second == []
+
+
+# ---- the boosted model under DDP ----
+
+
+def methods(rank, world_size):
+    booster, model, optimizer = boost("bf16", world_size)
+    x, _ = shard(rank, world_size, *data())
+    with pytest.raises(RuntimeError, match=r"model.features\(\).*DistributedDataParallel synchronises only"):
+        model.features(x)
+    with torch.no_grad():
+        out = model.features(x)
+    assert out.dtype == torch.float32
+    model.requires_grad_(True)
+    assert list(model.state_dict()) == list(net().state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in net().named_parameters()]
+    assert type(booster.unwrap(model)) is Net
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_methods_beside_forward_raise_where_gradients_would_not_be_synchronised(ranks2):
+    ranks2(methods)
+
+
+class Dataclassy(Net):
+    def both(self, x):
+        from dataclasses import dataclass
+
+        @dataclass
+        class Output:
+            out: torch.Tensor
+
+        return Output(self.embed(x))
+
+
+def dataclass_method(rank, world_size):
+    _, model, _ = boost("fp32", world_size, Dataclassy())
+    with pytest.raises(RuntimeError, match=r"model.both\(\)"):
+        model.both(data()[0])
+
+
+def test_gradients_are_found_in_any_container(ranks2):
+    ranks2(dataclass_method)
+
+
+def copies(rank, world_size):
+    booster, model, optimizer = boost("fp16", world_size)
+    ema = copy.deepcopy(model)
+    start = flat(ema)
+    for step in range(3):
+        x, y = shard(rank, world_size, *data(step))
+        booster.backward(F.cross_entropy(model(x), y), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(flat(ema), start)
+        for a, b in zip(ema.parameters(), model.parameters(), strict=True):
+            a.lerp_(b, 0.5)
+        out = ema.eval()(data()[0])
+    assert list(ema.state_dict()) == list(model.state_dict())
+    return out, flat(ema)
+
+
+def test_a_deep_copy_of_a_boosted_ddp_model_works(ranks2):
+    (out0, params0), (out1, params1) = ranks2(copies)
+    assert out0.dtype == torch.float32
+    assert torch.equal(out0, out1)
+    assert torch.equal(params0, params1)
+
+
+def frozen(rank, world_size):
+    torch.manual_seed(rank)
+    teacher = Net().requires_grad_(False)
+    booster = make("bf16", world_size)
+    boosted = booster.boost(teacher)[0]
+    with torch.no_grad():
+        return boosted(data()[0]), flat(teacher)
+
+
+def test_a_frozen_model_is_served_and_equal_on_all_ranks(ranks2):
+    (out0, params0), (out1, params1) = ranks2(frozen)
+    assert torch.equal(params0, params1)
+    assert torch.equal(out0, out1)
+
+
+def resume(rank, world_size, path):
+    def steps(pieces, first, last):
+        booster, model, optimizer = pieces
+        for step in range(first, last):
+            x, y = shard(rank, world_size, *data(step))
+            booster.backward(F.cross_entropy(model(x), y), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    straight = boost("fp16", world_size)
+    steps(straight, 0, 8)
+    half = boost("fp16", world_size)
+    steps(half, 0, 4)
+    if rank == 0:
+        torch.save({"model": half[1].state_dict(), "optimizer": half[2].state_dict()}, path)
+    dist.barrier()
+    state = torch.load(path, weights_only=True)
+    again = boost("fp16", world_size, net(7))
+    again[1].load_state_dict(state["model"])
+    again[2].load_state_dict(state["optimizer"])
+    steps(again, 4, 8)
+    return torch.equal(flat(again[1]), flat(straight[1])), again[2].loss_scale == straight[2].loss_scale
+
+
+def test_resuming_under_ddp_is_bitwise(ranks2, tmp_path):
+    assert ranks2(resume, str(tmp_path / "state.pt")) == [(True, True)] * 2
+
+
+def gan(rank, world_size):
+    booster = make("fp16", world_size)
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, DIM), nn.Linear(DIM, 1)
+    generator, g_opt, *_ = booster.boost(generator, torch.optim.SGD(generator.parameters(), lr=0.01))
+    critic, c_opt, *_ = booster.boost(critic, torch.optim.SGD(critic.parameters(), lr=0.01))
+    for step in range(3):
+        noise = shard(rank, world_size, torch.randn(8, 4, generator=torch.Generator().manual_seed(step)))[0]
+        real = shard(rank, world_size, *data(step))[0]
+        fake = generator(noise)
+        booster.backward(critic(fake.detach()).mean() - critic(real).mean(), c_opt)
+        assert c_opt.step().applied
+        c_opt.zero_grad()
+        booster.backward(-critic(fake).mean(), g_opt)
+        assert g_opt.step().applied
+        g_opt.zero_grad()
+        c_opt.zero_grad()
+    return flat(generator), flat(critic)
+
+
+def test_a_gan_keeps_its_ranks_equal(ranks2):
+    (g0, c0), (g1, c1) = ranks2(gan)
+    assert torch.equal(g0, g1)
+    assert torch.equal(c0, c1)
+
+
+def accumulate_without_sync(rank, world_size):
+    booster, model, optimizer = boost("fp32", world_size)
+    x, y = shard(rank, world_size, *data())
+    with booster.accumulate(model, optimizer, num_micro_batches=3):
+        booster.backward(F.cross_entropy(model(x), y), optimizer)
+
+
+def test_leaving_a_group_early_raises_on_every_rank():
+    pool = RankPool(2)  # its own: the failure ends it
+    try:
+        with pytest.raises(RanksFailed, match="left after 1 of num_micro_batches=3") as info:
+            pool.run(accumulate_without_sync)
+        assert len(info.value.tracebacks) == 2
+    finally:
+        pool.close()

@@ -1,0 +1,526 @@
+"""The facade: devices, what boost() accepts and refuses, backward, and everything that is handed back."""
+
+import collections
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from booster import Booster
+from booster.mixed_precision import BF16MixedPrecision, DtypePolicy, FP16TorchMixedPrecision, MixedPrecision
+from booster.plugin import Plugin, SingleDevice, TorchDDPPlugin
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def fp16(**options):
+    return Booster("cpu", FP16TorchMixedPrecision(init_scale=256.0), **options)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,))), batch_size=4)
+
+
+# ---- device ----
+
+
+@no_cuda
+def test_the_device_is_the_cpu_where_there_is_nothing_else():
+    assert Booster().device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_a_device_is_a_string_or_a_torch_device(device):
+    assert Booster(device).device == torch.device("cpu")
+
+
+@no_cuda
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_cuda_without_cuda_raises(device):
+    with pytest.raises(ValueError, match="sees no CUDA device"):
+        Booster(device)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "npu", "meta", "foo", "", "cpu:x"])
+def test_other_devices_raise_and_the_legal_ones_are_named(device):
+    with pytest.raises(ValueError, match=r"device='.*'cpu'.*'cuda'"):
+        Booster(device)
+
+
+@pytest.mark.parametrize("device", [0, 1.5, ["cpu"]])
+def test_a_device_of_another_type_raises(device):
+    with pytest.raises(TypeError, match="device must be"):
+        Booster(device)
+
+
+def test_windows_is_refused_with_a_way_out(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(RuntimeError, match="does not support Windows.*WSL2"):
+        Booster("cpu")
+
+
+class MetaDevice(SingleDevice):
+    """Stands for a device other than where models are born."""
+
+    def place(self, module, policy, device):
+        return super().place(module, policy, torch.device("meta"))
+
+
+def test_model_and_optimizer_state_follow_the_placed_parameters():
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = list(model.parameters())
+    boosted, boosted_optimizer, *_ = Booster("cpu", plugin=MetaDevice()).boost(model, optimizer)
+    held = [p for group in boosted_optimizer.param_groups for p in group["params"]]
+    assert {p.device.type for p in held} == {"meta"}
+    assert [id(p) for p in held] == [id(p) for p in boosted.parameters()]
+    for param in held:
+        assert optimizer.state[param]["exp_avg"].device.type == "meta"
+    assert len(optimizer.state) == len(before)
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize("name", ["precision", "mixed_precision", "fp16", "bf16", "amp"])
+@pytest.mark.parametrize("cls", [SingleDevice, TorchDDPPlugin])
+def test_a_plugin_given_a_precision_names_booster(cls, name):
+    with pytest.raises(TypeError, match=rf"{cls.__name__} got \['{name}'\].*Booster\(mixed_precision=..., plugin="):
+        cls(**{name: "fp16"})
+
+
+def test_a_plugin_given_an_unknown_option_raises():
+    with pytest.raises(TypeError, match="bucket_cap"):
+        TorchDDPPlugin(bucket_cap=3)
+
+
+@pytest.mark.parametrize("plugin", ["ddp", TorchDDPPlugin, object()])
+def test_something_else_than_a_plugin_raises(plugin):
+    with pytest.raises(TypeError, match=r"plugin must be a booster.plugin.Plugin or None"):
+        Booster("cpu", plugin=plugin)
+
+
+@pytest.mark.parametrize("options", [{"fused_optimizer": "yes"}, {"max_consecutive_skips": 0}, {"bucket_cap_mb": 0}])
+def test_options_out_of_range_raise(options):
+    with pytest.raises(ValueError, match="is not legal"):
+        TorchDDPPlugin(**options) if "bucket_cap_mb" in options else Booster("cpu", **options)
+
+
+def test_options_are_keyword_only():
+    with pytest.raises(TypeError):
+        Booster("cpu", None, None, True)
+
+
+# ---- what boost() returns ----
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_boost_returns_the_five_and_none_for_none(precision):
+    booster = Booster("cpu", precision)
+    model = net()
+    assert [x is None for x in booster.boost(model)] == [False, True, True, True, True]
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    five = booster.boost(model, optimizer, nn.CrossEntropyLoss(), loader(), scheduler)
+    assert [x is None for x in five] == [False] * 5
+    assert isinstance(five[1], torch.optim.Optimizer)
+
+
+def test_unwrap_gives_back_the_users_objects():
+    booster = Booster("cpu", "bf16")
+    model, data = net(), loader()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    criterion = nn.CrossEntropyLoss()
+    five = booster.boost(model, optimizer, criterion, data, scheduler)
+    for boosted, mine in zip(five, (model, optimizer, criterion, data, scheduler), strict=True):
+        assert booster.unwrap(boosted) is mine
+    function = torch.nn.functional.mse_loss
+    assert booster.unwrap(booster.boost(net(), criterion=function)[2]) is function
+    compiled = torch.compile(five[0], backend="eager")
+    assert booster.unwrap(compiled) is model
+    for foreign in (net(), optimizer, 3, None):
+        with pytest.raises(TypeError, match="unwrap needs"):
+            booster.unwrap(foreign)
+
+
+def test_batches_arrive_on_the_device_in_their_containers():
+    Pair = collections.namedtuple("Pair", "x y")
+    batches = [{"x": torch.ones(2, 4), "name": "a"}, Pair(torch.ones(1), [torch.ones(1)])]
+    booster = Booster("cpu")
+    got = list(booster.boost(net(), dataloader=batches)[3])
+    assert type(got[0]) is dict
+    assert got[0]["name"] == "a"
+    assert type(got[1]) is Pair
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), torch.nn.functional.cross_entropy])
+def test_a_training_loop_runs(criterion):
+    torch.manual_seed(0)
+    booster = fp16()
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    model, optimizer, criterion, data, scheduler = booster.boost(model, optimizer, criterion, loader(), scheduler)
+    for _ in range(2):
+        for x, y in data:
+            booster.backward(criterion(model(x), y), optimizer)
+            assert optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    assert scheduler.get_last_lr() == [0.025]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_plain_python_with_the_ddp_plugin_is_one_process(precision):
+    def run(plugin):
+        torch.manual_seed(0)
+        booster = Booster("cpu", precision, plugin)
+        model = net()
+        model, optimizer, *_ = booster.boost(model, sgd(model))
+        for _ in range(3):
+            with booster.no_sync(model, optimizer):
+                booster.backward(model(torch.ones(2, 4)).square().mean() * 0.01, optimizer)
+            optimizer.step()
+        data = booster.prepare_dataloader(TensorDataset(torch.arange(10)), 4, shuffle=True)
+        return torch.cat([p.flatten() for p in model.parameters()]), [batch[0].tolist() for batch in data]
+
+    params, batches = run(TorchDDPPlugin())
+    assert torch.equal(params, run(None)[0])
+    assert batches == run(None)[1]
+    assert TorchDDPPlugin().data_parallel_size == 1
+    assert TorchDDPPlugin().group is None
+
+
+def test_gather_and_reduce_work_in_a_world_of_one():
+    booster = Booster("cpu")
+    rows = torch.randn(3, 2)
+    assert torch.equal(booster.gather(rows), rows)
+    assert torch.equal(booster.reduce(rows), rows)
+    assert booster.reduce(3.0, "sum") == 3.0
+
+
+def test_a_users_plugin_is_one_method():
+    class Doubling(Plugin):
+        def place(self, module, policy, device):
+            assert isinstance(policy, DtypePolicy)
+            self.device = device
+            return module
+
+    plugin = Doubling()
+    Booster("cpu", "bf16", plugin).boost(net())
+    assert plugin.device == torch.device("cpu")
+    with pytest.raises(TypeError, match="abstract"):
+        Plugin()
+
+
+# ---- what boost() refuses, before it changes anything ----
+
+
+def snapshot(model, optimizer):
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return (
+        [(n, p.dtype, p.device, p.detach().clone(), id(p)) for n, p in model.named_parameters()],
+        copy.deepcopy(groups),
+        [id(p) for g in optimizer.param_groups for p in g["params"]],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks), "forward" in vars(m)) for m in model.modules()],
+    )
+
+
+def same(a, b):
+    return str(a[1:]) == str(b[1:]) and all(
+        x[:3] == y[:3] and torch.equal(x[3], y[3]) and x[4] == y[4] for x, y in zip(a[0], b[0], strict=True)
+    )
+
+
+class Refusing(BF16MixedPrecision):
+    def check(self, model):
+        raise ValueError("refused by the strategy")
+
+
+MODEL = net()
+WRONG = {
+    "a model that is none": (TypeError, "model must be a torch.nn.Module", {"model": "net"}),
+    "a class": (TypeError, "model must be a torch.nn.Module", {"model": nn.Linear}),
+    "an optimizer that is none": (TypeError, "optimizer must be a torch.optim.Optimizer", {"optimizer": "adam"}),
+    "an optimizer class": (TypeError, "optimizer must be a torch.optim.Optimizer", {"optimizer": torch.optim.SGD}),
+    "an optimizer of another model": (ValueError, "none of the optimizer's 4 parameters", {"optimizer": sgd(net())}),
+    "a criterion that is none": (TypeError, "criterion must be callable", {"criterion": 3}),
+    "a scheduler that is none": (TypeError, "lr_scheduler must have a step method", {"lr_scheduler": 3}),
+    "a foreign scheduler": (
+        ValueError,
+        "neither the one given to this boost",
+        {"lr_scheduler": torch.optim.lr_scheduler.StepLR(sgd(net()), 1)},
+    ),
+    "a loader that is none": (TypeError, "dataloader must be an iterable", {"dataloader": 3}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_objects_raise_and_change_nothing(case):
+    error, message, wrong = WRONG[case]
+    model = net()
+    optimizer = sgd(model)
+    before = snapshot(model, optimizer)
+    booster = Booster("cpu", BF16MixedPrecision(keep_fp32="0"))
+    with pytest.raises(error, match=message):
+        booster.boost(**{"model": model, "optimizer": optimizer, **wrong})
+    assert same(before, snapshot(model, optimizer))
+    booster.boost(model, optimizer)  # the failed call is forgotten
+    assert not same(before, snapshot(model, optimizer)), "the comparison sees nothing"
+
+
+@pytest.mark.parametrize("precision", [Refusing(), BF16MixedPrecision(keep_fp32="typo")])
+def test_a_refusal_of_the_strategy_changes_nothing(precision):
+    model = net()
+    optimizer = sgd(model)
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match="refused by|selects no module"):
+        Booster("cpu", precision).boost(model, optimizer, nn.CrossEntropyLoss(), loader())
+    assert same(before, snapshot(model, optimizer))
+
+
+def test_boosting_anything_twice_raises():
+    booster = Booster("cpu", "bf16")
+    model, data = net(), loader()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    b_model, b_optimizer, b_criterion, b_data, b_scheduler = booster.boost(
+        model, optimizer, nn.CrossEntropyLoss(), data, scheduler
+    )
+    twice = "boosted already"
+    for again in (model, b_model):
+        with pytest.raises(RuntimeError, match=twice):
+            booster.boost(again)
+        if again is b_model:
+            with pytest.raises(RuntimeError, match=twice):
+                Booster("cpu").boost(again)
+    other = net()
+    for wrong in (
+        {"optimizer": optimizer},
+        {"optimizer": b_optimizer},
+        {"criterion": b_criterion},
+        {"dataloader": b_data},
+        {"lr_scheduler": b_scheduler},
+    ):
+        with pytest.raises(RuntimeError, match=twice):
+            booster.boost(other, **wrong)
+    booster.boost(other)
+
+
+def test_an_optimizer_may_hold_the_criterions_parameters_and_those_of_an_earlier_model():
+    class Metric(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, out):
+            return (out * self.scale).square().mean()
+
+    booster = fp16()
+    first, second, metric = net(), net(), Metric()
+    first_boosted = booster.boost(first)[0]
+    both = torch.optim.SGD([*first.parameters(), *second.parameters(), *metric.parameters()], lr=0.1)
+    model, optimizer, criterion, *_ = booster.boost(second, both, metric)
+    booster.backward(criterion(model(torch.ones(2, 4)) + first_boosted(torch.ones(2, 4))), optimizer)
+    before = metric.scale.item()
+    assert optimizer.step().applied
+    assert metric.scale.item() != before
+    assert first[0].weight.grad is not None
+
+
+# ---- backward ----
+
+
+@pytest.fixture
+def ready():
+    booster = fp16()
+    model = net()
+    model, optimizer, *_ = booster.boost(model, sgd(model))
+    return booster, model, optimizer
+
+
+def test_a_loss_must_be_one_element_that_requires_gradients(ready):
+    booster, model, optimizer = ready
+    x = torch.ones(3, 4)
+    for wrong in (model(x), model(x).sum(1), 3.0, None):
+        with pytest.raises(ValueError, match="the loss must be a tensor of one element"):
+            booster.backward(wrong, optimizer)
+    with pytest.raises(RuntimeError, match="does not require gradients"):
+        booster.backward(model(x).sum().detach(), optimizer)
+    with torch.no_grad():
+        loss = model(x).sum()
+    with pytest.raises(RuntimeError, match="does not require gradients"):
+        booster.backward(loss, optimizer)
+    booster.backward(model(x).sum().reshape(1, 1), optimizer)
+
+
+def test_backward_needs_boosted_optimizers(ready):
+    booster, model, optimizer = ready
+    loss = model(torch.ones(1, 4)).sum()
+    for wrong in (optimizer.unwrap(), None, "sgd", [optimizer, optimizer.unwrap()], [None]):
+        with pytest.raises(TypeError, match="the optimizer that boost.. returned"):
+            booster.backward(loss, wrong)
+    with pytest.raises(ValueError, match="empty list"):
+        booster.backward(loss, [])
+
+
+@pytest.mark.parametrize("loss_id", [1, -1, 7])
+def test_an_unknown_loss_id_raises(ready, loss_id):
+    booster, model, optimizer = ready
+    with pytest.raises(ValueError, match=rf"loss_id={loss_id} is not legal; FP16TorchMixedPrecision keeps 1"):
+        booster.backward(model(torch.ones(1, 4)).sum(), optimizer, loss_id=loss_id)
+    booster.backward(model(torch.ones(1, 4)).sum(), optimizer, loss_id=0)
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_inputs_limits_the_gradients_to_what_is_named(precision, single):
+    booster = Booster("cpu", precision)
+    raw = net()
+    model, optimizer, *_ = booster.boost(raw, sgd(raw))
+    inputs = raw[2].weight if single else [raw[2].weight, raw[2].bias]
+    booster.backward(model(torch.ones(1, 4)).sum() * 0.01, optimizer, inputs=inputs)
+    assert raw[2].weight.grad is not None
+    assert raw[0].weight.grad is None
+    with pytest.raises((ValueError, RuntimeError), match="inputs"):
+        booster.backward(model(torch.ones(1, 4)).sum(), optimizer, inputs=[])
+
+
+def test_the_graph_is_kept_where_asked(ready):
+    booster, model, optimizer = ready
+    loss = model(torch.ones(1, 4)).sum() * 0.01
+    booster.backward(loss, optimizer, retain_graph=True)
+    booster.backward(loss, optimizer)
+    with pytest.raises(RuntimeError, match="second time"):
+        booster.backward(loss, optimizer)
+    assert optimizer.step().applied
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_create_graph_makes_gradients_differentiable():
+    booster = Booster("cpu", "fp32")
+    raw = nn.Linear(1, 1, bias=False)
+    model, optimizer, *_ = booster.boost(raw, sgd(raw))
+    booster.backward(model(torch.ones(1, 1)).pow(3).sum(), optimizer, create_graph=True)
+    (second,) = torch.autograd.grad(raw.weight.grad.sum(), raw.weight)
+    assert torch.allclose(second, 6 * raw.weight)
+    raw.weight.grad = None
+
+
+def test_a_gradient_penalty_outside_the_model_uses_autocast():
+    booster = Booster("cpu", "bf16")
+    raw = net()
+    model, optimizer, *_ = booster.boost(raw, sgd(raw))
+    x = torch.ones(2, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with booster.autocast():
+        product = grad @ grad.T
+    assert product.dtype == torch.bfloat16
+    booster.backward(product.float().mean(), optimizer)
+    assert optimizer.step().applied
+    with booster.autocast(), booster.autocast():
+        pass
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_of_float32_is_nothing():
+    with Booster("cpu").autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+# ---- no_sync and accumulate ----
+
+
+@pytest.mark.parametrize("method", ["no_sync", "accumulate"])
+def test_contexts_need_a_model_and_an_optimizer_of_this_booster(ready, method):
+    booster, model, optimizer = ready
+    other = fp16().boost(net())[0]
+
+    def enter(model, optimizer):
+        options = {"num_micro_batches": 1} if method == "accumulate" else {}
+        return getattr(booster, method)(model, optimizer, **options)
+
+    for foreign in (net(), None, optimizer):
+        with pytest.raises(TypeError, match=f"{method} needs the model that boost.. returned"):
+            enter(foreign, optimizer)
+    with pytest.raises(ValueError, match="that this Booster did not boost"):
+        enter(other, optimizer)
+    with pytest.raises(TypeError, match=f"{method} needs the optimizer that boost.. returned"):
+        enter(model, optimizer.unwrap())
+    enter(torch.compile(model, backend="eager"), optimizer)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"num_micro_batches": 0}, {"num_micro_batches": -1}, {"num_micro_batches": 2, "num_tokens": 0}], ids=str
+)
+def test_accumulate_checks_its_numbers(ready, wrong):
+    booster, model, optimizer = ready
+    with pytest.raises(ValueError, match="is not legal"):
+        booster.accumulate(model, optimizer, **wrong)
+
+
+# ---- several models ----
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_gan_trains_two_models_with_two_optimizers(precision):
+    torch.manual_seed(0)
+    booster = fp16() if precision == "fp16" else Booster("cpu", precision)
+    generator, critic = nn.Linear(2, 4), nn.Linear(4, 1)
+    criterion = nn.BCEWithLogitsLoss()
+    generator, g_opt, g_loss, *_ = booster.boost(generator, sgd(generator), criterion)
+    critic, c_opt, c_loss, *_ = booster.boost(critic, sgd(critic), criterion)
+    real, fooled = torch.randn(16, 4) + 3.0, []
+    for _ in range(40):
+        fake = generator(torch.randn(16, 2))
+        loss = c_loss(critic(real), torch.ones(16, 1)) + c_loss(critic(fake.detach()), torch.zeros(16, 1))
+        booster.backward(loss, c_opt)
+        assert c_opt.step().applied
+        c_opt.zero_grad()
+        loss = g_loss(critic(fake), torch.ones(16, 1))
+        booster.backward(loss, g_opt)
+        g_opt.clip_grad_by_norm(1.0)
+        assert g_opt.step().applied
+        g_opt.zero_grad()
+        c_opt.zero_grad()
+        fooled.append(loss.item())
+    assert fooled[-1] < max(fooled)
+    assert generator(torch.zeros(1, 2)).mean() > 0.3, "the generator moved towards the data"
+
+
+def test_a_strategy_object_may_serve_several_models():
+    precision = BF16MixedPrecision()
+    booster = Booster("cpu", precision)
+    assert booster.precision is precision
+    assert isinstance(precision, MixedPrecision)
+    assert all(booster.boost(net())[0](torch.ones(1, 4)).dtype == torch.float32 for _ in range(2))
+
+
+def test_boosted_objects_die_with_their_last_reference():
+    import gc
+    import weakref
+
+    booster = Booster("cpu", "bf16")
+    model = net()
+    optimizer = sgd(model)
+    five = booster.boost(model, optimizer)
+    alive = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(five[0]), weakref.ref(five[1])]
+    del model, optimizer, five
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 4

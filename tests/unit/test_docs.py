@@ -1,0 +1,86 @@
+"""The Python in README.md and docs/*.md runs as it stands, and their links lead somewhere.
+
+The blocks of a page run top to bottom in one process, as in a notebook, from a folder where only `examples` is at hand.
+`<!-- not run: REASON -->` on the line before a block exempts it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def as_script(page: str) -> str:
+    """The runnable Python of a page, every line at the number it has there; everything else is a blank line."""
+    script, language, exempt = [], None, False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            language = line[3:].strip() if language is None else None
+            exempt = exempt and language is not None
+            script.append("")
+            continue
+        if language is None and line.strip():
+            exempt = re.fullmatch(r"<!-- not run: .+ -->", line.strip()) is not None
+        script.append(line if language == "python" and not exempt else "")
+    return "\n".join(script) + "\n"
+
+
+def run_page(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "page.py").write_text(as_script(page))
+    (folder / "examples").symlink_to(ROOT / "examples")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "page.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_the_python_of_a_page_runs(path: Path, tmp_path: Path) -> None:
+    if not as_script(path.read_text()).strip():
+        return
+    result = run_page(path.read_text(), tmp_path)
+    assert result.returncode == 0, f"{path.name}, by line number:\n{result.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_of_a_page_lead_to_files_and_headings_that_exist(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", path.read_text()):
+        name, _, anchor = target.partition("#")
+        file = (path.parent / name) if name else path
+        assert file.exists(), f"{path.name} links to {target}"
+        assert not anchor or anchor in _anchors(file.read_text()), f"{path.name} links to {target}"
+
+
+def test_a_block_that_fails_is_reported_with_its_line_in_the_page(tmp_path: Path) -> None:
+    result = run_page("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nx / 0\n```\n", tmp_path)
+    assert result.returncode == 1
+    assert "line 10" in result.stderr
+    assert "ZeroDivisionError" in result.stderr
+
+
+def test_blocks_of_a_page_share_their_names_and_warnings_are_errors(tmp_path: Path) -> None:
+    page = "```python\nimport warnings\n```\n\n```python\nwarnings.warn('old')\n```\n"
+    assert "UserWarning: old" in run_page(page, tmp_path).stderr
+
+
+def test_only_python_that_is_not_exempt_runs() -> None:
+    exempt = "<!-- not run: needs two machines -->\n```python\nraise SystemExit(1)\n```\n"
+    other = "```bash\nexit 1\n```\n"
+    assert as_script(exempt + other).strip() == ""
+    assert as_script(exempt + "\n```python\nx = 1\n```\n").strip() == "x = 1"
+
+
+def _anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,0 +1,146 @@
+"""`import booster` is light, the layers import in one direction, and files stay short."""
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import booster
+
+ROOT = Path(booster.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def run(code, *flags):
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=True
+    )
+    return done.stdout, done.stderr
+
+
+def loaded_by(statement):
+    out, _ = run(f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
+    return set(json.loads(out.splitlines()[-1]))
+
+
+@pytest.fixture(scope="module")
+def new_modules():
+    """What `import booster` loads that `import torch` and torch's own subpackages do not."""
+    return loaded_by("import booster") - loaded_by("import torch")
+
+
+def test_importing_booster_loads_nothing_beyond_torch(new_modules):
+    with_torch = {name.partition(".")[0] for name in loaded_by("import torch")}
+    tops = {name.partition(".")[0] for name in new_modules} - with_torch
+    third_party = tops - set(sys.stdlib_module_names) - {"booster"}
+    assert third_party == set()
+
+
+def test_importing_booster_leaves_the_heavy_parts_of_torch_alone(new_modules):
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.onnx")
+    assert [name for name in new_modules if name.startswith(heavy)] == []
+
+
+def test_importing_booster_adds_less_than_a_tenth_of_a_second(new_modules):
+    def seconds():
+        _, report = run("import torch\nimport booster", "-X", "importtime")
+        total = 0
+        for line in report.splitlines():
+            own, _, name = line.removeprefix("import time:").split("|")
+            if name.strip() in new_modules:
+                total += int(own)
+        return total / 1e6
+
+    assert min(seconds() for _ in range(3)) < 0.1
+
+
+def imports(path):
+    """(module, name) of every absolute import in the file, wherever in it; name None for `import module`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def violations(files):
+    """Imports against the rule: precision never imports plugin, plugin imports of precision the policy module alone."""
+    for path in files:
+        parts = path.relative_to(ROOT).parts
+        for module, name in imports(path):
+            full = f"{module}.{name}" if name else module
+            if parts[0] == "mixed_precision" and full.startswith("booster.plugin"):
+                yield f"{path.name}: {full}"
+            beyond_policy = full.startswith("booster.mixed_precision") and module != "booster.mixed_precision.policy"
+            if parts[0] == "plugin" and beyond_policy:
+                yield f"{path.name}: {full}"
+
+
+def test_precision_and_plugin_know_each_other_by_the_policy_alone():
+    assert list(violations(FILES)) == []
+    assert any("plugin" in path.parts for path in FILES)
+    assert any("mixed_precision" in path.parts for path in FILES)
+
+
+def test_the_import_rule_is_noticed_when_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    sources = {
+        "mixed_precision/a.py": "def f():\n    from booster.plugin.base import Plugin",
+        "mixed_precision/b.py": "from booster import plugin",
+        "plugin/c.py": "from booster.mixed_precision import FP32",
+        "plugin/d.py": "from booster.mixed_precision.policy import DtypePolicy",
+        "plugin/e.py": "import booster.mixed_precision.amp",
+    }
+    for name, source in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    found = {text.partition(":")[0] for text in violations(sorted(tmp_path.rglob("*.py")))}
+    assert found == {"a.py", "b.py", "c.py", "e.py"}
+
+
+def test_only_launch_and_cli_read_the_environment():
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if any(
+            (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+            or (isinstance(node, ast.Name) and node.id in ("environ", "getenv"))
+            for node in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert {name for name in readers if name != "launch.py" and not name.startswith("cli/")} == set()
+
+
+def module_names():
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        if not name.endswith("__main__"):
+            yield name
+
+
+@pytest.mark.parametrize("name", list(module_names()))
+def test_every_module_imports_and_every_public_name_exists(name):
+    module = importlib.import_module(name)
+    assert module.__doc__, "says what it is"
+    public = getattr(module, "__all__", [])
+    assert [entry for entry in public if not hasattr(module, entry)] == []
+    assert len(public) == len(set(public))
+
+
+def test_the_public_names_are_these():
+    for module, names in {
+        "booster": "Booster DistCoordinator launch launch_from_torch launch_from_slurm launch_from_openmpi get_default_parser",
+        "booster.plugin": "Plugin SingleDevice TorchDDPPlugin",
+        "booster.mixed_precision": "MixedPrecision FP16TorchMixedPrecision BF16MixedPrecision FP32 register DtypePolicy",
+    }.items():
+        assert set(names.split()) <= set(importlib.import_module(module).__all__)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_has_at_most_300_lines(path):
+    assert len(path.read_text().splitlines()) <= 300
