@@ -2,6 +2,7 @@
 
 from booster import logging, mixed_precision, nn, plugin
 from booster.booster import Booster
+from booster.config import AMP_TYPE
 from booster.coordinator import DistCoordinator
 from booster.launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from booster.masters.classes import register_elementwise
@@ -11,6 +12,7 @@ from booster.update.step_result import StepResult
 __version__ = "0.1.0"
 
 __all__ = [
+    "AMP_TYPE",
     "Booster",
     "DistCoordinator",
     "LossScaleError",

@@ -95,3 +95,22 @@ class Accumulation:
         )
         for optimizer in self.optimizers:
             optimizer.hold(None if done else reason)
+
+
+class Listed:
+    """Keeps an accumulation in the list of running ones while it is entered."""
+
+    def __init__(self, group: Accumulation, running: list[Accumulation]) -> None:
+        self._group = group
+        self._running = running
+
+    def __enter__(self) -> Accumulation:
+        if any(entry in other.optimizers for other in self._running for entry in self._group.optimizers):
+            raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
+        self._group.__enter__()
+        self._running.append(self._group)
+        return self._group
+
+    def __exit__(self, *error: Any) -> None:
+        self._running.remove(self._group)
+        self._group.__exit__(*error)

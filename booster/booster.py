@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -17,12 +18,13 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
 from booster import collectives
-from booster.accumulation import Accumulation
+from booster.accumulation import Accumulation, Listed
 from booster.boosted_loader import DataLoaderWrapper
 from booster.checks import check_boosted_optimizers, check_criterion, check_model, check_optimizer, scheduler_owner
+from booster.config import translate
 from booster.data import check_sharded
 from booster.device import resolve_device
-from booster.interface.model import CriterionWrapper, ModelWrapper
+from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, Placement, make
@@ -42,8 +44,9 @@ class Booster:
     `MixedPrecision`, or None for float32. plugin: a `Plugin`, or None for a single device.
 
     fused_optimizer: let torch optimizers that have a fused kernel use it; "compile" compiles the update of any optimizer
-    instead, and says so in a WARNING where it cannot. skip_nonfinite: skip steps whose gradients are
-    not finite also without a loss scaler and without clipping. max_consecutive_skips: so many skipped steps in a row
+    instead, and says so in a WARNING where it cannot. clip_grad_norm: every `step()` clips the gradients of its optimizer
+    to this norm; 0 does not. skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and
+    without clipping. max_consecutive_skips: so many skipped steps in a row
     raise `LossScaleError`; None never does.
 
     Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
@@ -56,6 +59,7 @@ class Booster:
         plugin: Plugin | None = None,
         *,
         fused_optimizer: bool | Literal["compile"] = True,
+        clip_grad_norm: float = 0.0,
         skip_nonfinite: bool = False,
         max_consecutive_skips: int | None = 50,
     ) -> None:
@@ -75,8 +79,15 @@ class Booster:
             raise ValueError(
                 f"max_consecutive_skips={max_consecutive_skips} is not legal; it must be at least 1, or None"
             )
+        if isinstance(clip_grad_norm, bool) or not 0 <= clip_grad_norm < math.inf:
+            raise ValueError(
+                f"clip_grad_norm={clip_grad_norm!r} is not legal; it must be a finite number, or 0 for off"
+            )
         self._options = UpdateOptions(
-            fused_optimizer=fused_optimizer, skip_nonfinite=skip_nonfinite, max_consecutive_skips=max_consecutive_skips
+            fused_optimizer=fused_optimizer,
+            clip_grad_norm=float(clip_grad_norm),
+            skip_nonfinite=skip_nonfinite,
+            max_consecutive_skips=max_consecutive_skips,
         )
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # By id of the user's optimizer, which the wrapper keeps alive.
@@ -88,6 +99,23 @@ class Booster:
                 "pass plugin=TorchDDPPlugin() to train one",
                 dist.get_world_size(),
             )
+
+    @classmethod
+    def from_config(
+        cls,
+        *,
+        fp16: Mapping[str, Any] | None = None,
+        clip_grad_norm: float | None = None,
+        device: str | torch.device | None = None,
+        plugin: Plugin | None = None,
+        **options: Any,
+    ) -> Booster:
+        """A Booster from the dict of the older interface: `fp16=dict(mode=AMP_TYPE.NAIVE, ...)`, see `config.translate`.
+
+        options: the keyword-only arguments of `Booster`. Raises as those two do.
+        """
+        precision, clip = translate(fp16, clip_grad_norm)
+        return cls(device, precision, plugin, clip_grad_norm=clip, **options)
 
     def boost(
         self,
@@ -203,7 +231,7 @@ class Booster:
             no_sync=lambda: self.plugin.no_sync(placed),
             synchronises=size > 1,
         )
-        return _Listed(group, self._accumulations)
+        return Listed(group, self._accumulations)
 
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[Any]:
         """Context in which forward and backward of `model` leave gradients unsynchronised among ranks.
@@ -221,7 +249,7 @@ class Booster:
     def unwrap(self, boosted: Any) -> Any:
         """The user's object inside a boosted model, optimizer, criterion, dataloader or scheduler."""
         if isinstance(boosted, nn.Module):
-            return _wrapper(boosted, "unwrap").unwrap()
+            return boosted_wrapper(boosted, "unwrap").unwrap()
         if isinstance(boosted, (OptimizerWrapper, CriterionWrapper, DataLoaderWrapper, LRSchedulerWrapper)):
             return boosted.unwrap()
         raise TypeError(f"unwrap needs an object that boost() returned, got {type(boosted).__name__}")
@@ -266,35 +294,7 @@ class Booster:
         return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
 
     def _own(self, model: nn.Module, method: str) -> ModelWrapper:
-        wrapper = _wrapper(model, method)
+        wrapper = boosted_wrapper(model, method)
         if wrapper not in self._models:
             raise ValueError(f"{method} got a {type(wrapper.unwrap()).__name__} that this Booster did not boost")
         return wrapper
-
-
-class _Listed:
-    """Keeps an accumulation in the list of running ones while it is entered."""
-
-    def __init__(self, group: Accumulation, running: list[Accumulation]) -> None:
-        self._group = group
-        self._running = running
-
-    def __enter__(self) -> Accumulation:
-        if any(entry in other.optimizers for other in self._running for entry in self._group.optimizers):
-            raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
-        self._group.__enter__()
-        self._running.append(self._group)
-        return self._group
-
-    def __exit__(self, *error: Any) -> None:
-        self._running.remove(self._group)
-        self._group.__exit__(*error)
-
-
-def _wrapper(model: nn.Module, method: str) -> ModelWrapper:
-    while not isinstance(model, ModelWrapper):
-        inner = getattr(model, "_modules", {}).get("_orig_mod")
-        if inner is None:
-            raise TypeError(f"{method} needs the model that boost() returned, got {type(model).__name__}")
-        model = inner
-    return model

@@ -14,7 +14,15 @@ from torch import nn
 from booster.casting import cast_floats, tensors
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
 
-__all__ = ["CriterionWrapper", "ForwardPrecision", "ModelWrapper", "PrecisionModule", "bare", "unwrap_placed"]
+__all__ = [
+    "CriterionWrapper",
+    "ForwardPrecision",
+    "ModelWrapper",
+    "PrecisionModule",
+    "bare",
+    "boosted_wrapper",
+    "unwrap_placed",
+]
 
 
 class ForwardPrecision(Protocol):
@@ -90,6 +98,16 @@ class PrecisionModule(TransparentModule):
 
 class ModelWrapper(PrecisionModule):
     """What `boost` returns for a model, and for a criterion that is a module."""
+
+
+def boosted_wrapper(model: nn.Module, method: str) -> ModelWrapper:
+    """The boosted model that `model` is, perhaps inside a `torch.compile` wrapper; raises TypeError if it is none."""
+    while not isinstance(model, ModelWrapper):
+        inner = getattr(model, "_modules", {}).get("_orig_mod")
+        if inner is None:
+            raise TypeError(f"{method} needs the model that boost() returned, got {type(model).__name__}")
+        model = inner
+    return model
 
 
 class CriterionWrapper:

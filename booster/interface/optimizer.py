@@ -15,11 +15,9 @@ from torch.optim import Optimizer
 from booster.loss_scaler import LossScaler
 from booster.update.backward import run_backward
 from booster.update.base import Update
-from booster.update.compiled import CompiledUpdate
-from booster.update.device import DeviceUpdate
-from booster.update.fused import honours_grad_scale, implementation, keep_implementation
+from booster.update.choice import choose_update
+from booster.update.fused import implementation, keep_implementation
 from booster.update.history import StepHistory, read_counters
-from booster.update.host import HostUpdate
 from booster.update.step_result import StepResult
 
 STATE_KEY = "booster"
@@ -30,6 +28,7 @@ class UpdateOptions:
     """How boosted optimizers step; the arguments of the same names of `Booster`."""
 
     fused_optimizer: bool | str = True
+    clip_grad_norm: float = 0.0
     skip_nonfinite: bool = False
     max_consecutive_skips: int | None = 50
 
@@ -61,8 +60,9 @@ class OptimizerWrapper(Optimizer):
         options = options or UpdateOptions()
         self.optimizer = optimizer
         self._backward_context = backward_context
-        make_update = make_update or functools.partial(_make_update, compiled=compiled)
+        make_update = make_update or functools.partial(choose_update, compiled=compiled)
         self._update = make_update(optimizer, scaler, names, group=group, skip_nonfinite=options.skip_nonfinite)
+        self._clip_grad_norm = options.clip_grad_norm
         self._held: str | None = None
         self._history = StepHistory(options.max_consecutive_skips, lambda: self._update.scaler.describe())
 
@@ -91,6 +91,8 @@ class OptimizerWrapper(Optimizer):
         if self._held is not None:
             raise RuntimeError(self._held)
         self.settle()
+        if closure is None and self._clip_grad_norm:
+            self.clip_grad_by_norm(self._clip_grad_norm)
         result = self._update.step() if closure is None else self._step_with_closure(closure)
         # A user's autocast around the whole loop would go on with half copies of the weights as they were.
         torch.clear_autocast_cache()
@@ -274,7 +276,13 @@ class OptimizerWrapper(Optimizer):
                 "after backward, inside the closure. Use mixed_precision='fp32' or 'bf16', or, if the optimizer does not "
                 "need a closure, call booster.backward(loss, optimizer) and then step()"
             )
-        return self._update.step_with_closure(closure)
+
+        def clipped() -> Any:
+            loss = closure()
+            self.clip_grad_by_norm(self._clip_grad_norm)
+            return loss
+
+        return self._update.step_with_closure(clipped if self._clip_grad_norm else closure)
 
 
 def _read_own(own: Any) -> tuple[dict[str, int], dict[str, Any]]:
@@ -284,21 +292,3 @@ def _read_own(own: Any) -> tuple[dict[str, int], dict[str, Any]]:
         raise ValueError(
             f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote ({error}): {own!r}"
         ) from error
-
-
-def _make_update(
-    optimizer: Optimizer,
-    scaler: LossScaler,
-    names: Mapping[torch.Tensor, str],
-    *,
-    compiled: bool,
-    group: dist.ProcessGroup | None,
-    skip_nonfinite: bool,
-) -> Update:
-    if compiled:
-        return CompiledUpdate(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
-    devices = {param.device for param_group in optimizer.param_groups for param in param_group["params"]}
-    if honours_grad_scale(optimizer) and len(devices) == 1 and next(iter(devices)).type == "cuda":
-        scaler = scaler.on_device(next(iter(devices)))
-        return DeviceUpdate(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
-    return HostUpdate(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)

@@ -35,7 +35,6 @@ class Bucket:
         self.handles = [nn.Parameter(_nothing(shape, self.device)) for shape in shapes]
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
-        self._versions: list[int] = []
 
     # ------------------------------------------------------------------ working weights
 
@@ -58,21 +57,29 @@ class Bucket:
     # ------------------------------------------------------------------ masters
 
     def load(self, values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-        """The masters as float32, in `values` or in the bucket's own storage. A working weight that somebody else wrote
-        since the last `save` is taken over, where it is not what its master rounds to. Overwrites `spare`."""
+        """The masters as float32, in `values` or in the bucket's own storage. Overwrites `spare`."""
         if self._format.needs_values:
             self._format.read(self.working(), self.rest, values, spare)
             return values
-        assert self.rest is not None
-        if self._versions != [piece.param._version for piece in self.pieces]:
-            self._follow(self.rest)
-            self._note_versions()
-        return self.rest
+        return self.rest  # type: ignore[return-value]
+
+    def follow(self) -> None:
+        """Take over working weights that somebody else wrote: wherever one is not what its master rounds to.
+
+        Other formats than a float32 copy hold less than a master, and always follow.
+        """
+        if self._format.needs_values:
+            return
+        masters: torch.Tensor = self.rest  # type: ignore[assignment]
+        rounded = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        parts, mine = self.cut_like_pieces(rounded), self.cut_like_pieces(masters)
+        self._format.write(parts, masters, masters, self.scratch())
+        for old, working, master in zip(parts, self.working(), mine, strict=True):
+            torch.where(working == old, master, working.float(), out=master)
 
     def save(self, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
         self._format.write(self.working(), self.rest, values, spare)
-        self._note_versions()
 
     def scratch(self) -> torch.Tensor:
         return torch.empty(self.size, dtype=torch.float32, device=self.device)
@@ -131,7 +138,6 @@ class Bucket:
             part = Bucket(self.group, renumber(pieces), self._format, whole=self.whole)
             if part.rest is not None:
                 part.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
-            part._versions = [v for p, v in zip(self.pieces, self._versions, strict=True) if p in pieces]
             if self.whole:
                 for handle, piece in zip(part.handles, pieces, strict=True):
                     old = self.handles[self.pieces.index(piece)]
@@ -146,18 +152,6 @@ class Bucket:
         if not self.whole:
             state.pop(self.handles[0], None)
         return parts
-
-    # ------------------------------------------------------------------ inside
-
-    def _note_versions(self) -> None:
-        self._versions = [piece.param._version for piece in self.pieces]
-
-    def _follow(self, masters: torch.Tensor) -> None:
-        rounded = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        parts, mine = self.cut_like_pieces(rounded), self.cut_like_pieces(masters)
-        self._format.write(parts, masters, masters, self.scratch())
-        for old, working, master in zip(parts, self.working(), mine, strict=True):
-            torch.where(working == old, master, working.float(), out=master)
 
 
 def is_elementwise(value: Any, size: int) -> bool:

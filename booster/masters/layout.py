@@ -9,6 +9,7 @@ import torch
 
 ALIGNMENT = 64  # elements; vector units then see the same lanes whatever the cut
 SMALLEST_BUCKET = 2**14  # elements; below, the cost of a call outweighs 8 bytes of scratch for each
+LARGEST_CPU_BUCKET = 2**19  # elements; above, scratch no longer stays in a core's cache, and the update takes longer
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +30,10 @@ class Piece:
         return self.size == self.param.numel()
 
 
-def bucket_size(num_elements: int, divisor: int = 8) -> int:
+def bucket_size(num_elements: int, device: torch.device, divisor: int = 8) -> int:
     """Elements of a bucket: at most 1/8 of all, a multiple of 64, and not so few that calls cost more than arithmetic."""
-    return max(num_elements // divisor // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
+    size = max(num_elements // divisor // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
+    return min(size, LARGEST_CPU_BUCKET) if device.type == "cpu" else size
 
 
 def cut(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:

@@ -47,6 +47,7 @@ class Masters:
         self._names = names
         self._options = options
         self._formats: dict[torch.dtype, Format] = {}
+        self._versions: dict[torch.Tensor, int] = {}
         self.adopt(sources)
 
     # ------------------------------------------------------------------ parameters
@@ -63,6 +64,20 @@ class Masters:
         state = self.optimizer.state
         states = {p: state.pop(p) for params in fresh for p in params if p in state}
         self.buckets += self._build(fresh, states, sources or {})
+        self.note_weights()
+
+    def follow_weights(self) -> None:
+        """Take over working weights that were written since `note_weights`, as by `model.load_state_dict`."""
+        foreign = {param for param, version in self._versions.items() if param._version != version}
+        if foreign:
+            for bucket in self.buckets:
+                if not foreign.isdisjoint(bucket.params):
+                    bucket.follow()
+            self.note_weights()
+
+    def note_weights(self) -> None:
+        """Working weights and masters agree now."""
+        self._versions = {param: param._version for param in self.params()}
 
     @property
     def size(self) -> int:
@@ -104,6 +119,7 @@ class Masters:
         If torch refuses it, nothing has changed.
         """
         self.adopt()
+        self.follow_weights()
         optimizer, params = self.optimizer, self.params()
         stand_ins = {p: nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in params}
         own = optimizer.state
@@ -123,6 +139,7 @@ class Masters:
         self.buckets = self._build(
             [[p for p in group["params"] if p in held] for group in optimizer.param_groups], states, values
         )
+        self.note_weights()
 
     # ------------------------------------------------------------------ values
 
@@ -135,6 +152,7 @@ class Masters:
 
     def state_dict(self) -> dict[str, Any]:
         """The masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
+        self.follow_weights()
         parts: dict[torch.Tensor, torch.Tensor] = {}
         for bucket in self.buckets:
             if bucket.rest is None:
@@ -179,7 +197,6 @@ class Masters:
 
     def _build(self, groups: list[list[torch.Tensor]], states: Mapping[Any, State], sources: Weights) -> list[Bucket]:
         total = sum(p.numel() for params in groups for p in params) + sum(b.size for b in self.buckets)
-        size = bucket_size(total) if self.kind != "whole" else total
         buckets = []
         for index, params in enumerate(groups):
             alike: dict[Any, list[torch.Tensor]] = {}
@@ -189,7 +206,8 @@ class Masters:
                 whole = self.kind != "elementwise" or param.dim() == 0
                 kept = () if whole else signature(param, states.get(param))
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
-            for (_, dtype, whole, _), several in alike.items():
+            for (device, dtype, whole, _), several in alike.items():
+                size = total if self.kind == "whole" else bucket_size(total, device)
                 for pieces in pack(several, size) if whole else cut(several, size):
                     buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole))
         for bucket in buckets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from booster.params import named_parameters, rebind
 from booster.update.base import Update
 from booster.update.compiled import can_compile
 from booster.update.fused import switch_to_fused
+
+_logger = logging.getLogger(__name__)
 
 
 def _synchronise_nothing(module: nn.Module) -> None:
@@ -58,6 +61,7 @@ class MixedPrecision:
     """
 
     policy = DtypePolicy()
+    compiles_update = True  # whether Booster(fused_optimizer="compile") can compile the updates of `make_update`
     num_losses = 1  # loss scalers that `Booster.backward(loss_id=...)` can choose from
     _device = torch.device("cpu")
 
@@ -144,7 +148,7 @@ class MixedPrecision:
         if optimizer is None:
             return boosted, None, boosted_criterion
         rebind(optimizer, before, named_parameters(boosted))
-        compiled = options.fused_optimizer == "compile" and can_compile(optimizer)
+        compiled = options.fused_optimizer == "compile" and self._may_compile() and can_compile(optimizer)
         if options.fused_optimizer and not compiled:
             switch_to_fused(optimizer, boosted)
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
@@ -163,6 +167,14 @@ class MixedPrecision:
             make_update=self.make_update(optimizer, names, weights),
         )
         return boosted, boosted_optimizer, boosted_criterion
+
+    def _may_compile(self) -> bool:
+        if not self.compiles_update:
+            _logger.warning(
+                'fused_optimizer="compile" does not apply under %s; the optimizer is stepped as with fused_optimizer=True',
+                type(self).__name__,
+            )
+        return self.compiles_update
 
     def _wrap_criterion(
         self, criterion: Callable[..., Any] | None, device: torch.device

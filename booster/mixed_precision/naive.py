@@ -40,6 +40,7 @@ class NaiveMixedPrecision(MixedPrecision):
     """
 
     dtype: torch.dtype
+    compiles_update = False
 
     def __init__(
         self,
