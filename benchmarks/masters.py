@@ -1,0 +1,131 @@
+"""Time of the update with master weights: 20 million half parameters, AdamW, clipping at norm 1, against torch by hand.
+
+    python benchmarks/masters.py [--rounds 15] [--compile]
+
+The hand-written update is what users write for half weights with float32 masters: gradients to float32, foreach unscale,
+norm, clip, foreach AdamW, foreach copy to the half weights. Prints CPU milliseconds and ratios within one interleaved run,
+on one core. Gradients are restored, untimed, before every update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from timing import clock, describe_machine, pin_to_one_core, ratio
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
+
+Update = Callable[[], None]
+
+
+def by_hand(params: list[nn.Parameter], scale: float, fused: bool = False) -> Update:
+    """Separate masters, stepped by the implementation named."""
+    masters = [nn.Parameter(param.detach().float()) for param in params]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True) if fused else torch.optim.AdamW(masters, lr=1e-4)
+    halves = [param.detach() for param in params]
+
+    def update() -> None:
+        grads = [param.grad.float() for param in params]  # type: ignore[union-attr]
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
+        found_inf = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, torch.tensor(1.0 / scale))
+        nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
+        if not found_inf.item():
+            optimizer.step()
+            torch._foreach_copy_(halves, [master.detach() for master in masters])
+        optimizer.zero_grad()
+
+    return update
+
+
+def ours(params: list[nn.Parameter], precision: MixedPrecision, fused_optimizer: bool | str = True) -> Update:
+    model = nn.ParameterList(params)
+    booster = Booster("cpu", mixed_precision=precision, fused_optimizer=fused_optimizer)  # type: ignore[arg-type]
+    _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(params, lr=1e-4))
+    nothing = sum(param.float().sum() * 0 for param in params)
+    booster.backward(nothing, optimizer, retain_graph=True)  # a backward that the update can see; it adds zeros
+    inside = optimizer._update
+
+    def update() -> None:
+        # What backward leaves behind, without its cost: gradients that carry the scale.
+        inside.before_backward(inside.next_scale)
+        inside.after_backward(nothing)
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        inside.forget_gradients()
+
+    return update
+
+
+class Bench:
+    """One way to update: half parameters of its own, gradients refilled from a common source."""
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], Update], grads: list[torch.Tensor]) -> None:
+        self.params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+        self._grads = grads
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = torch.zeros_like(grad)
+        self._update = make(self.params)
+
+    def run(self) -> float:
+        for param, grad in zip(self.params, self._grads, strict=True):
+            param.grad.copy_(grad)  # type: ignore[union-attr]
+        start = clock()
+        self._update()
+        return clock() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--precisions", default="fp16,bf16")
+    parser.add_argument("--compile", action="store_true", help="also fused_optimizer='compile'")
+    options = parser.parse_args()
+    pin_to_one_core()
+    torch.manual_seed(0)
+    print(describe_machine())
+    print("| precision | update | ms | / by hand, foreach |")
+    print("|---|---|---|---|")
+    for name in options.precisions.split(","):
+        fp16 = name == "fp16"
+        scale = 2.0**10 if fp16 else 1.0
+        kind = FP16NaiveMixedPrecision if fp16 else BF16NaiveMixedPrecision
+        scaled = {"initial_scale": scale} if fp16 else {}
+        dtype = torch.float16 if fp16 else torch.bfloat16
+        source = [(torch.randn(1000, 1000) * 1e-3 * scale).to(dtype) for _ in range(20)]
+        makers: dict[str, Callable[[list[nn.Parameter]], Update]] = {
+            "by hand, foreach": lambda params, scale=scale: by_hand(params, scale),
+            "by hand, fused": lambda params, scale=scale: by_hand(params, scale, fused=True),
+        }
+        forms = {"fp32": {}, "split": {}, "none": {}, "none, stochastic": {"rounding": "stochastic"}}
+        forms["none, kahan"] = {"rounding": "kahan"}
+        for form, extra in forms.items():
+            master = form.split(",")[0]
+            for implementation in (True, "compile") if options.compile and not extra else (True,):
+                makers[f"master_weights={form}" + (", compiled" if implementation == "compile" else "")] = (
+                    lambda params, master=master, extra=extra, kind=kind, scaled=scaled, how=implementation: ours(
+                        params, kind(master_weights=master, **extra, **scaled), how
+                    )
+                )
+        benches = {label: Bench(make, source) for label, make in makers.items()}
+        seconds: dict[str, list[float]] = {label: [] for label in benches}
+        labels = list(benches)
+        for index in range(3 + options.rounds):
+            shift = index % len(labels)
+            for label in labels[shift:] + labels[:shift]:
+                elapsed = benches[label].run()
+                if index >= 3:
+                    seconds[label].append(elapsed)
+        for label in labels:
+            median = statistics.median(seconds[label]) * 1e3
+            print(f"| {name} | {label} | {median:.1f} | {ratio(seconds, label, 'by hand, foreach'):.2f} |")
+
+
+if __name__ == "__main__":
+    main()
