@@ -1,0 +1,159 @@
+"""Test accuracy of every precision on real images, over several seeds, against float32's.
+
+    python benchmarks/quality.py [--model mlp|cnn|vit] [--seeds 5] [--epochs 5] [--modes "NAME;..."]
+
+10,000 training and 4,000 test images of Fashion-MNIST (examples/data). AdamW under a cosine schedule, batches of 128. For one
+seed all precisions start from the same weights and see the same batches. A precision passes if the mean of its accuracy is
+within max(1.0 point, 2 standard errors of the difference) of float32's; the exit code is 1 if one does not. Prints a table in
+Markdown. `vit` needs timm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from timing import describe_machine
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision, make
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "vit"
+BATCH = 128
+LEARNING_RATE = {"mlp": 1e-3, "cnn": 2e-3, "vit": 1e-3}
+MARGIN = 1.0  # points of accuracy
+
+MODES: dict[str, Callable[[], MixedPrecision]] = {
+    "fp32": lambda: make("fp32"),
+    "bf16": lambda: make("bf16"),
+    "fp16": lambda: make("fp16"),
+    "bf16_naive": lambda: make("bf16_naive"),
+    "bf16_naive, separate masters": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
+    "bf16_naive, no masters, stochastic": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
+    "bf16_naive, no masters, kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
+    "fp16_naive": lambda: make("fp16_naive"),
+    "fp16_naive, split masters": lambda: FP16NaiveMixedPrecision(master_weights="split"),
+}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+
+
+def cnn() -> nn.Module:
+    """Convolutions with BatchNorm, which the naive precisions keep in float32."""
+
+    def block(inside: int, outside: int) -> list[nn.Module]:
+        return [nn.Conv2d(inside, outside, 3, 2, 1, bias=False), nn.BatchNorm2d(outside), nn.ReLU()]
+
+    return nn.Sequential(*block(1, 16), *block(16, 32), *block(32, 64), nn.Flatten(), nn.Linear(64 * 16, 10))
+
+
+def from_example(name: str) -> object:
+    """A module of the example by file; the example's folder is not a package."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def vit() -> nn.Module:
+    example = from_example("model")
+    return example.find_model(example.SMALL).build(10)  # type: ignore[attr-defined]
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "vit": vit}
+
+
+def images() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Training and test images, float32 (N, 1, 28, 28) and normalised, with their labels."""
+    data = from_example("data")
+    found = data.load_images("fashion-mnist-subset", EXAMPLE, channels=1, size=28)  # type: ignore[attr-defined]
+    return [
+        (((part.images.float() / 255 - data.MEAN) / data.STD).unsqueeze(1), part.labels)  # type: ignore[attr-defined]
+        for part in (found.train, found.test)
+    ]
+
+
+def batches(count: int, epochs: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    for _ in range(epochs):
+        order = torch.randperm(count, generator=generator)
+        yield from order.split(BATCH)[: count // BATCH]
+
+
+def accuracy(name: str, mode: str, seed: int, epochs: int, splits: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Per cent of the test images that a model trained from `seed` classifies rightly."""
+    torch.manual_seed(seed)
+    booster = Booster(mixed_precision=MODES[mode]())
+    (x, y), (test_x, test_y) = [(x.to(booster.device), y.to(booster.device)) for x, y in splits]
+    net = MODELS[name]()
+    adamw = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE[name], weight_decay=0.01)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, epochs * (len(x) // BATCH))
+    model, optimizer, criterion, _, scheduler = booster.boost(net, adamw, nn.CrossEntropyLoss(), lr_scheduler=cosine)
+    for index in batches(len(x), epochs, torch.Generator().manual_seed(seed)):
+        optimizer.zero_grad()
+        booster.backward(criterion(model(x[index]), y[index]), optimizer)
+        optimizer.step()
+        scheduler.step()
+    model.eval()
+    with torch.no_grad():
+        right = sum(int((model(part).argmax(1) == label).sum()) for part, label in chunks(test_x, test_y))
+    return 100 * right / len(test_y)
+
+
+def chunks(x: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    yield from zip(x.split(500), y.split(500), strict=True)
+
+
+def standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="mlp")
+    parser.add_argument("--seeds", type=int, default=5, help="at least 2")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--modes", default=";".join(MODES), help="names with ';' between them; fp32 is always run")
+    args = parser.parse_args()
+    modes = ["fp32", *(mode for mode in args.modes.split(";") if mode != "fp32")]
+    unknown = [mode for mode in modes if mode not in MODES]
+    if unknown or args.seeds < 2:
+        parser.error(f"unknown modes {unknown}; choose from {list(MODES)}" if unknown else "--seeds must be at least 2")
+    splits = images()
+    print(f"{args.model}, {args.epochs} epochs, seeds 0 to {args.seeds - 1}; {describe_machine()}\n")
+    print("| precision | mean accuracy, % | standard error | from fp32 | allowed | | seconds a run |")
+    print("|---|---|---|---|---|---|---|")
+    reference: list[float] = []
+    failed = False
+    for mode in modes:
+        start = time.perf_counter()
+        scores = [accuracy(args.model, mode, seed, args.epochs, splits) for seed in range(args.seeds)]
+        seconds = (time.perf_counter() - start) / args.seeds
+        reference = reference or scores
+        difference = statistics.mean(scores) - statistics.mean(reference)
+        allowed = max(MARGIN, 2 * math.hypot(standard_error(scores), standard_error(reference)))
+        failed |= abs(difference) > allowed
+        print(
+            f"| {mode} | {statistics.mean(scores):.2f} | {standard_error(scores):.2f} | {difference:+.2f} | {allowed:.2f} | "
+            f"{'no' if abs(difference) > allowed else 'within'} | {seconds:.1f} |",
+            flush=True,
+        )
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
