@@ -183,7 +183,7 @@ def _high_half(bits: torch.Tensor, working: Views, out: torch.Tensor) -> None:
 def _to_ulp(weights: torch.Tensor) -> torch.Tensor:
     """Replace float32 `weights` by the distance between float16 numbers of their magnitude."""
     weights.view(torch.int32).bitwise_and_(0x7F800000)
-    return weights.mul_(2.0**-10).clamp_(min=2.0**-24)
+    return weights.mul_(2.0**-10).clamp_(2.0**-24, 2.0**5)
 
 
 def _to_step(weights: torch.Tensor) -> torch.Tensor:

@@ -99,15 +99,15 @@ class Masters:
 
     # ------------------------------------------------------------------ state of the optimizer
 
-    def state(self) -> dict[Any, State]:
+    def state(self) -> defaultdict[Any, State]:
         """The optimizer's state by working parameter, in shapes of the parameters. Do not write to it."""
         handles = {handle for bucket in self.buckets for handle in bucket.handles}
         other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
-        return {**other, **state_of_params(self.buckets, self.optimizer.state)}
+        return defaultdict(dict, {**other, **state_of_params(self.buckets, self.optimizer.state)})
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` would be if it had been stepped on float32 parameters."""
-        own, self.optimizer.state = self.optimizer.state, defaultdict(dict, self.state())
+        own, self.optimizer.state = self.optimizer.state, self.state()
         try:
             return self.optimizer.state_dict()
         finally:

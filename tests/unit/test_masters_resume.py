@@ -1,0 +1,185 @@
+"""Saving and loading with master weights: bitwise the run that was never interrupted, in torch's own format."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
+
+SCALE = {"initial_scale": 2.0**13, "growth_interval": 5}
+PRECISIONS = {
+    "fp16, fp32 masters": lambda: FP16NaiveMixedPrecision(**SCALE),
+    "fp16, split": lambda: FP16NaiveMixedPrecision(**SCALE, master_weights="split"),
+    "bf16, fp32 masters": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
+    "bf16, split": lambda: BF16NaiveMixedPrecision(),
+    "bf16, none": lambda: BF16NaiveMixedPrecision(master_weights="none"),
+    "bf16, stochastic": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
+}
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.05),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
+}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 80), nn.BatchNorm1d(80), nn.GELU(), nn.Linear(80, 300), nn.Linear(300, 3))
+
+
+class Run:
+    def __init__(self, precision="bf16, split", optimizer="AdamW"):
+        strategy = PRECISIONS[precision]() if precision in PRECISIONS else precision
+        self.booster = Booster("cpu", strategy)
+        net = model()
+        self.model, self.optimizer, self.criterion, *_ = self.booster.boost(
+            net, OPTIMIZERS[optimizer](net.parameters()), nn.CrossEntropyLoss()
+        )
+        data = torch.Generator().manual_seed(1)
+        self.batches = [
+            (torch.randn(4, 6, generator=data), torch.randint(0, 3, (4,), generator=data)) for _ in range(20)
+        ]
+
+    def train(self, steps):
+        for step in steps:
+            x, y = self.batches[step]
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(x), y) * (1e4 if step in (3, 4, 9) else 1.0)  # those overflow float16
+            self.booster.backward(loss, self.optimizer)
+            self.optimizer.clip_grad_by_norm(1.0)
+            self.optimizer.step()
+
+    def save(self):
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def load(self, state, order=("model", "optimizer")):
+        for name in order:
+            getattr(self, name).load_state_dict(copy.deepcopy(state[name]))
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+CASES = [(precision, "AdamW") for precision in PRECISIONS] + [
+    (precision, name) for precision in ("fp16, fp32 masters", "bf16, split") for name in ("SGD", "Adagrad", "ASGD")
+]
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=" then ".join)
+@pytest.mark.parametrize(("precision", "optimizer"), [*CASES, ("bf16, fp32 masters", "Adafactor")])
+@pytest.mark.parametrize("at", [4, 11])
+def test_resuming_is_bitwise_the_run_without_interruption(precision, optimizer, order, at):
+    whole = Run(precision, optimizer)
+    whole.train(range(20))
+    first = Run(precision, optimizer)
+    first.train(range(at))
+    second = Run(precision, optimizer)
+    second.load(first.save(), order)
+    assert same(second.save(), first.save())
+    second.train(range(at, 20))
+    assert same(second.save(), whole.save())
+    assert second.optimizer.num_skipped == whole.optimizer.num_skipped
+    assert whole.optimizer.num_skipped >= (1 if precision.startswith("fp16") else 0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_dict_has_the_format_of_the_optimizer_on_float32_parameters(optimizer):
+    run = Run("bf16, fp32 masters", optimizer)
+    run.train(range(2))
+    plain = Run("fp32", optimizer)
+    plain.train(range(2))
+    ours, theirs = run.optimizer.state_dict(), plain.optimizer.state_dict()
+    masters = ours.pop("booster")["masters"]["weights"]
+    theirs.pop("booster")
+    assert ours.keys() == theirs.keys()
+    assert ours["state"].keys() == theirs["state"].keys()
+    for index, state in theirs["state"].items():
+        shapes = {key: (value.shape, value.dtype) for key, value in state.items() if isinstance(value, torch.Tensor)}
+        assert {k: (v.shape, v.dtype) for k, v in ours["state"][index].items() if isinstance(v, torch.Tensor)} == shapes
+    assert [group["params"] for group in ours["param_groups"]] == [[*range(8)]]
+    half = {name: param for name, param in run.model.named_parameters() if param.dtype == torch.bfloat16}
+    assert masters.keys() == half.keys()
+    assert all(masters[name].dtype == torch.float32 and masters[name].shape == half[name].shape for name in half)
+
+
+def test_a_plain_float32_checkpoint_of_torch_loads_and_masters_agree_with_the_weights():
+    plain = Run("fp32")
+    plain.train(range(3))
+    state = plain.save()
+    state["optimizer"].pop("booster")
+    for order in (("model", "optimizer"), ("optimizer", "model")):
+        run = Run("bf16, fp32 masters")
+        run.load(state, order)
+        loaded = run.optimizer.state_dict()
+        assert same(loaded["state"], state["optimizer"]["state"])
+        for name, master in loaded["booster"]["masters"]["weights"].items():
+            assert torch.equal(master.bfloat16(), run.model.get_parameter(name))
+            assert torch.equal(run.model.get_parameter(name), state["model"][name].bfloat16())
+        run.train(range(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("bf16, split", "bf16, fp32 masters"), ("bf16, fp32 masters", "bf16, split")]
+)
+def test_separate_and_split_masters_read_each_others_checkpoints_bitwise(writer, reader):
+    first = Run(writer)
+    first.train(range(6))
+    second = Run(reader)
+    second.load(first.save())
+    for run in (first, second):
+        run.train(range(6, 12))
+    assert same(first.save(), second.save())
+
+
+@pytest.mark.parametrize("change", ["unknown name", "wrong shape", "not a dict"])
+def test_masters_that_do_not_fit_raise_and_leave_everything_as_it_was(change):
+    run, other = Run("fp16, fp32 masters"), Run("fp16, fp32 masters")
+    run.train(range(2))
+    other.train(range(5))
+    before, state = run.save(), other.save()
+    weights = state["optimizer"]["booster"]["masters"]["weights"]
+    if change == "unknown name":
+        weights["9.weight"] = weights.pop("0.weight")
+    elif change == "wrong shape":
+        weights["0.weight"] = torch.zeros(5)
+    else:
+        state["optimizer"]["booster"]["masters"] = 3
+    with pytest.raises(ValueError, match="masters"):
+        run.load(state, ("optimizer",))
+    assert same(run.save(), before)
+
+
+def test_groups_that_do_not_fit_raise_and_leave_everything_as_it_was():
+    run = Run()
+    run.train(range(2))
+    before = run.save()
+    state = run.save()
+    state["optimizer"]["param_groups"][0]["params"].append(99)
+    with pytest.raises(ValueError, match="size of optimizer's group"):
+        run.load(state, ("optimizer",))
+    assert same(run.save(), before)
+    run.train(range(2, 4))
+
+
+def test_loading_another_models_weights_alone_moves_the_masters():
+    run, other = Run("bf16, fp32 masters"), Run("bf16, fp32 masters")
+    other.train(range(5))
+    run.load(other.save(), ("model",))
+    for name, master in run.optimizer.state_dict()["booster"]["masters"]["weights"].items():
+        assert torch.equal(master.bfloat16(), other.model.get_parameter(name))
