@@ -98,7 +98,9 @@ def accelerate(precision: str) -> Step:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     accelerator = Accelerator(
-        mixed_precision="no" if precision == "fp32" else precision, cpu=DEVICE == "cpu", kwargs_handlers=[GradScalerKwargs()]
+        mixed_precision="no" if precision == "fp32" else precision,
+        cpu=DEVICE == "cpu",
+        kwargs_handlers=[GradScalerKwargs()],
     )
     if precision == "fp16" and accelerator.scaler is None:
         # On CPU it quietly runs float32; force what it does elsewhere, so that the same work is compared.
@@ -176,7 +178,8 @@ def main() -> None:
             over_raw = difference(seconds, name, "raw") / STEPS * 1e6
             over_fused = difference(seconds, name, "raw fused") / STEPS * 1e6
             print(
-                f"| {precision} | {name} | {per_step:.0f} | {ratio(seconds, name, 'raw'):.3f} | {over_raw:+.0f} | {over_fused:+.0f} |"
+                f"| {precision} | {name} | {per_step:.0f} | {ratio(seconds, name, 'raw'):.3f} "
+                f"| {over_raw:+.0f} | {over_fused:+.0f} |"
             )
         control = abs(difference(seconds, "raw again", "raw")) / STEPS * 1e6
         print(f"A/A control: {control:.1f} us ({'valid' if control < 5 else 'NOT valid: the machine was too busy'})")

@@ -310,6 +310,17 @@ def test_attention_in_float32_is_attention_of_the_rounded_inputs(precision):
 
 
 @both
+def test_a_mask_in_half_joins_attention_in_float32(precision):
+    half = HALF[precision]
+    q = torch.randn(1, 2, 5, 8).to(half)
+    mask = torch.randn(5, 5).to(half)
+    with make(precision).autocast():
+        out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    exact = F.scaled_dot_product_attention(q.float(), q.float(), q.float(), attn_mask=mask.float())
+    assert torch.equal(out, exact.to(half))
+
+
+@both
 def test_float64_attention_is_left_alone(precision):
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
     with make(precision).autocast():

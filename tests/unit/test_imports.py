@@ -55,7 +55,10 @@ def test_importing_booster_adds_less_than_a_tenth_of_a_second(new_modules):
                 total += int(own)
         return total / 1e6
 
-    assert min(seconds() for _ in range(3)) < 0.1
+    measured = []  # a loaded machine only ever adds, so the shortest of a few counts
+    while len(measured) < 6 and min(measured, default=1.0) >= 0.1:
+        measured.append(seconds())
+    assert min(measured) < 0.1
 
 
 def imports(path):

@@ -1,0 +1,109 @@
+"""Booster(fused_optimizer="compile"): the same updates, compiled, for any optimizer; a warning where nothing compiles."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.update.compiled import CompiledUpdate, can_compile
+from booster.update.host import HostUpdate
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9}),
+}
+
+pytestmark = [
+    # Torch's compiler warns about its own use of deprecated functions.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1))
+    except Exception as error:
+        pytest.skip(f"torch.compile finds no working compiler: {error}")
+
+
+def train(fused_optimizer: bool | str, name: str, precision: str) -> tuple[list[torch.Tensor], list[bool], object]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer_class, options = OPTIMIZERS[name]
+    raw = optimizer_class(model.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(raw, 1, 0.9)
+    booster = Booster(mixed_precision=precision, fused_optimizer=fused_optimizer)
+    model, optimizer, _, _, scheduler = booster.boost(model, raw, lr_scheduler=scheduler)
+    applied = []
+    for index, x in enumerate(torch.randn(8, 32, 8)):
+        loss = model(x).square().mean()
+        booster.backward(loss * float("inf") if index == 4 else loss, optimizer)
+        optimizer.clip_grad_by_norm(0.1)
+        applied.append(optimizer.step().applied)
+        scheduler.step()
+        optimizer.zero_grad()
+    assert isinstance(raw.param_groups[0]["lr"], float)
+    return [param.detach() for param in model.parameters()], applied, optimizer._update
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_compiled_update_takes_the_steps_of_an_eager_one(compiler: None, name: str) -> None:
+    eager, eager_applied, _ = train(False, name, "fp32")
+    compiled, applied, update = train("compile", name, "fp32")
+    assert type(update) is CompiledUpdate
+    assert applied == eager_applied == [True] * 4 + [False] + [True] * 3
+    for ours, theirs in zip(compiled, eager, strict=True):
+        # Seven updates of a handful of float32 operations each, in another order.
+        assert (ours - theirs).abs().max() <= 7 * 8 * torch.finfo(torch.float32).eps * theirs.abs().max()
+
+
+def test_a_schedule_does_not_recompile(compiler: None) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    train("compile", "SGD", "fp16")
+    # One graph for the norms, one for the step: eight learning rates would otherwise be eight.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+def test_step_hooks_see_unscaled_gradients_under_a_compiled_update(compiler: None) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    raw = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    booster = Booster(mixed_precision="fp16", fused_optimizer="compile")
+    model, optimizer, *_ = booster.boost(model, raw)
+    seen = []
+    raw.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
+    for _ in range(2):
+        optimizer.zero_grad()
+        booster.backward(model(torch.ones(1, 2)).sum() / 2, optimizer)
+        optimizer.step()
+    assert [grad.tolist() for grad in seen] == [[[0.5, 0.5]], [[0.5, 0.5]]]
+
+
+def test_without_a_compiler_one_warning_says_so_and_the_default_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    model = nn.Linear(2, 1)
+    with caplog.at_level(logging.WARNING, "booster"):
+        _, optimizer, *_ = Booster(fused_optimizer="compile").boost(model, torch.optim.AdamW(model.parameters()))
+    assert type(optimizer._update) is HostUpdate
+    assert optimizer.param_groups[0]["fused"] is True
+    assert [record.message for record in caplog.records] == [
+        'fused_optimizer="compile" does not apply to this AdamW: torch.compile finds no working compiler: '
+        "no C++ compiler; it is stepped as with fused_optimizer=True"
+    ]
+
+
+def test_an_optimizer_that_is_fused_already_has_nothing_to_compile(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "booster"):
+        assert not can_compile(torch.optim.AdamW(nn.Linear(2, 1).parameters(), fused=True))
+    assert "fused=True" in caplog.text
