@@ -324,3 +324,18 @@ def test_a_naive_config_trains():
     assert result.loss_scale < 2.0**32  # the documented start overflows first
     assert next(net.parameters()).dtype == torch.float16
     assert moved(net, before) > 0.1
+
+
+@pytest.mark.parametrize("fp16", [None, {"mode": "torch"}, {"mode": "naive", "initial_scale": 2.0**10}])
+def test_optimizers_that_share_a_backward_each_clip_their_own(fp16):
+    booster_ = Booster.from_config(fp16=fp16, clip_grad_norm=0.125, device="cpu")
+    torch.manual_seed(0)
+    nets = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    before = [copy.deepcopy(net.state_dict()) for net in nets]
+    boosted = [booster_.boost(net, torch.optim.SGD(net.parameters(), lr=1.0))[:2] for net in nets]
+    (first, optimizer_a), (second, optimizer_b) = boosted
+    booster_.backward(second(first(torch.randn(8, 4))).pow(2).mean(), [optimizer_a, optimizer_b])
+    assert optimizer_a.step().applied
+    assert optimizer_b.step().applied
+    for net, weights in zip(nets, before, strict=True):
+        assert moved(net, weights) == pytest.approx(0.125, rel=2e-2)

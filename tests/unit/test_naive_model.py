@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import DtypePolicy, NaiveAMPModel, is_batch_norm, set_fp32_attr_to_module
+from booster.mixed_precision import (
+    DtypePolicy,
+    FP16NaiveMixedPrecision,
+    NaiveAMPModel,
+    is_batch_norm,
+    set_fp32_attr_to_module,
+)
 from booster.mixed_precision.pins import Float32Forward
 from booster.mixed_precision.policy import cast_parameters, half_policy
 
@@ -505,3 +511,34 @@ def test_a_naive_model_can_be_boosted():
     model, *_ = Booster(device="cpu").boost(NaiveAMPModel(Net()))
     assert model(torch.randn(3, 4)).dtype == F32
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
+
+
+# ---- strategies ----
+
+
+@pytest.mark.parametrize("name", ["fp16_naive", "bf16_naive"])
+def test_a_strategy_casts_inputs_and_keeps_batch_norm_and_marked_modules_in_float32(name):
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4), nn.Linear(4, 2))
+    set_fp32_attr_to_module(net[2])
+    model, *_ = Booster(device="cpu", mixed_precision=name).boost(net)
+    half = torch.float16 if name == "fp16_naive" else torch.bfloat16
+    assert [layer.weight.dtype for layer in net] == [half, F32, F32, half]
+    seen = []
+    for layer in net:
+        layer.register_forward_hook(lambda module, args, out: seen.append((args[0].dtype, out.dtype)))
+    assert model(torch.randn(3, 4)).dtype == F32
+    assert seen == [(half, half)] * 4  # pinned modules, too, take and give half
+
+
+def test_keep_fp32_of_a_strategy_pins_by_name():
+    net = Net()
+    Booster(device="cpu", mixed_precision=FP16NaiveMixedPrecision(keep_fp32="norm")).boost(net)
+    assert [net.body.weight.dtype, net.norm.weight.dtype] == [F16, F32]
+
+
+def test_a_strategy_refuses_a_tied_weight_with_one_pinned_user_before_it_changes_the_model():
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="same tensor"):
+        Booster(device="cpu", mixed_precision=FP16NaiveMixedPrecision(keep_fp32="head")).boost(model, optimizer)
+    assert model.head.weight.dtype == F32
