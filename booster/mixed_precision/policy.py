@@ -70,7 +70,7 @@ def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
     pinned = {
         id(tensor): tensor  # held, so that no other tensor gets its id meanwhile
         for name in policy.fp32_modules
-        for tensor in _floating(inner.get_submodule(name))
+        for tensor in _tensors(inner.get_submodule(name))
     }
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,9 +93,9 @@ def install_pins(module: nn.Module, policy: DtypePolicy) -> None:
         pin(inner.get_submodule(name), None, policy.param)
 
 
-def _floating(module: nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.is_floating_point():
-            yield tensor
-            if tensor.grad is not None:
-                yield tensor.grad
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.buffers()
+    for param in module.parameters():
+        yield param
+        if param.grad is not None:
+            yield param.grad
