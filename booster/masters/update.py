@@ -27,7 +27,7 @@ class MasterUpdate(HostUpdate):
     Norm, finite check and clips read the working gradients; scale and clips reach the optimizer folded into one number,
     so `.grad` still carries the loss scale after a step, also for step hooks.
 
-    max_norm: clip to this norm inside every step; 0 does not. count_zeros: report how many gradient elements were zero.
+    count_zeros: report how many gradient elements were zero.
     verbose: log changes of the loss scale.
     """
 
@@ -40,35 +40,23 @@ class MasterUpdate(HostUpdate):
         masters: Masters,
         group: dist.ProcessGroup | None = None,
         skip_nonfinite: bool = False,
-        max_norm: float = 0.0,
         count_zeros: bool = False,
         verbose: bool = False,
     ) -> None:
         super().__init__(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
         self.masters = masters
         self._step = MasterStep(masters)
-        self._max_norm = max_norm
         self._count_zeros = count_zeros
         self._verbose = verbose
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         self._refuse_unchecked_closure()
-
-        def evaluate() -> Any:
-            self._scale = 1.0
-            loss = closure()
-            if self._max_norm:
-                self.clip_norm(self._max_norm, 2.0, False)
-            return loss
-
-        loss = self._step.step_with_closure(evaluate, self._take_grad_scale)
+        loss = self._step.step_with_closure(closure, self._take_grad_scale)
         norm = self._reported_norm
         self.reset()
         return StepResult(True, StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss)
 
     def _decide_and_apply(self) -> StepResult:
-        if self._max_norm:
-            self.clip_norm(self._max_norm, 2.0, False)
         before = self.scaler.scale
         carried = self._grad_scale
         zeros = self._num_zeros() if self._count_zeros else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -106,7 +107,6 @@ class NaiveMixedPrecision(MixedPrecision):
         return functools.partial(
             MasterUpdate,
             masters=masters,
-            max_norm=self._max_norm,
             count_zeros=self._count_zeros,
             verbose=self._verbose,
         )
@@ -120,6 +120,14 @@ class NaiveMixedPrecision(MixedPrecision):
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
     ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+        options = options or UpdateOptions()
+        if self._max_norm:
+            if options.clip_grad_norm not in (0.0, self._max_norm):
+                raise ValueError(
+                    f"clip_grad_norm is {options.clip_grad_norm} for Booster and {self._max_norm} for "
+                    f"{type(self).__name__}; give it once"
+                )
+            options = dataclasses.replace(options, clip_grad_norm=self._max_norm)
         boosted = super().configure(model, optimizer, criterion, placement=placement, options=options)
         if self._sync_buffer and placement is not None and placement.group is not None:
             boosted[0].register_forward_pre_hook(BufferAverage(placement.group))

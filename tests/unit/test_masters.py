@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from prescribed import loss_with
+from torch import optim
 
 import booster
 from booster.interface.optimizer import OptimizerWrapper
@@ -12,21 +13,20 @@ from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, MasterUpdate
 from booster.update.fused import switch_to_fused
 
-O = torch.optim
 ELEMENTWISE = {
-    "Adam": lambda p: O.Adam(p, lr=1e-2),
-    "Adam amsgrad": lambda p: O.Adam(p, lr=1e-2, amsgrad=True),
-    "AdamW": lambda p: O.AdamW(p, lr=1e-2),
-    "SGD": lambda p: O.SGD(p, lr=1e-2),
-    "SGD momentum": lambda p: O.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
-    "Adagrad": lambda p: O.Adagrad(p, lr=1e-2, initial_accumulator_value=0.125),
-    "RMSprop": lambda p: O.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
-    "Adadelta": lambda p: O.Adadelta(p, lr=1e-1),
-    "Adamax": lambda p: O.Adamax(p, lr=1e-2),
-    "NAdam": lambda p: O.NAdam(p, lr=1e-2),
-    "RAdam": lambda p: O.RAdam(p, lr=1e-2),
-    "ASGD": lambda p: O.ASGD(p, lr=1e-2),
-    "Rprop": lambda p: O.Rprop(p, lr=1e-2),
+    "Adam": lambda p: optim.Adam(p, lr=1e-2),
+    "Adam amsgrad": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True),
+    "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
+    "SGD": lambda p: optim.SGD(p, lr=1e-2),
+    "SGD momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.125),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=1e-1),
+    "Adamax": lambda p: optim.Adamax(p, lr=1e-2),
+    "NAdam": lambda p: optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: optim.RAdam(p, lr=1e-2),
+    "ASGD": lambda p: optim.ASGD(p, lr=1e-2),
+    "Rprop": lambda p: optim.Rprop(p, lr=1e-2),
 }
 SHAPES = [(200, 101), (33,), (), (7, 5, 3), (40, 500)]
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -123,7 +123,7 @@ def test_masters_train_like_float32_parameters_on_the_same_gradients(name, dtype
 def test_without_masters_small_updates_are_lost_and_kahan_and_stochastic_rounding_keep_them():
     moved = {}
     for form, rounding in [("none", "nearest"), ("none", "stochastic"), ("none", "kahan"), ("split", "nearest")]:
-        run = Run(lambda p: O.SGD(p, lr=2.0**-13), BF16, form, rounding=rounding, shapes=[(64, 64)])
+        run = Run(lambda p: optim.SGD(p, lr=2.0**-13), BF16, form, rounding=rounding, shapes=[(64, 64)])
         with torch.no_grad():
             run.params[0].fill_(1.0)
         for _ in range(64):
@@ -163,7 +163,7 @@ def test_hooks_fire_once_a_step_and_see_the_users_parameters(form):
 def test_groups_are_the_same_objects_after_a_step_and_schedulers_drive_them():
     run = Run(ELEMENTWISE["AdamW"], BF16)
     groups, group, params = run.inner.param_groups, run.inner.param_groups[0], run.inner.param_groups[0]["params"]
-    scheduler = O.lr_scheduler.ExponentialLR(run.inner, 0.5)
+    scheduler = optim.lr_scheduler.ExponentialLR(run.inner, 0.5)
     run.train(1)
     scheduler.step()  # warns, which is an error here, if it thinks that step() never ran
     assert run.inner.param_groups is groups
@@ -173,7 +173,7 @@ def test_groups_are_the_same_objects_after_a_step_and_schedulers_drive_them():
     assert group["lr"] == 5e-3
 
 
-class Counting(O.SGD):
+class Counting(optim.SGD):
     """Writes to its group once a step, as schedule-free optimizers do."""
 
     def step(self, closure=None):
@@ -192,8 +192,19 @@ def test_an_optimizer_that_writes_to_its_group_writes_once_a_step_and_every_buck
     assert torch.equal(run.values()[0], run.sources[0] - 0.5)
 
 
+def test_hooks_fire_once_also_where_step_calls_the_step_of_its_base():
+    booster.register_elementwise(Counting)
+    optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch wraps the step of a class when it is first instantiated
+    run = Run(lambda p: Counting(p, lr=1e-3), BF16, "split", shapes=[(70_000,)])
+    calls = []
+    run.inner.register_step_pre_hook(lambda *args: calls.append("pre"))
+    run.inner.register_step_post_hook(lambda *args: calls.append("post"))
+    run.train(1)
+    assert calls == ["pre", "post"]
+
+
 def test_a_subclass_is_not_elementwise_by_inheritance():
-    class Other(O.AdamW):
+    class Other(optim.AdamW):
         pass
 
     params = [torch.nn.Parameter(torch.zeros(3, dtype=BF16))]
@@ -202,7 +213,7 @@ def test_a_subclass_is_not_elementwise_by_inheritance():
 
 
 def test_an_unknown_optimizer_is_stepped_once_on_whole_separate_masters():
-    class Norms(O.SGD):
+    class Norms(optim.SGD):
         calls = 0
 
         def step(self, closure=None):
@@ -222,9 +233,9 @@ def test_an_unknown_optimizer_is_stepped_once_on_whole_separate_masters():
         torch.testing.assert_close(ours, source - 0.1 * grad / total)
 
 
-@pytest.mark.parametrize("name", [name for name in ("Adafactor", "Muon") if hasattr(O, name)])
+@pytest.mark.parametrize("name", [name for name in ("Adafactor", "Muon") if hasattr(optim, name)])
 def test_per_tensor_optimizers_step_whole_tensors_exactly_as_on_float32_parameters(name):
-    make, shapes = (lambda p: getattr(O, name)(p, lr=1e-2)), [(40, 30), (200, 301), (64, 64)]
+    make, shapes = (lambda p: getattr(optim, name)(p, lr=1e-2)), [(40, 30), (200, 301), (64, 64)]
     run = Run(make, BF16, "auto", shapes=shapes)
     reference = [torch.nn.Parameter(source.clone()) for source in run.sources]
     optimizer = make(reference)
@@ -243,7 +254,7 @@ def test_lbfgs_trains_masters_through_its_closure_as_it_trains_float32_weights()
     target = torch.linspace(-1, 1, 12).reshape(4, 3)
 
     def make(params):
-        return O.LBFGS(params, lr=0.5, max_iter=4)
+        return optim.LBFGS(params, lr=0.5, max_iter=4)
 
     run = Run(make, BF16, "auto", shapes=[(4, 3)])
     seen = []
@@ -288,10 +299,22 @@ def test_masters_follow_weights_that_somebody_else_wrote_and_keep_the_others():
     with torch.no_grad():
         run.params[0][:50].fill_(300.0)
         run.params[0][50:].copy_(run.params[0][50:].clone())  # written, but to what it was
+    twin = copy.deepcopy(run.params[0].detach())
     run.masters.follow_weights()
     after = run.values()[0]
     assert (after[:50] == 300.0).all()
     assert torch.equal(after[50:], before[50:])
+    assert torch.equal(run.params[0], twin)
+
+
+@pytest.mark.parametrize("form", ["fp32", "split", "none"])
+def test_a_step_starts_from_weights_that_somebody_else_wrote(form):
+    run = Run(ELEMENTWISE["SGD"], BF16, form, shapes=[(100, 700)])
+    run.train(2)
+    with torch.no_grad():
+        run.params[0].fill_(300.0)
+    run.train(1)
+    assert (run.params[0] - 300.0).abs().max() < 2.0
 
 
 def test_a_new_group_gets_masters_of_its_own():
@@ -321,7 +344,7 @@ def test_zero_grad_clears_working_gradients_and_a_step_leaves_them_with_their_sc
 @pytest.mark.parametrize("clip", [None, 0.25])
 def test_gradients_that_are_kept_after_a_step_add_up_at_the_right_scale(clip):
     scaler = DynamicScale(init_scale=2.0**4, growth_interval=1)
-    run = Run(lambda p: O.SGD(p, lr=1.0), FP16, "fp32", shapes=[(4,)])
+    run = Run(lambda p: optim.SGD(p, lr=1.0), FP16, "fp32", shapes=[(4,)])
     run.optimizer._update.scaler = scaler
     start = run.values()[0]
     for _ in range(2):  # the scale doubles in between, and the first gradient stays

@@ -231,6 +231,14 @@ def test_clip_grad_norm_clips_inside_step_and_grad_norm_is_the_true_norm(name):
 
 
 @both
+def test_two_different_norms_to_clip_to_raise_and_equal_ones_do_not(name):
+    kind = KINDS[name][0]
+    with pytest.raises(ValueError, match=r"clip_grad_norm is 2.0 for Booster and 1.0 for .*; give it once"):
+        boost(kind(clip_grad_norm=1.0), clip_grad_norm=2.0)
+    assert step(*boost(kind(clip_grad_norm=1.0), clip_grad_norm=1.0))
+
+
+@both
 def test_zeros_in_the_gradients_are_counted_when_asked(name):
     booster, model, optimizer, criterion = boost(KINDS[name][0](log_num_zeros_in_grad=True))
     x, y = batch()
@@ -251,6 +259,15 @@ def test_verbose_logs_changes_of_the_scale_and_zeros_and_nothing_is_logged_other
         wanted = ["elements of the gradients were zero", "loss scale 65536 -> 131072 after an applied step"]
         assert len(caplog.messages) == (2 if verbose else 0)
         assert all(part in message for part, message in zip(wanted, caplog.messages, strict=False))
+
+
+def test_a_step_leaves_the_gradients_of_pinned_modules_with_their_scale_as_those_of_the_others():
+    booster, model, optimizer, criterion = boost("fp16_naive", optimizer=torch.optim.AdamW)
+    x, y = batch()
+    booster.backward(criterion(model(x), y), optimizer)
+    before = {name: param.grad.clone() for name, param in model.named_parameters()}
+    assert optimizer.step()
+    assert all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
 
 
 @both
