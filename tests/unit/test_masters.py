@@ -314,7 +314,7 @@ def test_a_step_starts_from_weights_that_somebody_else_wrote(form):
     with torch.no_grad():
         run.params[0].fill_(300.0)
     run.train(1)
-    assert (run.params[0] - 300.0).abs().max() < 2.0
+    assert (run.params[0] - 300.0).abs().max() <= 2.0  # one ulp: a split master keeps what lay below the old weight
 
 
 def test_a_new_group_gets_masters_of_its_own():
