@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster.masters.formats import Format
-from booster.masters.layout import Piece, flat, flat_like, renumber
+from booster.masters.layout import Piece, aligned, flat, flat_like, renumber
 
 State = dict[str, Any]
 
@@ -26,7 +26,7 @@ class Bucket:
         self.group = group
         self.pieces = list(pieces)
         self.whole = whole
-        self.size = sum(piece.size for piece in pieces)
+        self.size = aligned(pieces[-1].offset + pieces[-1].size)
         first = pieces[0].param
         self.device, self.dtype = first.device, first.dtype
         self._format = format
@@ -71,7 +71,7 @@ class Bucket:
         if self._format.needs_values:
             return
         masters: torch.Tensor = self.rest  # type: ignore[assignment]
-        rounded = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        rounded = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         parts, mine = self.cut_like_pieces(rounded), self.cut_like_pieces(masters)
         self._format.write(parts, masters, masters, self.scratch())
         for old, working, master in zip(parts, self.working(), mine, strict=True):
@@ -82,7 +82,7 @@ class Bucket:
         self._format.write(self.working(), self.rest, values, spare)
 
     def scratch(self) -> torch.Tensor:
-        return torch.empty(self.size, dtype=torch.float32, device=self.device)
+        return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def joined(self) -> torch.Tensor:
         """A float32 copy of the masters."""
@@ -110,13 +110,13 @@ class Bucket:
 
     def cut_like_pieces(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Flat views of flat `values`, piece by piece."""
-        return [values] if len(self.pieces) == 1 else list(values.split([piece.size for piece in self.pieces]))
+        return [values[piece.offset : piece.offset + piece.size] for piece in self.pieces]
 
     def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Views of flat `values` in the shapes of the handles."""
         if not self.whole:
             return [values]
-        parts = values.split([piece.size for piece in self.pieces])
+        parts = self.cut_like_pieces(values)
         return [
             part.as_strided(piece.param.shape, piece.param.stride(), part.storage_offset())
             for part, piece in zip(parts, self.pieces, strict=True)
@@ -160,7 +160,11 @@ def is_elementwise(value: Any, size: int) -> bool:
 
 
 def _take(values: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
-    return torch.cat([values[piece.offset : piece.offset + piece.size] for piece in pieces])
+    moved = renumber(pieces)
+    taken = values.new_zeros(aligned(moved[-1].offset + moved[-1].size))
+    for old, new in zip(pieces, moved, strict=True):
+        taken[new.offset : new.offset + new.size] = values[old.offset : old.offset + old.size]
+    return taken
 
 
 def _copy(value: Any) -> Any:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from booster.masters.layout import starts
+
 Views = Sequence[torch.Tensor]
 
 _CHUNK = 2**16  # elements of a temporary that only some formats need
@@ -45,7 +47,7 @@ class Separate(Format):
     needs_values = False
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.float32, device=device)
+        return torch.zeros(size, dtype=torch.float32, device=device)
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         if rest is not values:
@@ -61,7 +63,7 @@ class SplitBFloat16(Format):
     """The weight is the high half of the float32 number, `rest` the signed low half. 2 bytes an element, exact."""
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int16, device=device)
+        return torch.zeros(size, dtype=torch.int16, device=device)
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
@@ -84,7 +86,7 @@ class SplitFloat16(Format):
     """
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.int16, device=device)
+        return torch.zeros(size, dtype=torch.int16, device=device)
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
@@ -149,7 +151,7 @@ class Kahan(Format):
     float16) of mantissa."""
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
+        return torch.zeros(size, dtype=dtype, device=device)
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         torch._foreach_copy_(split_like(values, working), list(working))
@@ -171,8 +173,9 @@ def round_nearest(working: Views, values: torch.Tensor, spare: torch.Tensor) -> 
 
 
 def split_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
-    """Consecutive views of `values`, as long as those in `working`."""
-    return list(values.split([w.numel() for w in working])) if len(working) > 1 else [values]
+    """Views of `values` for those in `working`, which lie in it one after another as in a bucket."""
+    offsets = starts(w.numel() for w in working)
+    return [values[offset : offset + w.numel()] for offset, w in zip(offsets, working, strict=True)]
 
 
 def _high_half(bits: torch.Tensor, working: Views, out: torch.Tensor) -> None:

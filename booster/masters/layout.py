@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-ALIGNMENT = 64  # elements; vector units then see the same lanes whatever the cut
+# Elements. Whatever shares its bucket, an element meets the same lane of a vector unit, never the scalar code for what is left
+# over at the end, which rounds differently: the cut then changes no bit.
+ALIGNMENT = 64
 SMALLEST_BUCKET = 2**14  # elements; below, the cost of a call outweighs 8 bytes of scratch for each
 LARGEST_CPU_BUCKET = 2**19  # elements; above, scratch no longer stays in a core's cache, and the update takes longer
 
@@ -37,7 +39,7 @@ def bucket_size(num_elements: int, device: torch.device, divisor: int = 8) -> in
 
 
 def cut(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
-    """Lay `params` end to end and cut at every multiple of `size`."""
+    """Lay `params` one after another, each from a multiple of 64, and cut at every multiple of `size`."""
     buckets: list[list[Piece]] = []
     filled = size
     for param in params:
@@ -48,7 +50,7 @@ def cut(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
                 filled = 0
             stop = min(param.numel(), start + size - filled)
             buckets[-1].append(Piece(param, start, stop, filled))
-            filled += stop - start
+            filled = aligned(filled + stop - start)
             start = stop
     return buckets
 
@@ -62,17 +64,28 @@ def pack(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
             buckets.append([])
             filled = 0
         buckets[-1].append(Piece(param, 0, param.numel(), filled))
-        filled += param.numel()
+        filled = aligned(filled + param.numel())
     return buckets
 
 
 def renumber(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same pieces, lying end to end from 0."""
-    offset, moved = 0, []
-    for piece in pieces:
-        moved.append(Piece(piece.param, piece.start, piece.stop, offset))
-        offset += piece.size
-    return moved
+    """The same pieces, lying one after another from 0."""
+    offsets = starts([piece.size for piece in pieces])
+    return [Piece(p.param, p.start, p.stop, offset) for p, offset in zip(pieces, offsets, strict=True)]
+
+
+def aligned(num_elements: int) -> int:
+    """The next multiple of 64."""
+    return -(-num_elements // ALIGNMENT) * ALIGNMENT
+
+
+def starts(sizes: Iterable[int]) -> list[int]:
+    """Where stretches of these sizes begin in a bucket."""
+    offset, found = 0, []
+    for size in sizes:
+        found.append(offset)
+        offset = aligned(offset + size)
+    return found
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

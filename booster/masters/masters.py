@@ -145,6 +145,7 @@ class Masters:
 
     def joined(self, param: torch.Tensor) -> torch.Tensor:
         """A float32 copy of the master of `param`, in its shape."""
+        self.adopt()
         parts = [(p, b.joined()) for b in self.buckets for p in b.pieces if p.param is param]
         parts.sort(key=lambda part: part[0].start)
         values = [joined[piece.offset : piece.offset + piece.size] for piece, joined in parts]
@@ -152,6 +153,7 @@ class Masters:
 
     def state_dict(self) -> dict[str, Any]:
         """The masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
+        self.adopt()
         self.follow_weights()
         parts: dict[torch.Tensor, torch.Tensor] = {}
         for bucket in self.buckets:

@@ -60,7 +60,7 @@ def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dic
             own[key] = value.clone() if isinstance(value, torch.Tensor) else value
             continue
         dtype = torch.float32 if value.dtype in HALF_DTYPES else value.dtype
-        own[key] = joined = torch.empty(bucket.size, dtype=dtype, device=value.device)
+        own[key] = joined = torch.zeros(bucket.size, dtype=dtype, device=value.device)
         for piece in bucket.pieces:
             source = flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop]
             joined[piece.offset : piece.offset + piece.size].copy_(source)

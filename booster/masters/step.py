@@ -197,7 +197,7 @@ class _Scratch:
             for key in ((bucket.device, False), (bucket.device, True)):
                 if key[1] or bucket.needs_values:
                     self._sizes[key] = max(self._sizes.get(key, 0), bucket.size)
-        self._tensors = {key: torch.empty(size, device=key[0]) for key, size in self._sizes.items()}
+        self._tensors = {key: torch.zeros(size, device=key[0]) for key, size in self._sizes.items()}
 
     def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, gradients) of the bucket's size; the former only where the bucket needs it."""

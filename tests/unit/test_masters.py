@@ -151,6 +151,22 @@ def test_a_parameter_without_gradient_is_left_alone_as_torch_does():
 
 
 @pytest.mark.parametrize("form", ["fp32", "split"])
+def test_parameters_with_different_histories_are_saved_and_loaded_with_their_own_step_counts(form):
+    run, other = Run(ELEMENTWISE["AdamW"], BF16, form), Run(ELEMENTWISE["AdamW"], BF16, form)
+    for present in [{0, 1}, {1, 2, 4}, {1}]:
+        run.backward(present)
+        run.optimizer.step()
+    other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    counts = [int(other.optimizer.state[param].get("step", 0)) for param in other.params]
+    assert counts == [1, 3, 1, 0, 1]
+    other.generator.set_state(run.generator.get_state())
+    for each in (run, other):
+        each.train(3)
+    assert equal(run.values(), other.values())
+    assert equal(run.params, other.params)
+
+
+@pytest.mark.parametrize("form", ["fp32", "split"])
 def test_hooks_fire_once_a_step_and_see_the_users_parameters(form):
     run = Run(ELEMENTWISE["AdamW"], BF16, form)
     seen = []
@@ -386,7 +402,8 @@ def test_no_float32_copy_of_the_model_is_held_by_a_split_master_at_rest():
     run = Run(ELEMENTWISE["SGD"], BF16, "split")
     run.train(1)
     total = sum(param.numel() for param in run.params)
-    assert sum(b.rest.untyped_storage().nbytes() for b in run.masters.buckets) == 2 * total
+    kept = sum(bucket.rest.untyped_storage().nbytes() for bucket in run.masters.buckets)
+    assert 2 * total <= kept < 2 * (total + 64 * len(run.params))
     handles = [handle for bucket in run.masters.buckets for handle in bucket.handles]
     assert all(handle.untyped_storage().nbytes() == 4 and handle.grad is None for handle in handles)
 

@@ -140,6 +140,24 @@ def test_training_equals_a_handwritten_loop_on_float32_masters(name):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
 
 
+@both
+@pytest.mark.parametrize("form", ["fp32", "split"])
+def test_an_optimizer_that_has_stepped_before_keeps_its_state_in_float32(name, form):
+    model = net()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    nn.CrossEntropyLoss()(model(batch()[0]), batch()[1]).backward()
+    inner.step()
+    before = {key: inner.state[param]["exp_avg"].clone() for key, param in model.named_parameters()}
+    booster = Booster("cpu", KINDS[name][0](master_weights=form))
+    model, optimizer, criterion, *_ = booster.boost(model, inner, nn.CrossEntropyLoss())
+    for key, param in model.named_parameters():
+        state = optimizer.state[param]
+        assert torch.equal(state["exp_avg"], before[key])
+        assert state["exp_avg"].dtype == torch.float32
+    assert step(booster, model, optimizer, criterion)
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
 def test_a_step_that_grows_the_scale_divides_by_the_scale_that_backward_used():
     for interval in (1, 1000):
         model = nn.Linear(1, 1, bias=False)
