@@ -19,8 +19,14 @@ from torch.utils.data import Dataset, Sampler
 from booster import collectives
 from booster.accumulation import Accumulation
 from booster.boosted_loader import DataLoaderWrapper
-from booster.checks import check_boosted_optimizers, check_criterion, check_model, check_optimizer, scheduler_owner
-from booster.data import check_sharded
+from booster.checks import (
+    boosted_loader,
+    check_boosted_optimizers,
+    check_criterion,
+    check_model,
+    check_optimizer,
+    scheduler_owner,
+)
 from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
@@ -79,6 +85,7 @@ class Booster:
             fused_optimizer=fused_optimizer, skip_nonfinite=skip_nonfinite, max_consecutive_skips=max_consecutive_skips
         )
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
         # By id of the user's optimizer, which the wrapper keeps alive.
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
@@ -99,9 +106,9 @@ class Booster:
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare the five for training; returns (model, optimizer, criterion, dataloader, lr_scheduler), None for None.
 
-        Model and criterion move to `device`, the model is placed by the plugin, the optimizer follows its parameters, and
-        batches of the returned loader arrive on `device`. Call it again for further models, as a GAN does. Side effects:
-        the user's model and optimizer are edited in place; a plugin may broadcast the model's weights.
+        Model and criterion move to `device`, the plugin places the model, the optimizer follows its parameters, batches of the
+        loader arrive on `device` (a loader of `prepare_dataloader` is returned as it is). Call it again for further models,
+        as a GAN does. The user's model and optimizer are edited in place; a plugin may broadcast the model's weights.
 
         Raises before anything is changed: TypeError for a wrong object, RuntimeError for one that was boosted before,
         ValueError for an optimizer without parameters of the model, a loader that is not sharded in a world of several
@@ -113,17 +120,15 @@ class Booster:
             optimizer, model, criterion, models=self._models, optimizers=self._optimizers, plugin=self.plugin
         )
         owner = None if lr_scheduler is None else scheduler_owner(lr_scheduler, optimizer, self._optimizers)
-        if isinstance(dataloader, DataLoaderWrapper):
-            raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")
-        loader = None if dataloader is None else DataLoaderWrapper(dataloader, self.device)
-        if dataloader is not None:
-            check_sharded(dataloader, self.plugin.data_parallel_size)
+        loader = boosted_loader(dataloader, self._loaders, device=self.device, plugin=self.plugin)
         place = functools.partial(self.plugin.place, device=self.device)
         placement = Placement(place=place, device=self.device, group=self.plugin.group)
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model, optimizer, criterion, placement=placement, options=self._options
         )
         self._models |= {model, boosted}
+        if loader is not None:
+            self._loaders.add(loader)
         if optimizer is not None and boosted_optimizer is not None:
             self._optimizers[id(optimizer)] = boosted_optimizer
         if owner is not None:
