@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,19 +16,18 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from booster import collectives
+from booster import checks, collectives
 from booster.accumulation import Accumulation, Listed
 from booster.boosted_loader import DataLoaderWrapper
-from booster.checks import check_boosted_optimizers, check_criterion, check_model, check_optimizer, scheduler_owner
 from booster.config import translate
-from booster.data import check_sharded
 from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
-from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, Placement, make
 from booster.plugin import Plugin, SingleDevice
 from booster.update.backward import run_backward
+from booster.update.options import UpdateOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -73,23 +71,14 @@ class Booster:
         self.device = resolve_device(device)
         self.plugin.check_device(self.device)
         self.precision.bind(self.device)
-        if fused_optimizer not in (True, False, "compile"):
-            raise ValueError(f"fused_optimizer={fused_optimizer!r} is not legal; choose True, False or 'compile'")
-        if max_consecutive_skips is not None and max_consecutive_skips < 1:
-            raise ValueError(
-                f"max_consecutive_skips={max_consecutive_skips} is not legal; it must be at least 1, or None"
-            )
-        if isinstance(clip_grad_norm, bool) or not 0 <= clip_grad_norm < math.inf:
-            raise ValueError(
-                f"clip_grad_norm={clip_grad_norm!r} is not legal; it must be a finite number, or 0 for off"
-            )
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
-            clip_grad_norm=float(clip_grad_norm),
+            clip_grad_norm=clip_grad_norm,
             skip_nonfinite=skip_nonfinite,
             max_consecutive_skips=max_consecutive_skips,
         )
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
         # By id of the user's optimizer, which the wrapper keeps alive.
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
@@ -127,25 +116,21 @@ class Booster:
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare the five for training; returns (model, optimizer, criterion, dataloader, lr_scheduler), None for None.
 
-        Model and criterion move to `device`, the model is placed by the plugin, the optimizer follows its parameters, and
-        batches of the returned loader arrive on `device`. Call it again for further models, as a GAN does. Side effects:
-        the user's model and optimizer are edited in place; a plugin may broadcast the model's weights.
+        Model and criterion move to `device`, the plugin places the model, the optimizer follows its parameters, batches of the
+        loader arrive on `device` (a loader of `prepare_dataloader` is returned as it is). Call it again for further models,
+        as a GAN does. The user's model and optimizer are edited in place; a plugin may broadcast the model's weights.
 
         Raises before anything is changed: TypeError for a wrong object, RuntimeError for one that was boosted before,
         ValueError for an optimizer without parameters of the model, a loader that is not sharded in a world of several
         ranks, or a model that cannot train in this precision.
         """
-        check_model(model, self._models)
-        check_criterion(criterion, self.plugin)
-        check_optimizer(
+        checks.check_model(model, self._models)
+        checks.check_criterion(criterion, self.plugin)
+        checks.check_optimizer(
             optimizer, model, criterion, models=self._models, optimizers=self._optimizers, plugin=self.plugin
         )
-        owner = None if lr_scheduler is None else scheduler_owner(lr_scheduler, optimizer, self._optimizers)
-        if isinstance(dataloader, DataLoaderWrapper):
-            raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")
-        loader = None if dataloader is None else DataLoaderWrapper(dataloader, self.device)
-        if dataloader is not None:
-            check_sharded(dataloader, self.plugin.data_parallel_size)
+        owner = None if lr_scheduler is None else checks.scheduler_owner(lr_scheduler, optimizer, self._optimizers)
+        loader = checks.boosted_loader(dataloader, self._loaders, device=self.device, plugin=self.plugin)
         place = functools.partial(self.plugin.place, device=self.device)
         placement = Placement(
             place=place, synchronise=self.plugin.synchronise, device=self.device, group=self.plugin.group
@@ -154,6 +139,8 @@ class Booster:
             model, optimizer, criterion, placement=placement, options=self._options
         )
         self._models |= {model, boosted}
+        if loader is not None:
+            self._loaders.add(loader)
         if optimizer is not None and boosted_optimizer is not None:
             self._optimizers[id(optimizer)] = boosted_optimizer
         if owner is not None:
@@ -177,7 +164,7 @@ class Booster:
         inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as
         given there. Side effect: the plugin's gradient collectives, except inside `no_sync`.
         """
-        optimizers = check_boosted_optimizers(optimizer, "backward")
+        optimizers = checks.check_boosted_optimizers(optimizer, "backward")
         if not 0 <= loss_id < self.precision.num_losses:
             raise ValueError(
                 f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps "
@@ -214,7 +201,7 @@ class Booster:
                         booster.backward(criterion(model(x), y), optimizer)
                 optimizer.step()
         """
-        optimizers = check_boosted_optimizers(optimizer, "accumulate")
+        optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
         if num_micro_batches < 1:
             raise ValueError(f"num_micro_batches={num_micro_batches} is not legal; it must be at least 1")
         if num_tokens is not None and not num_tokens > 0:
@@ -239,7 +226,7 @@ class Booster:
         optimizer: the boosted optimizer of the model, for plugins that hold gradients in it.
         """
         if optimizer is not None:
-            check_boosted_optimizers(optimizer, "no_sync")
+            checks.check_boosted_optimizers(optimizer, "no_sync")
         return self.plugin.no_sync(self._own(model, "no_sync").module)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.boosted_loader import DataLoaderWrapper
+from booster.data import check_sharded
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
@@ -24,6 +27,21 @@ def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
+
+
+def boosted_loader(
+    loader: Any, boosted: Collection[DataLoaderWrapper], *, device: torch.device, plugin: Plugin
+) -> DataLoaderWrapper | None:
+    """Wrap `loader`, or raise if it is in `boosted` or not sharded; that of `prepare_dataloader` is wrapped already."""
+    if isinstance(loader, DataLoaderWrapper):
+        if loader in boosted:
+            raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")
+        return loader
+    if loader is None:
+        return None
+    wrapped = DataLoaderWrapper(loader, device)
+    check_sharded(loader, plugin.data_parallel_size)
+    return wrapped
 
 
 def check_criterion(criterion: Any, plugin: Plugin) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,6 +112,8 @@ class DistCoordinator:
     def destroy(self) -> None:
         """Leave the process group, if there is one; afterwards `booster.launch` may be called again."""
         if self._launched():
+            # A DDP model that is garbage by now must go first: its reducer meeting the end of gloo's threads aborts.
+            gc.collect()
             dist.destroy_process_group()
 
     @staticmethod

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import difflib
+import gc
 import os
 import random
 import sys
@@ -162,8 +163,9 @@ def _start(
 
 
 def _close_group() -> None:
-    # gloo's threads can abort a process that ends with an open group; after an error, peers may hang in closing it.
+    # An open gloo group can abort a process at its end, live garbage with it; after an error peers may hang in closing it.
     if dist.is_initialized() and not hasattr(sys, "last_type"):
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -219,10 +221,7 @@ def _merged(config: Mapping[str, Any] | None, *, backend: str | None, seed: int)
     if config is None:
         return given
     if not isinstance(config, Mapping):
-        raise TypeError(
-            f"config must be None or a mapping with the keys {sorted(given)}, got {type(config).__name__}; "
-            "read configuration files in your script"
-        )
+        raise TypeError(f"config must be None or a mapping with the keys {sorted(given)}, got {type(config).__name__}")
     for key, value in config.items():
         if key not in given:
             nearest = difflib.get_close_matches(str(key), list(given), n=1, cutoff=0.0)[0]

@@ -7,6 +7,7 @@ names in TORCHELASTIC_ERROR_FILE. That file is how the launcher knows the first 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -53,6 +54,7 @@ def _leave_process_group() -> None:
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        gc.collect()  # as DistCoordinator.destroy
         distributed.destroy_process_group()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +17,10 @@ from booster.update.base import Update
 from booster.update.choice import choose_update
 from booster.update.fused import implementation, keep_implementation
 from booster.update.history import StepHistory, read_counters
+from booster.update.options import UpdateOptions
 from booster.update.step_result import StepResult
 
 STATE_KEY = "booster"
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """How boosted optimizers step; the arguments of the same names of `Booster`."""
-
-    fused_optimizer: bool | str = True
-    clip_grad_norm: float = 0.0
-    skip_nonfinite: bool = False
-    max_consecutive_skips: int | None = 50
 
 
 class OptimizerWrapper(Optimizer):

@@ -48,9 +48,12 @@ class AutocastMixedPrecision(MixedPrecision):
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)
-        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            name = torch.cuda.get_device_name(device)
-            raise ValueError(f"bfloat16 does not run on {name}; use mixed_precision='fp16' or 'fp32'")
+        if device.type == "cuda" and self.dtype == torch.bfloat16:
+            with torch.cuda.device(device):
+                native = torch.cuda.is_bf16_supported(including_emulation=False)
+            if not native:
+                name = torch.cuda.get_device_name(device)
+                raise ValueError(f"{name} only emulates bfloat16, slowly; use mixed_precision='fp16' or 'fp32'")
 
     def forward_context(self) -> AbstractContextManager[Any]:
         autocast = torch.autocast(self.device.type, self.dtype, cache_enabled=self._cache_enabled)

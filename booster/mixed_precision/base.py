@@ -14,13 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
-from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.params import named_parameters, rebind
 from booster.update.base import Update
 from booster.update.compiled import can_compile
 from booster.update.fused import switch_to_fused
+from booster.update.options import UpdateOptions
 
 _logger = logging.getLogger(__name__)
 

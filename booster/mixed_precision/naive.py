@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
-from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
@@ -25,6 +25,7 @@ from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.pins import Pin, is_batch_norm, normalise_pins
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.update.base import Update
+from booster.update.options import UpdateOptions
 
 
 class NaiveMixedPrecision(MixedPrecision):

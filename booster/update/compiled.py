@@ -25,8 +25,7 @@ class CompiledUpdate(HostUpdate):
     """A host update for any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
 
     The first step runs eagerly, because it creates the optimizer's state, which would be compiled for nothing. Learning
-    rates enter as tensors for the length of the call, so that a schedule does not recompile. Optimizers with step hooks
-    are stepped eagerly too: hooks are Python that must see unscaled gradients.
+    rates enter as tensors for the length of the call, so that a schedule does not recompile.
     """
 
     def __init__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -38,7 +37,7 @@ class CompiledUpdate(HostUpdate):
         return self._compiled_norms(values, norm_type)
 
     def _apply(self, grad_scale: float) -> None:
-        if not self.optimizer.state or self._has_step_hooks:
+        if not self.optimizer.state:
             super()._apply(grad_scale)
             return
         device = self.params()[0].device

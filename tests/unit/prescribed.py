@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from booster.interface.optimizer import OptimizerWrapper, UpdateOptions
+from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.update.device import DeviceUpdate
+from booster.update.options import UpdateOptions
 
 HOST, DEVICE = "host", "device"
 

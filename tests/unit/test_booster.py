@@ -524,3 +524,11 @@ def test_boosted_objects_die_with_their_last_reference():
     del model, optimizer, five
     gc.collect()
     assert [ref() for ref in alive] == [None] * 4
+
+
+def test_a_prepared_loader_passes_through_boost_once():
+    booster = Booster("cpu")
+    prepared = booster.prepare_dataloader(torch.arange(8.0).view(4, 2), batch_size=2)
+    assert booster.boost(net(), dataloader=prepared)[3] is prepared
+    with pytest.raises(RuntimeError, match="boosted already"):
+        booster.boost(net(), dataloader=prepared)

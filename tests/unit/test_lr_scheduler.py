@@ -278,7 +278,7 @@ def test_a_schedule_continues_from_last_epoch():
         (lambda o: StepLR(o, 0), r"total_steps=0: give a whole number of steps, at least 1"),
         (lambda o: ExponentialLR(o, 2.5), r"total_steps=2.5"),
         (lambda o: LinearWarmupLR(o, True), r"total_steps=True"),
-        (lambda o: LinearWarmupLR(o, 10, 11), r"warmup_steps=11: .* in \[0, 10\] \(total_steps is 10\)"),
+        (lambda o: PolynomialWarmupLR(o, 10, 11), r"warmup_steps=11: .* in \[0, 10\] \(total_steps is 10\)"),
         (lambda o: MultiStepWarmupLR(o, 10, -1, milestones=[5]), r"warmup_steps=-1"),
         (lambda o: MultiStepLR(o, 10), r"milestones=None: give the steps at which the rate decays"),
         (lambda o: MultiStepWarmupLR(o, 10, 2), r"milestones=None"),

@@ -52,9 +52,12 @@ class WarmupSchedule(Schedule):
     """A schedule that first climbs linearly: base_lr * (t + 1) / warmup_steps, so base_lr is reached at the last
     warmup step and held for the step after it, where the schedule proper starts."""
 
+    warmup_may_outlast = False  # whether the schedule may end within its warmup
+
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int, *, last_epoch: int = -1) -> None:
         total_steps = checked_steps("total_steps", total_steps)
-        self.warmup_steps = checked_steps("warmup_steps", warmup_steps, least=0, most=total_steps)
+        most = None if self.warmup_may_outlast else total_steps
+        self.warmup_steps = checked_steps("warmup_steps", warmup_steps, least=0, most=most)
         super().__init__(optimizer, total_steps, last_epoch=last_epoch)
 
     @abstractmethod
