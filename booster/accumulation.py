@@ -45,6 +45,8 @@ class Accumulation:
             self._unsynchronised.enter_context(self._no_sync())
         self._await_last()
         self._hold()
+        for optimizer in self.optimizers:
+            optimizer.accumulating = True
         return self
 
     def before_backward(self) -> None:
@@ -70,6 +72,7 @@ class Accumulation:
         self._cleanup.close()
         for optimizer in self.optimizers:
             optimizer.hold(None)
+            optimizer.accumulating = False
         if error_type is None and self._num_backwards < self._num_micro_batches:
             raise RuntimeError(
                 f"accumulate() was left after {self._num_backwards} of num_micro_batches={self._num_micro_batches} backward "

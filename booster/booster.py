@@ -160,15 +160,14 @@ class Booster:
         """Accumulate the gradients of `loss` (one element), scaled as the optimizer's loss scaler wants.
 
         optimizer: the boosted optimizer that will step on it, or several: then the smallest of their scales is used and
-        they step together or not at all. loss_id: which of the precision's loss scalers, for precisions that keep several.
+        they step together or not at all. loss_id: which of the precision's loss scalers; all precisions keep one, number 0.
         inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as
         given there. Side effect: the plugin's gradient collectives, except inside `no_sync`.
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "backward")
-        if not 0 <= loss_id < self.precision.num_losses:
+        if loss_id != 0:
             raise ValueError(
-                f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps "
-                f"{self.precision.num_losses} loss scaler(s)"
+                f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps one loss scaler, number 0"
             )
         running = [group for group in self._accumulations if any(entry in group.optimizers for entry in optimizers)]
         if len(running) > 1 or any(entry not in group.optimizers for group in running for entry in optimizers):
@@ -202,8 +201,10 @@ class Booster:
                 optimizer.step()
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
-        if num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches={num_micro_batches} is not legal; it must be at least 1")
+        if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
+            raise ValueError(
+                f"num_micro_batches={num_micro_batches} is not legal; it must be a whole number of at least 1"
+            )
         if num_tokens is not None and not num_tokens > 0:
             raise ValueError(f"num_tokens={num_tokens} is not legal; it must be above 0")
         placed = self._own(model, "accumulate").module

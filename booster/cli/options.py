@@ -35,6 +35,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
                 parser.error(
                     f"--nnodes {options.nnodes} needs --{name}; run this command on each node with its own --node_rank"
                 )
+    elif not by_hosts and options.master_addr not in (None, "localhost", "127.0.0.1", "::1"):
+        parser.error(f"--master_addr {options.master_addr} is for several nodes; give --nnodes and --node_rank too")
     options.node_rank = options.node_rank or 0
     if options.node_rank >= options.nnodes and not by_hosts:
         parser.error(f"--node_rank {options.node_rank} must be less than --nnodes {options.nnodes}")

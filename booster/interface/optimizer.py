@@ -54,7 +54,8 @@ class OptimizerWrapper(Optimizer):
         self._update = make_update(optimizer, scaler, names, group=group, skip_nonfinite=options.skip_nonfinite)
         self._clip_grad_norm = options.clip_grad_norm
         self._held: str | None = None
-        self._history = StepHistory(options.max_consecutive_skips, lambda: self._update.scaler.describe())
+        self.accumulating = False
+        self._history = StepHistory(options.max_consecutive_skips, self._describe_scale)
 
     # ------------------------------------------------------------------ training
 
@@ -66,7 +67,9 @@ class OptimizerWrapper(Optimizer):
         retain_graph: bool = False,
         create_graph: bool = False,
     ) -> None:
-        """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`."""
+        """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`, which `accumulate` needs."""
+        if self.accumulating:
+            raise RuntimeError("inside accumulate() call booster.backward(loss, optimizer), which counts and divides")
         run_backward(loss, [self], inputs=inputs, retain_graph=retain_graph, create_graph=create_graph)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
@@ -212,7 +215,17 @@ class OptimizerWrapper(Optimizer):
         return getattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
+        """As torch. Raises ValueError, on several ranks, for parameters whose gradients are not synchronised."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._update.check_known(params)
+        self.optimizer.add_param_group({**param_group, "params": params})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()  # torch's keeps groups and state only
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     @property
     def backward_context(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -258,6 +271,9 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     # ------------------------------------------------------------------ inside
+
+    def _describe_scale(self) -> str:
+        return self._update.scaler.describe()
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         if self._update.scaler.enabled:

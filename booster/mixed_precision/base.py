@@ -63,13 +63,12 @@ class MixedPrecision:
 
     policy = DtypePolicy()
     compiles_update = True  # whether Booster(fused_optimizer="compile") can compile the updates of `make_update`
-    num_losses = 1  # loss scalers that `Booster.backward(loss_id=...)` can choose from
-    _device = torch.device("cpu")
+    _device: torch.device | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where models under this precision run."""
-        return self._device
+        """Where models under this precision run; the CPU as long as no `Booster` has it."""
+        return self._device or torch.device("cpu")
 
     @property
     def output_dtype(self) -> torch.dtype | None:
@@ -86,7 +85,11 @@ class MixedPrecision:
         return self.policy
 
     def bind(self, device: torch.device) -> None:
-        """Learn the device. Raises ValueError if this precision cannot run there. Called once, by `Booster`."""
+        """Learn the device; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
+        if self._device not in (None, device):
+            raise ValueError(
+                f"this {type(self).__name__} object runs on {self._device} already; make another one for {device}"
+            )
         self._device = device
 
     def forward_context(self) -> AbstractContextManager[Any]:

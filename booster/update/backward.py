@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster.casting import HALF_DTYPES
-from booster.update.base import JointDecision
+from booster.update.joint import JointDecision
 
 if TYPE_CHECKING:
     from booster.interface.optimizer import OptimizerWrapper
@@ -31,6 +31,8 @@ def run_backward(
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ValueError(f"the loss must be a tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
+    if loss.is_complex():
+        raise ValueError(f"the loss must be real, got {loss.dtype}; take its real part or absolute value")
     if not loss.requires_grad:
         raise RuntimeError(
             "the loss does not require gradients: it was computed under no_grad, or from detached tensors"

@@ -20,7 +20,8 @@ from torch.optim import optimizer as torch_optimizer
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
 from booster.update.fused import start_late_momentum
-from booster.update.step_result import SkippedReason, StepFields, StepResult
+from booster.update.joint import JointDecision
+from booster.update.step_result import StepFields, StepResult
 
 BARE_BACKWARD = (
     "optimizer.step() found gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler "
@@ -61,6 +62,7 @@ class Update(ABC):
         self._reported_norm: Any = None
         self._check = self.scaler.enabled or self._skip_nonfinite
         self._num_backwards = 0
+        self._loss_scale: Any = 1.0  # of this step's backward passes
         self.losses: list[torch.Tensor] = []
         if len(self.joint.updates) > 1:
             self.joint.updates.remove(self)
@@ -85,7 +87,7 @@ class Update(ABC):
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them."""
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)
-        self._scale = scale
+        self._scale = self._loss_scale = scale
         self._factor = None
         self._measured = []
         self._reported_norm = None
@@ -218,8 +220,16 @@ class Update(ABC):
         """Parameters that have a gradient, in the order of the groups."""
         return [param for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
 
+    def check_known(self, params: list[torch.Tensor]) -> None:
+        """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
+        if self._group is not None and any(param not in self._names for param in params):
+            raise ValueError(
+                "the added parameters belong to no boosted model, so their gradients would not be synchronised among ranks; "
+                "make them parameters of the model before boost()"
+            )
+
     def culprits(self, indices: list[int], params: list[torch.Tensor]) -> tuple[str, ...]:
-        return tuple(self._names.get(params[index], f"parameter {index} of the optimizer") for index in indices)
+        return tuple(self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in (params[i] for i in indices))
 
     @property
     def _checks(self) -> bool:
@@ -260,37 +270,6 @@ class Update(ABC):
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
         )
-
-
-class JointDecision:
-    """Optimizers that share a backward and therefore step together or not at all.
-
-    updates: those that have not stepped yet. What the others contributed to a decision is kept for the last one's report.
-    """
-
-    def __init__(self, updates: list[Update]) -> None:
-        self.updates = updates
-        self.found: Any = None
-        self._losses: list[torch.Tensor] = []
-        self._blame: list[Callable[[], tuple[str, ...]]] = []
-
-    def decide(self, found: Any) -> None:
-        """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
-        self.found = found
-        if found is not False:
-            self._losses = [loss for update in self.updates for loss in update.losses]
-            self._blame = [update.blame() for update in self.updates]
-
-    def report(self) -> Callable[[], tuple[SkippedReason, tuple[str, ...]]]:
-        """What tells reason and culprits if this decision is to skip; calling it waits for the device."""
-        losses, blame = self._losses, self._blame
-
-        def read() -> tuple[SkippedReason, tuple[str, ...]]:
-            finite_loss = all(bool(loss.isfinite()) for loss in losses)
-            culprit = tuple(name for names in blame for name in names())
-            return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
-
-        return read
 
 
 def _same(scale: Any, other: Any) -> bool:

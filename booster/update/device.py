@@ -60,18 +60,18 @@ class DeviceUpdate(Update):
         torch._foreach_add_(values, list((each - each).unbind()))
 
     def _decide_and_apply(self) -> StepResult:
-        loss_scale = self._known_scale
+        carried, loss_scale = self._known_scale, self._loss_scale
         if not self._checks:
             self._apply(None, None)
             self._scale = 1.0
             return StepResult(True, StepFields(loss_scale=1.0))
         found = self._agreed()
         norm, report = self._reported_norm, self.joint.report()
-        grad_scale = loss_scale / self._pending
+        grad_scale = carried / self._pending
         self._apply(None if _is_one(grad_scale) else torch.as_tensor(grad_scale, device=found.device), found)
         self.scaler.update(found)
         # A skip leaves the gradients as they were.
-        self._scale = 1.0 if _is_one(loss_scale) else torch.where(found > 0, loss_scale, 1.0)
+        self._scale = 1.0 if _is_one(carried) else torch.where(found > 0, carried, 1.0)
         outcome = _Applied(found)
 
         def read(applied: bool) -> StepFields:

@@ -55,7 +55,7 @@ class HostUpdate(Update):
         torch._foreach_clamp_max_(values, bound)
 
     def _decide_and_apply(self) -> StepResult:
-        loss_scale = self._known_scale
+        loss_scale = self._loss_scale
         skip = self._checks and self._agreed()
         norm = self._reported_norm
         if skip:
@@ -64,7 +64,7 @@ class HostUpdate(Update):
             return StepResult(
                 False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
             )
-        self._apply(loss_scale / self._pending if self._pending else math.inf)
+        self._apply(self._known_scale / self._pending if self._pending else math.inf)
         self.scaler.update(False)
         self._scale = 1.0
         return StepResult(True, StepFields(loss_scale=loss_scale, grad_norm=norm))

@@ -18,10 +18,9 @@ class UpdateOptions:
     def __post_init__(self) -> None:
         if self.fused_optimizer not in (True, False, "compile"):
             raise ValueError(f"fused_optimizer={self.fused_optimizer!r} is not legal; choose True, False or 'compile'")
-        if self.max_consecutive_skips is not None and self.max_consecutive_skips < 1:
-            raise ValueError(
-                f"max_consecutive_skips={self.max_consecutive_skips} is not legal; it must be at least 1, or None"
-            )
+        skips = self.max_consecutive_skips
+        if skips is not None and (not isinstance(skips, int) or skips < 1):
+            raise ValueError(f"max_consecutive_skips={skips} is not legal; it must be an int of at least 1, or None")
         if isinstance(self.clip_grad_norm, bool) or not 0 <= self.clip_grad_norm < math.inf:
             raise ValueError(
                 f"clip_grad_norm={self.clip_grad_norm!r} is not legal; it must be a finite number, or 0 for off"

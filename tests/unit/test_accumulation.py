@@ -224,3 +224,16 @@ def test_the_reason_of_a_skip_is_found_in_any_micro_batch():
         booster.backward(cross_entropy(model(x), y) * float("nan"), optimizer)
         booster.backward(cross_entropy(model(x), y), optimizer)
     assert optimizer.step().skipped_reason == "nonfinite_loss"
+
+
+def test_the_optimizers_own_backward_is_refused_inside_a_group():
+    model = torch.nn.Linear(2, 1)
+    booster = Booster("cpu")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1))
+    with booster.accumulate(model, optimizer, num_micro_batches=1):
+        with pytest.raises(RuntimeError, match="call booster.backward"):
+            optimizer.backward(model(torch.ones(1, 2)).sum())
+        booster.backward(model(torch.ones(1, 2)).sum(), optimizer)
+    optimizer.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(ValueError, match="whole number"):
+        booster.accumulate(model, optimizer, num_micro_batches=2.5)

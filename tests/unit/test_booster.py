@@ -383,7 +383,7 @@ def test_backward_needs_boosted_optimizers(ready):
 @pytest.mark.parametrize("loss_id", [1, -1, 7])
 def test_an_unknown_loss_id_raises(ready, loss_id):
     booster, model, optimizer = ready
-    with pytest.raises(ValueError, match=rf"loss_id={loss_id} is not legal; FP16TorchMixedPrecision keeps 1"):
+    with pytest.raises(ValueError, match=rf"loss_id={loss_id} is not legal; FP16TorchMixedPrecision keeps one"):
         booster.backward(model(torch.ones(1, 4)).sum(), optimizer, loss_id=loss_id)
     booster.backward(model(torch.ones(1, 4)).sum(), optimizer, loss_id=0)
 

@@ -200,3 +200,24 @@ def test_loading_another_scale_keeps_the_meaning_of_gradients_that_are_there():
     run.optimizer.unscale_grads()
     assert all(torch.equal(param.grad, torch.full_like(param, 1.5)) for param in params)
     assert run.optimizer.step()
+
+
+def test_a_copy_of_model_and_optimizer_trains_on_its_own():
+    model = torch.nn.Linear(2, 1)
+    booster = Booster("cpu", "fp16")
+    pair = booster.boost(model, torch.optim.AdamW(model.parameters(), 0.1))[:2]
+
+    def train(model, optimizer):
+        booster.backward(model(torch.ones(1, 2)).sum() / 4, optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    train(*pair)
+    twin = copy.deepcopy(pair)
+    before = [param.detach().clone() for param in pair[0].parameters()]
+    alone = train(*twin)
+    assert all(torch.equal(a, b) for a, b in zip(before, pair[0].parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(alone, train(*pair), strict=True))
+    assert twin[1].num_applied == 2

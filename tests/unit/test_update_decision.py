@@ -8,7 +8,7 @@ import torch
 from prescribed import DEVICE, HOST, boost, loss_with, parameters, sgd, step_on, values_of
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from booster import LossScaleError
+from booster import Booster, LossScaleError
 from booster.loss_scaler import DynamicScale
 
 INF, NAN = float("inf"), float("nan")
@@ -294,3 +294,12 @@ def test_a_failing_step_leaves_no_trace_and_can_be_repeated(decides):
     assert not hasattr(optimizer.unwrap(), "found_inf")
     assert optimizer.step()
     assert torch.equal(params[0], torch.full((4,), 0.5))
+
+
+def test_the_result_reports_the_scale_of_backward_also_after_unscaling():
+    model = torch.nn.Linear(2, 1)
+    booster = Booster("cpu", "fp16")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1))
+    booster.backward(model(torch.ones(1, 2)).sum() / 4, optimizer)
+    optimizer.unscale_grads()
+    assert optimizer.step().loss_scale == 65536.0
