@@ -75,9 +75,9 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Update the parameters, unless the gradients of any rank hold an inf or NaN; then the loss scale.
 
-        The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise the step is
-        torch's, and so is a step with a closure. Side effects: one scalar MAX all-reduce when checking on several ranks; one host read, except where a
-        CUDA fused optimizer decides by itself.
+        The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise, and with a
+        closure, the step is torch's. Side effects: one scalar MAX all-reduce when checking on several ranks; one host read,
+        except where a CUDA fused optimizer decides by itself.
         Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """
