@@ -46,6 +46,17 @@ def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> li
     return [index for index in suspects if not values[index].isfinite().all()]
 
 
+def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
+    """Clamp each of `values`, which are finite or NaN, to [-bound, bound] in place; no bound binds beyond its dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for value in values:
+        by_dtype.setdefault(value.dtype, []).append(value)
+    for dtype, members in by_dtype.items():
+        limit = min(bound, torch.finfo(dtype).max)
+        torch._foreach_clamp_min_(members, -limit)
+        torch._foreach_clamp_max_(members, limit)
+
+
 def agree_on(found_inf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Make every rank of `group` know if any of them found an inf: one MAX all-reduce of a 0-dim float, in place."""
     if group is not None:

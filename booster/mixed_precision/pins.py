@@ -46,7 +46,7 @@ def normalise_pins(keep_fp32: Pin | Iterable[Pin]) -> tuple[Pin, ...]:
     for pin in pins:
         if isinstance(pin, type) and not issubclass(pin, nn.Module):
             raise TypeError(f"keep_fp32 names the type {pin.__name__}, which is not a torch.nn.Module")
-        if not isinstance(pin, (type, str)) and not callable(pin):
+        if isinstance(pin, nn.Module) or not (isinstance(pin, (type, str)) or callable(pin)):
             raise TypeError(
                 f"keep_fp32 holds {pin!r}; each entry must be a module type, a name pattern or a predicate "
                 "(name, module) -> bool"

@@ -24,9 +24,9 @@ from booster.update.joint import JointDecision
 from booster.update.step_result import StepFields, StepResult
 
 BARE_BACKWARD = (
-    "optimizer.step() found gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler "
-    "a bare loss.backward() leaves them unscaled. Call booster.backward(loss, optimizer) instead, and name every "
-    "optimizer that will step on that loss: booster.backward(loss, [optimizer_a, optimizer_b])"
+    "there are gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler those of a bare "
+    "loss.backward() are not scaled, and those of the last step have been used. Call booster.backward(loss, optimizer) "
+    "instead, and name every optimizer that will step on that loss: booster.backward(loss, [optimizer_a, optimizer_b])"
 )
 
 
@@ -192,6 +192,11 @@ class Update(ABC):
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
         """Load what `optimizer_state_dict` gave; `own` may lack entries. If it raises, nothing has changed."""
+        if dict(own.get("masters") or {}).get("weights"):
+            raise ValueError(
+                "the optimizer state holds float32 master weights, but this precision keeps none; resume with the precision "
+                "that wrote it, or delete state['booster']['masters'] to go on from the rounded weights"
+            )
         self.optimizer.load_state_dict(state_dict)
 
     @abstractmethod

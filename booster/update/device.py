@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD, Optimizer
 
-from booster.grads import agree_on, gradient_values, tensor_norms
+from booster.grads import agree_on, clamp_values, gradient_values, tensor_norms
 from booster.update.base import Update
 from booster.update.step_result import StepFields, StepResult
 
@@ -54,8 +54,7 @@ class DeviceUpdate(Update):
         self.unscale()
         values = gradient_values(self.params())
         each = self._measured[-1].each
-        torch._foreach_clamp_min_(values, -clip_value)
-        torch._foreach_clamp_max_(values, clip_value)
+        clamp_values(values, clip_value)
         # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to.
         torch._foreach_add_(values, list((each - each).unbind()))
 

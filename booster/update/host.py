@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from booster.grads import agree_on, gradient_values, nonfinite_indices, tensor_norms
+from booster.grads import agree_on, clamp_values, gradient_values, nonfinite_indices, tensor_norms
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
 from booster.update.step_result import StepFields, StepResult
@@ -51,8 +51,7 @@ class HostUpdate(Update):
             return
         bound = clip_value * self._known_scale / self._pending
         values = gradient_values(params)
-        torch._foreach_clamp_min_(values, -bound)
-        torch._foreach_clamp_max_(values, bound)
+        clamp_values(values, bound)
 
     def _decide_and_apply(self) -> StepResult:
         loss_scale = self._loss_scale

@@ -325,3 +325,27 @@ def test_options_may_be_given_in_the_documented_order():
     precision = FP16NaiveMixedPrecision(False, 2.0**10, 1, 2, 0.5, 1000, 2, 2.0**32, 0.0, False, True, False)
     assert precision.make_scaler().scale == 2.0**10
     assert precision.output_dtype is None
+
+
+def test_a_clip_by_value_beyond_the_range_of_scaled_float16_gradients_changes_nothing():
+    model = nn.Linear(2, 1, bias=False)
+    booster = Booster("cpu", FP16NaiveMixedPrecision())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1))
+    for bound, expected in ((1.0, 0.25), (0.125, 0.125)):
+        booster.backward(model(torch.ones(1, 2)).sum() / 4, optimizer)
+        optimizer.clip_grad_by_value(bound)
+        optimizer.unscale_grads()
+        assert model.weight.grad.tolist() == [[expected, expected]]
+        optimizer.zero_grad()
+
+
+def test_masters_are_not_dropped_by_a_precision_that_keeps_none():
+    model = nn.Linear(2, 1)
+    _, optimizer, *_ = Booster("cpu", "bf16_naive").boost(model, torch.optim.AdamW(model.parameters()))
+    state = optimizer.state_dict()
+    plain = nn.Linear(2, 1)
+    _, other, *_ = Booster("cpu", "bf16").boost(plain, torch.optim.AdamW(plain.parameters()))
+    with pytest.raises(ValueError, match="keeps none"):
+        other.load_state_dict(state)
+    del state["booster"]["masters"]
+    other.load_state_dict(state)
