@@ -3,7 +3,7 @@
     python benchmarks/overhead.py [--rounds 200] [--precisions fp32,bf16,fp16]
 
 A tiny MLP (4 x Linear(64, 64), batch 8, AdamW, clipping at norm 1), so that the work around the model is most of it. On
-one core, process CPU time, blocks of 20 steps interleaved in rotating order. "raw again" is a second copy of raw: a run is
+one core, process CPU time, blocks of 20 steps interleaved in shuffled order. "raw again" is a second copy of raw: a run is
 valid only if its median differs by less than 5 us. Peers are left out where they are not installed.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -27,12 +28,16 @@ def clock() -> float:
 
 
 def interleave(variants: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Seconds per call of each variant, `rounds` times, in an order that rotates from round to round."""
+    """Seconds per call of each variant, `rounds` times, in an order shuffled anew each round.
+
+    Shuffled, not rotated: in a rotation each variant always follows the same one, whose caches it inherits, and a second
+    copy of the first variant runs measurably faster than the first.
+    """
     names = list(variants)
+    order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for index in range(warmup + rounds):
-        shift = index % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in order.sample(names, len(names)):
             start = clock()
             variants[name]()
             if index >= warmup:
