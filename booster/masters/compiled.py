@@ -50,7 +50,9 @@ class CompiledMasterStep(MasterStep):
         if key not in self._kernels:
             self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype)
         working, parts = bucket.working(), bucket.gradients()
-        weights, grads = self._joined(bucket, working, 0), self._joined(bucket, parts, 1)
+        # A separate master is all that is read: the weights are only written.
+        weights = self._joined(bucket, working, "weights", fill=bucket.needs_values)
+        grads = self._joined(bucket, parts, "gradients")
         try:
             self._kernels[key].step(
                 group, {} if state is None else state, inverse(grad_scale), rows(bucket.rest), weights, grads
@@ -68,14 +70,18 @@ class CompiledMasterStep(MasterStep):
         if weights is not working[0]:
             torch._foreach_copy_(working, bucket.cut_like_pieces(weights))
 
-    def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], index: int) -> torch.Tensor:
-        """The pieces as one tensor of the bucket's size: themselves where there is one of this size, else copy `index`."""
+    def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str, fill: bool = True) -> torch.Tensor:
+        """The pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
+
+        name: of a memory for copies, which the next bucket uses again. fill: False leaves it as it is.
+        """
         if len(pieces) == 1 and pieces[0].numel() == bucket.size and pieces[0].dtype == bucket.dtype:
             return pieces[0]
-        key = (bucket.size, bucket.dtype, bucket.device, index)
+        key = (bucket.size, bucket.dtype, bucket.device, name)
         if key not in self._copies:
             self._copies[key] = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
-        torch._foreach_copy_(bucket.cut_like_pieces(self._copies[key]), pieces)
+        if fill:
+            torch._foreach_copy_(bucket.cut_like_pieces(self._copies[key]), pieces)
         return self._copies[key]
 
 

@@ -30,7 +30,8 @@ class Masters:
     of the buckets. `optimizer` is only ever stepped, by `MasterStep`, with handles in place of parameters.
 
     names: of the parameters, for checkpoints. sources: float32 values to start from; parameters that are not in it start
-    from their own. compiled: keep remainders as a compiled step wants them. Raises ValueError for a form of masters that this optimizer cannot be stepped on.
+    from their own. compiled: keep remainders as a compiled step wants them. Raises ValueError for a form of masters that
+    this optimizer cannot be stepped on.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Masters:
                 kept = () if whole else signature(param, states.get(param))
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
             for (device, dtype, whole, _), several in alike.items():
-                size = total if self.kind == "whole" else bucket_size(total, device)
+                size = total if self.kind == "whole" else bucket_size(total, device, compiled=self._compiled)
                 for pieces in pack(several, size) if whole else cut(several, size):
                     buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole))
         for bucket in buckets:

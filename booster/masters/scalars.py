@@ -15,17 +15,18 @@ from torch import fx
 
 def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compile `graph` with inductor, except operations among 0-dim tensors, which run eagerly before."""
-    import torch._inductor
+    import torch._inductor  # heavy, and loaded by torch.compile anyway
     from torch.fx.passes.split_module import split_module
 
+    inductor: Any = torch._inductor.compile
     scalars = _scalars(graph)
     if not scalars:
-        return torch._inductor.compile(graph, inputs)  # type: ignore[no-any-return]
-    whole = split_module(graph, graph, lambda node: 0 if node in scalars else 1, keep_original_order=False)  # type: ignore[arg-type]
+        return inductor(graph, inputs)
+    whole: Any = split_module(graph, graph, lambda node: 0 if node in scalars else 1, keep_original_order=False)
     rest = whole.submod_1
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
     examples: Any = [values[node.name] for node in rest.graph.nodes if node.op == "placeholder"]
-    whole.submod_1 = _Compiled(torch._inductor.compile(rest, examples))
+    whole.submod_1 = _Compiled(inductor(rest, examples))
     return whole.forward
 
 
@@ -45,12 +46,15 @@ def _scalars(graph: fx.GraphModule) -> set[fx.Node]:
     for node in graph.graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        if _is_scalar(node) and all(a in found or (a.op == "placeholder" and _is_scalar(a)) for a in node.all_input_nodes):
-            if _writes(node) and not read.isdisjoint(node.all_input_nodes):
+        inputs = node.all_input_nodes
+        if _is_scalar(node) and all(a in found or (a.op == "placeholder" and _is_scalar(a)) for a in inputs):
+            if _writes(node) and not read.isdisjoint(inputs):
                 return set()
             found.add(node)
         else:
-            read.update(node.all_input_nodes)
+            if _writes(node) and any(_is_scalar(written) for written in inputs[:1]):
+                return set()
+            read.update(inputs)
     return found
 
 
@@ -62,4 +66,3 @@ def _writes(node: fx.Node) -> bool:
 def _is_scalar(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.dim() == 0
-

@@ -23,7 +23,6 @@ from booster.update.fused import switch_to_fused
 from booster.update.options import UpdateOptions
 
 
-
 def _synchronise_nothing(module: nn.Module) -> None:
     pass
 
