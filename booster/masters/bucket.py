@@ -29,7 +29,7 @@ class Bucket:
         self.size = aligned(pieces[-1].offset + pieces[-1].size)
         first = pieces[0].param
         self.device, self.dtype = first.device, first.dtype
-        self._format = format
+        self.format = format
         self.rest = format.allocate(self.size, self.dtype, self.device)
         shapes = [piece.param.shape for piece in pieces] if whole else [torch.Size([self.size])]
         self.handles = [nn.Parameter(_nothing(shape, self.device)) for shape in shapes]
@@ -58,8 +58,8 @@ class Bucket:
 
     def load(self, values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
         """The masters as float32, in `values` or in the bucket's own storage. Overwrites `spare`."""
-        if self._format.needs_values:
-            self._format.read(self.working(), self.rest, values, spare)
+        if self.format.needs_values:
+            self.format.read(self.working(), self.rest, values, spare)
             return values
         return self.rest  # type: ignore[return-value]
 
@@ -68,18 +68,18 @@ class Bucket:
 
         Other formats than a float32 copy hold less than a master, and always follow.
         """
-        if self._format.needs_values:
+        if self.format.needs_values:
             return
         masters: torch.Tensor = self.rest  # type: ignore[assignment]
         rounded = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         parts, mine = self.cut_like_pieces(rounded), self.cut_like_pieces(masters)
-        self._format.write(parts, masters, masters, self.scratch())
+        self.format.write(parts, masters, masters, self.scratch())
         for old, working, master in zip(parts, self.working(), mine, strict=True):
             torch.where(working == old, master, working.float(), out=master)
 
     def save(self, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
-        self._format.write(self.working(), self.rest, values, spare)
+        self.format.write(self.working(), self.rest, values, spare)
 
     def scratch(self) -> torch.Tensor:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
@@ -92,7 +92,7 @@ class Bucket:
     @property
     def needs_values(self) -> bool:
         """Whether `load` fills scratch."""
-        return self._format.needs_values
+        return self.format.needs_values
 
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
@@ -135,7 +135,7 @@ class Bucket:
         outside = [piece for piece in self.pieces if not belongs(piece)]
         parts = []
         for pieces in (inside, outside):
-            part = Bucket(self.group, renumber(pieces), self._format, whole=self.whole)
+            part = Bucket(self.group, renumber(pieces), self.format, whole=self.whole)
             if part.rest is not None:
                 part.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
             if self.whole:
@@ -161,9 +161,9 @@ def is_elementwise(value: Any, size: int) -> bool:
 
 def _take(values: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
     moved = renumber(pieces)
-    taken = values.new_zeros(aligned(moved[-1].offset + moved[-1].size))
+    taken = values.new_zeros(*values.shape[:-1], aligned(moved[-1].offset + moved[-1].size))
     for old, new in zip(pieces, moved, strict=True):
-        taken[new.offset : new.offset + new.size] = values[old.offset : old.offset + old.size]
+        taken[..., new.offset : new.offset + new.size] = values[..., old.offset : old.offset + old.size]
     return taken
 
 

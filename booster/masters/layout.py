@@ -13,6 +13,10 @@ ALIGNMENT = 64
 SMALLEST_BUCKET = 2**14  # elements; below, the cost of a call outweighs 8 bytes of scratch for each
 LARGEST_CPU_BUCKET = 2**19  # elements; above, scratch no longer stays in a core's cache, and the update takes longer
 
+LARGEST_COMPILED_CPU_BUCKET = (
+    2**20
+)  # elements; a compiled update has no float32 scratch, and each of its calls costs more
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -32,10 +36,11 @@ class Piece:
         return self.size == self.param.numel()
 
 
-def bucket_size(num_elements: int, device: torch.device, divisor: int = 8) -> int:
+def bucket_size(num_elements: int, device: torch.device, divisor: int = 8, compiled: bool = False) -> int:
     """Elements of a bucket: at most 1/8 of all, a multiple of 64, and not so few that calls cost more than arithmetic."""
     size = max(num_elements // divisor // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
-    return min(size, LARGEST_CPU_BUCKET) if device.type == "cpu" else size
+    largest = LARGEST_COMPILED_CPU_BUCKET if compiled else LARGEST_CPU_BUCKET
+    return min(size, largest) if device.type == "cpu" else size
 
 
 def cut(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:

@@ -17,6 +17,7 @@ from booster.masters.classes import kind_of
 from booster.masters.formats import Format, Stochastic
 from booster.masters.layout import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.options import MasterOptions
+from booster.masters.planes import compiled_format
 from booster.masters.states import signature, state_of_bucket, state_of_params
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
@@ -29,7 +30,8 @@ class Masters:
     of the buckets. `optimizer` is only ever stepped, by `MasterStep`, with handles in place of parameters.
 
     names: of the parameters, for checkpoints. sources: float32 values to start from; parameters that are not in it start
-    from their own. Raises ValueError for a form of masters that this optimizer cannot be stepped on.
+    from their own. compiled: keep remainders as a compiled step wants them. Raises ValueError for a form of masters that
+    this optimizer cannot be stepped on.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Masters:
         options: MasterOptions,
         *,
         sources: Weights | None = None,
+        compiled: bool = False,
     ) -> None:
         options.check(optimizer)
         self.optimizer = optimizer
@@ -46,6 +49,7 @@ class Masters:
         self.buckets: list[Bucket] = []
         self._names = names
         self._options = options
+        self._compiled = compiled
         self._formats: dict[torch.dtype, Format] = {}
         self._versions: dict[torch.Tensor, int] = {}
         self.adopt(sources)
@@ -209,7 +213,7 @@ class Masters:
                 kept = () if whole else signature(param, states.get(param))
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
             for (device, dtype, whole, _), several in alike.items():
-                size = total if self.kind == "whole" else bucket_size(total, device)
+                size = total if self.kind == "whole" else bucket_size(total, device, compiled=self._compiled)
                 for pieces in pack(several, size) if whole else cut(several, size):
                     buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole))
         for bucket in buckets:
@@ -224,7 +228,8 @@ class Masters:
 
     def _format(self, dtype: torch.dtype) -> Format:
         if dtype not in self._formats:
-            self._formats[dtype] = self._options.make_format(self.optimizer, dtype)
+            made = self._options.make_format(self.optimizer, dtype)
+            self._formats[dtype] = compiled_format(made) if self._compiled else made
         return self._formats[dtype]
 
     def _name(self, param: torch.Tensor) -> str:

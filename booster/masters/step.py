@@ -116,7 +116,7 @@ class MasterStep:
         copies = grads
         if grad_scale != 1.0:
             sparse = any(grad.is_sparse for grad in grads)
-            copies = [grad * _inverse(grad_scale) if sparse else grad.clone() for grad in grads]
+            copies = [grad * inverse(grad_scale) if sparse else grad.clone() for grad in grads]
             grad_scale = 1.0 if sparse else grad_scale
         try:
             for param, grad in zip(params, copies, strict=True):
@@ -138,7 +138,7 @@ class MasterStep:
             finally:
                 del optimizer.grad_scale
         else:
-            torch._foreach_mul_(grads, _inverse(grad_scale))
+            torch._foreach_mul_(grads, inverse(grad_scale))
             _bare_step(optimizer)
 
     # ------------------------------------------------------------------ all at once
@@ -177,7 +177,7 @@ class MasterStep:
                 param.grad = grad
 
     def _give_gradients(self, buckets: list[Bucket], plain: dict[Any, Any], grad_scale: float) -> None:
-        ratio = _inverse(grad_scale)
+        ratio = inverse(grad_scale)
         for bucket in buckets:
             for piece, handle in zip(bucket.pieces, bucket.handles, strict=True):
                 grad = piece.param.grad
@@ -189,7 +189,7 @@ class MasterStep:
 
 
 class _Scratch:
-    """Float32 scratch for the largest of some buckets, on each of their devices; freed with this object."""
+    """Float32 scratch for the largest of some buckets, on each of their devices; made when used, freed with this object."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._sizes: dict[tuple[torch.device, bool], int] = {}
@@ -197,13 +197,18 @@ class _Scratch:
             for key in ((bucket.device, False), (bucket.device, True)):
                 if key[1] or bucket.needs_values:
                     self._sizes[key] = max(self._sizes.get(key, 0), bucket.size)
-        self._tensors = {key: torch.zeros(size, device=key[0]) for key, size in self._sizes.items()}
+        self._tensors: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
     def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, gradients) of the bucket's size; the former only where the bucket needs it."""
-        grads = self._tensors[bucket.device, True][: bucket.size]
-        values = self._tensors[bucket.device, False][: bucket.size] if bucket.needs_values else grads
+        grads = self._tensor(bucket.device, True)[: bucket.size]
+        values = self._tensor(bucket.device, False)[: bucket.size] if bucket.needs_values else grads
         return values, grads
+
+    def _tensor(self, *key: Any) -> torch.Tensor:
+        if key not in self._tensors:
+            self._tensors[key] = torch.zeros(self._sizes[key], device=key[0])
+        return self._tensors[key]
 
 
 class _Restricted:
@@ -274,5 +279,5 @@ def _bare_step(optimizer: Any, *args: Any) -> Any:
     return step(optimizer, *args)
 
 
-def _inverse(grad_scale: float) -> float:
+def inverse(grad_scale: float) -> float:
     return 1.0 / grad_scale if math.isfinite(grad_scale) else 0.0

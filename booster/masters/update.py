@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from booster.casting import HALF_DTYPES
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
+from booster.masters.compiled import CompiledMasterStep, half_norms
 from booster.masters.masters import Masters
 from booster.masters.step import MasterStep
+from booster.update.compiled import OWN_CACHE
 from booster.update.host import HostUpdate
 from booster.update.step_result import StepFields, StepResult
 
@@ -29,6 +32,7 @@ class MasterUpdate(HostUpdate):
 
     count_zeros: report how many gradient elements were zero.
     verbose: log changes of the loss scale.
+    compiled: compile norms and steps; `masters` are to be made for it.
     """
 
     def __init__(
@@ -42,10 +46,12 @@ class MasterUpdate(HostUpdate):
         skip_nonfinite: bool = False,
         count_zeros: bool = False,
         verbose: bool = False,
+        compiled: bool = False,
     ) -> None:
         super().__init__(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
         self.masters = masters
-        self._step = MasterStep(masters)
+        self._step = CompiledMasterStep(masters) if compiled else MasterStep(masters)
+        self._half_norms: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE) if compiled else None
         self._count_zeros = count_zeros
         self._verbose = verbose
 
@@ -84,6 +90,12 @@ class MasterUpdate(HostUpdate):
 
     def _step_optimizer(self) -> None:
         self._step.step()
+
+    def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        same = len({value.device for value in values}) == 1 and all(value.dtype in HALF_DTYPES for value in values)
+        if self._half_norms is None or norm_type != 2.0 or not same:
+            return super()._tensor_norms(values, norm_type)
+        return self._half_norms(values)
 
     def _num_zeros(self) -> int:
         values = gradient_values(self.params())

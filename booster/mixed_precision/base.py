@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from booster.update.base import Update
 from booster.update.compiled import can_compile
 from booster.update.fused import switch_to_fused
 from booster.update.options import UpdateOptions
-
-_logger = logging.getLogger(__name__)
 
 
 def _synchronise_nothing(module: nn.Module) -> None:
@@ -62,7 +59,6 @@ class MixedPrecision:
     """
 
     policy = DtypePolicy()
-    compiles_update = True  # whether Booster(fused_optimizer="compile") can compile the updates of `make_update`
     _device: torch.device | None = None
 
     @property
@@ -115,12 +111,21 @@ class MixedPrecision:
         """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
         return {}
 
+    def may_compile(self, optimizer: Optimizer) -> bool:
+        """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""
+        return True
+
     def make_update(
-        self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], weights: Mapping[torch.Tensor, torch.Tensor]
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool,
     ) -> Callable[..., Update] | None:
         """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
 
-        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter.
+        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
         """
         return None
 
@@ -152,7 +157,7 @@ class MixedPrecision:
         if optimizer is None:
             return boosted, None, boosted_criterion
         rebind(optimizer, before, named_parameters(boosted))
-        compiled = options.fused_optimizer == "compile" and self._may_compile() and can_compile(optimizer)
+        compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
         if options.fused_optimizer and not compiled:
             switch_to_fused(optimizer, boosted)
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
@@ -168,17 +173,9 @@ class MixedPrecision:
             options=options,
             compiled=compiled,
             backward_context=self.backward_context,
-            make_update=self.make_update(optimizer, names, weights),
+            make_update=self.make_update(optimizer, names, weights, compiled=compiled),
         )
         return boosted, boosted_optimizer, boosted_criterion
-
-    def _may_compile(self) -> bool:
-        if not self.compiles_update:
-            _logger.warning(
-                'fused_optimizer="compile" does not apply under %s; the optimizer is stepped as with fused_optimizer=True',
-                type(self).__name__,
-            )
-        return self.compiles_update
 
     def _wrap_criterion(
         self, criterion: Callable[..., Any] | None, device: torch.device

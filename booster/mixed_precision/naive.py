@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler
+from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.update import MasterUpdate
@@ -42,7 +43,6 @@ class NaiveMixedPrecision(MixedPrecision):
     """
 
     dtype: torch.dtype
-    compiles_update = False
 
     def __init__(
         self,
@@ -101,15 +101,24 @@ class NaiveMixedPrecision(MixedPrecision):
             if param.requires_grad and param.dtype in wide
         }
 
+    def may_compile(self, optimizer: Optimizer) -> bool:
+        return can_compile_masters(optimizer, self._masters)
+
     def make_update(
-        self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], weights: Mapping[torch.Tensor, torch.Tensor]
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool,
     ) -> Callable[..., Update]:
-        masters = Masters(optimizer, names, self._masters, sources=weights)
+        masters = Masters(optimizer, names, self._masters, sources=weights, compiled=compiled)
         return functools.partial(
             MasterUpdate,
             masters=masters,
             count_zeros=self._count_zeros,
             verbose=self._verbose,
+            compiled=compiled,
         )
 
     def configure(

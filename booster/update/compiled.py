@@ -16,7 +16,7 @@ from booster.update.host import HostUpdate
 _logger = logging.getLogger(__name__)
 
 # Graphs are counted, and limited, per function; torch >= 2.13 can count per optimizer instead.
-_OWN_CACHE: dict[str, Any] = (
+OWN_CACHE: dict[str, Any] = (
     {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 )
 
@@ -30,8 +30,8 @@ class CompiledUpdate(HostUpdate):
 
     def __init__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, *args, **kwargs)
-        self._compiled_norms: Any = torch.compile(tensor_norms, dynamic=False, **_OWN_CACHE)
-        self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **_OWN_CACHE)
+        self._compiled_norms: Any = torch.compile(tensor_norms, dynamic=False, **OWN_CACHE)
+        self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         return self._compiled_norms(values, norm_type)

@@ -299,13 +299,6 @@ def test_accumulated_gradients_step_once(name):
     assert optimizer.num_applied == 1
 
 
-def test_compile_is_refused_aloud_and_steps_as_fused(caplog):
-    run = boost("bf16_naive", optimizer=torch.optim.AdamW, fused_optimizer="compile")
-    assert "does not apply under BF16NaiveMixedPrecision" in caplog.text
-    assert run[2].param_groups[0]["fused"] is True
-    assert step(*run)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [

@@ -1,0 +1,109 @@
+"""The step on masters, compiled: each bucket in one pass over its memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster.masters.bucket import Bucket
+from booster.masters.classes import kind_of
+from booster.masters.kernel import Kernel, keeps_state
+from booster.masters.masters import Masters
+from booster.masters.options import MasterOptions
+from booster.masters.planes import fuses, rows
+from booster.masters.step import MasterStep, inverse
+
+_logger = logging.getLogger(__name__)
+
+
+class CompiledMasterStep(MasterStep):
+    """Steps buckets of elementwise optimizers through `Kernel`; build it where `can_compile_masters` says so.
+
+    The first step of a bucket runs eagerly, as it creates the optimizer's state. Parameters without dimensions, whose
+    state cannot be told from the counters of a flat bucket, and float32 parameters always do. What the compiler turns out
+    not to understand is stepped eagerly from then on, after one WARNING.
+    """
+
+    def __init__(self, masters: Masters) -> None:
+        super().__init__(masters)
+        self._kernels: dict[Any, Kernel] = {}
+        self._understood = True
+        self._copies: dict[Any, torch.Tensor] = {}
+
+    def _step_buckets(self, grad_scale: float) -> None:
+        try:
+            super()._step_buckets(grad_scale)
+        finally:
+            self._copies = {}
+
+    def _step_bucket(self, bucket: Bucket, scratch: Any, grad_scale: float) -> None:
+        optimizer = self.masters.optimizer
+        group, state = optimizer.param_groups[0], optimizer.state.get(bucket.handles[0])
+        eager = not self._understood or bucket.whole or not fuses(bucket.format)
+        if eager or (not state and keeps_state(optimizer, group, bucket.device)):
+            super()._step_bucket(bucket, scratch, grad_scale)
+            return
+        key = (bucket.size, bucket.dtype, bucket.device)
+        if key not in self._kernels:
+            self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype)
+        working, parts = bucket.working(), bucket.gradients()
+        # A separate master is all that is read: the weights are only written.
+        weights = self._joined(bucket, working, "weights", fill=bucket.needs_values)
+        grads = self._joined(bucket, parts, "gradients")
+        try:
+            self._kernels[key].step(
+                group, {} if state is None else state, inverse(grad_scale), rows(bucket.rest), weights, grads
+            )
+        except Exception as error:
+            self._understood = False
+            _logger.warning(
+                'fused_optimizer="compile" does not apply to this %s: torch.compile does not understand it (%s); it is '
+                "stepped without a compiler from here on",
+                type(optimizer).__name__,
+                str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
+            )
+            super()._step_bucket(bucket, scratch, grad_scale)
+            return
+        if weights is not working[0]:
+            torch._foreach_copy_(working, bucket.cut_like_pieces(weights))
+
+    def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str, fill: bool = True) -> torch.Tensor:
+        """The pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
+
+        name: of a memory for copies, which the next bucket uses again. fill: False leaves it as it is.
+        """
+        if len(pieces) == 1 and pieces[0].numel() == bucket.size and pieces[0].dtype == bucket.dtype:
+            return pieces[0]
+        key = (bucket.size, bucket.dtype, bucket.device, name)
+        if key not in self._copies:
+            self._copies[key] = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
+        if fill:
+            torch._foreach_copy_(bucket.cut_like_pieces(self._copies[key]), pieces)
+        return self._copies[key]
+
+
+def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
+    """Whether a step on masters of `optimizer` can be compiled, if there is a compiler; one WARNING says why not."""
+    reason = None
+    if kind_of(optimizer) != "elementwise":
+        reason = (
+            "it is not known to treat every element by itself, and only flat buckets are compiled; if it does, call "
+            f"booster.register_elementwise({type(optimizer).__name__}) before boost()"
+        )
+    elif options.rounding == "stochastic":
+        reason = 'rounding="stochastic" draws random numbers, which are not compiled'
+    if reason is not None:
+        _logger.warning(
+            'fused_optimizer="compile" does not apply to this %s: %s; it is stepped as with fused_optimizer=True',
+            type(optimizer).__name__,
+            reason,
+        )
+    return reason is None
+
+
+def half_norms(values: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each tensor of `values`, in float32, from operations that the compiler makes loops of."""
+    return torch.stack([value.float().square().sum() for value in values]).sqrt()

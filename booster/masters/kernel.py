@@ -1,0 +1,146 @@
+"""A bucket's whole update as one function of tensors, compiled: cast, join, the optimizer's own step, part.
+
+The compiler keys a graph that sees an optimizer by the very tensors of its state, so every bucket would have one of its
+own. Here the optimizer's `step` runs on a stand-in that is made inside the traced function from the function's arguments:
+an object with the class's methods and the instance's attributes, whose only parameter is the bucket and whose state is
+what is passed in. Buckets of one size then share a graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster.masters.bucket import State
+from booster.masters.formats import Format
+from booster.masters.planes import join, part
+from booster.masters.scalars import scalars_first
+from booster.update.compiled import OWN_CACHE
+
+Entries = dict[str, Any]
+
+# Of a group: what no `step` reads, but differs from group to group. Each value seen is a graph.
+_NOT_READ = ("params", "lr", "initial_lr", "param_names")
+
+
+class Kernel:
+    """Compiles `step` for optimizers of the class and attributes of `optimizer`, which is not touched.
+
+    One Kernel is for one size and dtype. Raises, at a call, whatever the compiler raises for what it cannot trace; nothing
+    has changed then.
+    """
+
+    def __init__(self, optimizer: Optimizer, format: Format, dtype: torch.dtype) -> None:
+        stand_in = stand_in_class(type(optimizer))
+        attributes = instance_attributes(optimizer)
+
+        def update(
+            group: Entries,
+            state: State,
+            rate: Any,
+            ratio: torch.Tensor,
+            rest: list[torch.Tensor],
+            weights: torch.Tensor,
+            grads: torch.Tensor,
+        ) -> tuple[Entries, State]:
+            masters = join(format, weights, rest)
+            masters.grad = grads.float() * ratio
+            after = step_stand_in(stand_in, attributes, group, rate, masters, state)
+            rounded, kept = part(format, masters, dtype)
+            weights.copy_(rounded)
+            for old, new in zip(rest, kept, strict=True):
+                old.copy_(new)
+            return after
+
+        self._update: Callable[..., tuple[Entries, State]] = torch.compile(
+            update, fullgraph=True, dynamic=False, backend=scalars_first, **OWN_CACHE
+        )
+
+    def step(
+        self,
+        group: Entries,
+        state: State,
+        grad_scale_inverse: float,
+        rest: list[torch.Tensor],
+        weights: torch.Tensor,
+        grads: torch.Tensor,
+    ) -> None:
+        """Update everything in place, `group` and `state` included. `weights` and `grads`: flat, half."""
+        rate = group.get("lr")
+        if isinstance(rate, (int, float)):  # a number would be compiled in
+            rate = torch.tensor(rate, dtype=torch.float32, device=weights.device)
+        ratio = torch.tensor(grad_scale_inverse, dtype=torch.float32, device=weights.device)
+        entries = read_entries(group)
+        written, after = self._update(entries, dict(state), rate, ratio, rest, weights, grads)
+        for key, value in after.items():
+            if state.get(key) is not value:
+                state[key] = value
+        for key, value in written.items():
+            if entries.get(key) is not value and key not in ("foreach", *_NOT_READ):
+                group[key] = value
+
+
+def read_entries(group: Entries) -> Entries:
+    """The entries of a group that a step reads, the learning rate excepted."""
+    entries = {key: value for key, value in group.items() if key not in _NOT_READ}
+    # One tensor needs no foreach, and some foreach implementations refuse a tensor for a learning rate.
+    return entries | ({"foreach": False} if "foreach" in entries else {})
+
+
+def step_stand_in(
+    stand_in: type, attributes: Entries, group: Entries, rate: Any, masters: torch.Tensor, state: State
+) -> tuple[Entries, State]:
+    """Step a new stand-in on `masters`, in place by their `.grad`. Returns the group and the state afterwards."""
+    optimizer: Any = stand_in()
+    for key, value in attributes.items():
+        setattr(optimizer, key, value)
+    own = {**group, "params": [masters]}
+    if rate is not None:
+        own["lr"] = rate
+    optimizer.param_groups = [own]
+    optimizer.state = {masters: state}
+    optimizer.step()
+    return {key: own[key] for key in group}, optimizer.state[masters]
+
+
+def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> bool:
+    """Whether a first step of `optimizer` creates state for a parameter; tries it on one of a few zeros."""
+    masters = torch.zeros(1, device=device)
+    masters.grad = torch.zeros(1, device=device)
+    own = stand_in_class(type(optimizer)), instance_attributes(optimizer)
+    return bool(step_stand_in(*own, read_entries(group), group.get("lr"), masters, {})[1])
+
+
+def instance_attributes(optimizer: Optimizer) -> Entries:
+    """What a step may read of the instance beside groups and state."""
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in ("state", "param_groups") and not key.startswith(("_optimizer_", "_zero_grad_", "_warned_"))
+    }
+
+
+def stand_in_class(cls: type[Optimizer]) -> type:
+    """A class with the functions of `cls` and its bases that is no Optimizer, without what torch wraps them in."""
+    members: Entries = {}
+    for base in reversed(cls.__mro__[:-1]):
+        for name, value in vars(base).items():
+            if not name.startswith("__"):
+                members[name] = _unwrapped(value) if inspect.isfunction(value) else value
+    return type(cls.__name__, (), members)
+
+
+def _unwrapped(function: Any) -> Any:
+    # Torch hides `_init_group` from the compiler, and puts around `step` what calls hooks and what sets the grad mode
+    # between graph breaks. None of it has a public name.
+    while True:
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            function = function._torchdynamo_orig_callable
+        elif function.__dict__.get("hooked", False) or function.__code__.co_name == "_use_grad":
+            function = function.__wrapped__
+        else:
+            return function

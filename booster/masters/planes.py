@@ -1,0 +1,145 @@
+"""Master formats as arithmetic without side effects, which a compiler can fuse with an optimizer's step.
+
+A compiled format knows two functions. `join` makes float32 masters of the half weights, widened to float32, and what is
+kept beside them; `part` makes of masters the rounded weights, still in float32, and what is to be kept. Both agree bit for
+bit with the formats that work in place. A remainder of 16 bits lies in two planes of uint8, the lower bits first: torch's
+compiler for CPUs does not vectorise int16.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Views, split_like
+
+_CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
+_OFFSET = 2**15  # what makes a signed remainder a positive number
+
+
+class Planes(Format):
+    """A split master whose remainder has the shape (2, size), uint8."""
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        rest = torch.zeros(2, size, dtype=torch.uint8, device=device)
+        rest[1].fill_(_OFFSET >> 8)
+        return rest
+
+    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert rest is not None
+        torch._foreach_copy_(split_like(values, working), list(working))
+        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, rest[0], rest[1])), strict=True):
+            value.copy_(self.join(value, _counted(low, high)))
+
+    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert rest is not None
+        for value, low, high in zip(*(t.split(_CHUNK) for t in (values, rest[0], rest[1])), strict=True):
+            rounded, left = self.part(value)
+            for plane, new in zip((low, high), _planes(left), strict=True):
+                plane.copy_(new)
+            value.copy_(rounded)
+        torch._foreach_copy_(list(working), split_like(values, working))
+
+    @abstractmethod
+    def join(self, weights: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        """Masters of float32 `weights` and the int32 remainder."""
+
+    @abstractmethod
+    def part(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounded weights in float32, and the int32 remainder."""
+
+
+class BFloat16Planes(Planes):
+    """As `SplitBFloat16`."""
+
+    def join(self, weights: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        return (weights.view(torch.int32) + left).view(torch.float32)
+
+    def part(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rounded = round_bfloat16(values)
+        return rounded, values.view(torch.int32) - rounded.view(torch.int32)
+
+
+class Float16Planes(Planes):
+    """As `SplitFloat16`."""
+
+    def join(self, weights: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+        return weights + _step(weights) * left.float()
+
+    def part(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rounded = round_float16(values)
+        left = ((values - rounded) / _step(rounded)).round()
+        return rounded, torch.where(left.isfinite(), left, 0.0).to(torch.int32)
+
+
+def compiled_format(format: Format) -> Format:
+    """The format for a compiled step that keeps what `format` keeps."""
+    if isinstance(format, SplitBFloat16):
+        return BFloat16Planes()
+    return Float16Planes() if isinstance(format, SplitFloat16) else format
+
+
+def fuses(format: Format) -> bool:
+    """Whether `join` and `part` know `format`."""
+    return isinstance(format, Planes) or type(format) in (Separate, Nearest, Kahan)
+
+
+def rows(rest: torch.Tensor | None) -> list[torch.Tensor]:
+    """What a bucket keeps, as tensors of its size."""
+    if rest is None:
+        return []
+    return [rest] if rest.dim() == 1 else list(rest)
+
+
+def join(format: Format, weights: torch.Tensor, rest: list[torch.Tensor]) -> torch.Tensor:
+    """New float32 masters from half `weights` and `rows` of what is kept."""
+    if isinstance(format, Planes):
+        return format.join(weights.float(), _counted(*rest))
+    if isinstance(format, Separate):
+        return rest[0].clone()  # a value of the graph, which takes a gradient without leaving it
+    return weights.float() + rest[0].float() if rest else weights.float()
+
+
+def part(format: Format, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The weights that `values` round to, in float32 but exact in `dtype`, and new `rows` of what is kept."""
+    if isinstance(format, Planes):
+        rounded, left = format.part(values)
+        return rounded, list(_planes(left))
+    rounded = round_bfloat16(values) if dtype == torch.bfloat16 else round_float16(values)
+    if isinstance(format, Separate):
+        return rounded, [values]
+    error = values - rounded
+    return rounded, [torch.where(error.isfinite(), error, 0.0)] if isinstance(format, Kahan) else []
+
+
+def round_bfloat16(values: torch.Tensor) -> torch.Tensor:
+    """`values` rounded to bfloat16, ties away from zero."""
+    return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+
+
+def round_float16(values: torch.Tensor) -> torch.Tensor:
+    """`values` rounded to float16 as torch does, ties to even, but never in float16.
+
+    The compiler drops a cast down that is followed by a cast up, and with it the rounding.
+    """
+    bits = values.view(torch.int32)
+    normal = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).view(torch.float32)
+    size = values.abs()
+    tiny = torch.where(values < 0, -((size + 0.5) - 0.5), (size + 0.5) - 0.5)  # multiples of 2**-24
+    rounded = torch.where(size < 2.0**-14, tiny, normal)
+    return torch.where(size >= 65520.0, values * float("inf"), rounded)
+
+
+def _counted(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    return (high.to(torch.int32) << 8) + low.to(torch.int32) - _OFFSET
+
+
+def _planes(left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    counted = left + _OFFSET
+    return (counted & 255).to(torch.uint8), ((counted >> 8) & 255).to(torch.uint8)
+
+
+def _step(weights: torch.Tensor) -> torch.Tensor:
+    exponents = (weights.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return (exponents * 2.0**-10).clamp(2.0**-24, 2.0**5) * 2.0**-14

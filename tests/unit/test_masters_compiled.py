@@ -1,0 +1,241 @@
+"""fused_optimizer="compile" on master weights: the steps of the eager path, in one pass over each bucket."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from prescribed import loss_with
+from test_masters import BF16, ELEMENTWISE, FP16, SHAPES, equal, weights
+from torch import nn, optim
+
+from booster import Booster
+from booster.interface.optimizer import OptimizerWrapper
+from booster.loss_scaler import DynamicScale, NoScale
+from booster.masters import MasterOptions, Masters, MasterUpdate
+from booster.masters.compiled import CompiledMasterStep
+from booster.masters.formats import SplitBFloat16, SplitFloat16
+from booster.masters.kernel import Kernel
+from booster.masters.planes import BFloat16Planes, Float16Planes, round_float16
+from booster.mixed_precision import BF16NaiveMixedPrecision
+
+pytestmark = [
+    # Torch's compiler warns about its own use of deprecated functions.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+COMPILE = [name for name in ELEMENTWISE if name not in ("ASGD", "RAdam")]  # those branch on numbers in tensors
+QUICK = {"SGD momentum", "AdamW", "RMSprop", "Adagrad"}
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    try:
+        torch.compile(lambda x: x + 1)(torch.zeros(1))
+    except Exception as error:
+        pytest.skip(f"torch.compile finds no working compiler: {error}")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The sizes of the buckets that compiled kernels stepped."""
+    sizes, step = [], Kernel.step
+
+    def counted(self, group, state, inverse, rest, weights, grads):
+        step(self, group, state, inverse, rest, weights, grads)
+        sizes.append(weights.numel())
+
+    monkeypatch.setattr(Kernel, "step", counted)
+    return sizes
+
+
+class Run:
+    """Half parameters and prescribed gradients, stepped by either path."""
+
+    def __init__(self, make, dtype, form, *, compiled=True, scale=None, shapes=SHAPES):
+        self.sources = weights(shapes)
+        self.params = [nn.Parameter(source.to(dtype)) for source in self.sources]
+        self.inner = make(self.params)
+        names = {param: f"p{i}" for i, param in enumerate(self.params)}
+        sources = dict(zip(self.params, self.sources, strict=True))
+        self.masters = Masters(
+            self.inner, names, MasterOptions(master_weights=form), sources=sources, compiled=compiled
+        )
+        self.optimizer = OptimizerWrapper(
+            self.inner,
+            NoScale() if scale is None else DynamicScale(init_scale=scale),
+            names,
+            make_update=lambda *a, **k: MasterUpdate(*a, masters=self.masters, compiled=compiled, **k),
+        )
+        self.generator = torch.Generator().manual_seed(7)
+
+    def train(self, steps, poison=None):
+        for step in range(steps):
+            grads = [torch.randn(p.shape, generator=self.generator).to(p.dtype) for p in self.params]
+            if step == poison:
+                grads[0].view(-1)[3] = float("inf")
+            self.optimizer.zero_grad()
+            self.optimizer.backward(loss_with(self.params, grads))
+            self.optimizer.clip_grad_by_norm(1.0)
+            assert self.optimizer.step().applied == (step != poison)
+
+    def values(self):
+        return [self.masters.joined(param) for param in self.params]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in COMPILE if n in QUICK] + [n for n in COMPILE if n not in QUICK])
+def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(compiler, calls, name):
+    shapes = [(200, 82), (33,), (), (7, 5, 3)]  # a full bucket of two pieces, and a ragged one
+    separate, split = (Run(ELEMENTWISE[name], BF16, form, shapes=shapes) for form in ("fp32", "split"))
+    for run in (separate, split):
+        run.train(100)
+    assert equal(separate.values(), split.values())
+    assert equal(separate.params, split.params)
+    assert len(calls) >= 2 * 2 * 99
+    eager = Run(ELEMENTWISE[name], BF16, "split", compiled=False, shapes=shapes)
+    eager.train(100)
+    for ours, theirs in zip(split.values(), eager.values(), strict=True):
+        # 100 updates of a handful of float32 operations each, in another order.
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fp32", "split", "none"])
+def test_a_compiled_step_in_float16_is_that_of_the_eager_path(compiler, calls, form):
+    ours, theirs = (
+        Run(ELEMENTWISE["SGD momentum"], FP16, form, compiled=compiled, scale=2.0**7) for compiled in (True, False)
+    )
+    for run in (ours, theirs):
+        run.train(10)
+    assert calls
+    for a, b in zip(ours.values(), theirs.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3 if form == "none" else 1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_equal_buckets_share_a_graph_and_a_schedule_compiles_nothing(compiler, calls):
+    run = Run(ELEMENTWISE["SGD momentum"], BF16, "split", shapes=[(4, 2**14), (33,)])
+    assert [bucket.size for bucket in run.masters.buckets] == [2**14] * 4 + [64]
+    run.train(2)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for step in range(12):
+        run.inner.param_groups[0]["lr"] = 0.01 / (step + 1)
+        run.train(1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert len(run.optimizer._update._step._kernels) == 2
+    assert len(calls) == 13 * 5
+
+
+@pytest.mark.slow
+def test_a_skipped_step_leaves_weights_masters_and_state_as_they_were(compiler, calls):
+    run = Run(ELEMENTWISE["AdamW"], FP16, "split", scale=2.0**7, shapes=[(200, 82)])
+    run.train(3)
+    before = copy.deepcopy((run.values(), run.params, run.optimizer.state_dict()["state"]))
+    stepped = len(calls)
+    run.train(1, poison=0)
+    assert len(calls) == stepped > 0
+    assert equal(before[0], run.values())
+    assert equal(before[1], run.params)
+    for key, value in run.optimizer.state_dict()["state"][0].items():
+        assert torch.equal(before[2][0][key], value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_checkpoints_of_the_compiled_and_the_eager_path_load_into_each_other(compiler, dtype):
+    runs = {compiled: Run(ELEMENTWISE["SGD momentum"], dtype, "split", compiled=compiled) for compiled in (True, False)}
+    for compiled in (True, False):
+        run, other = runs[compiled], runs[not compiled]
+        run.train(3)
+        other.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        assert equal(run.values(), other.values())
+        assert equal(run.params, other.params)
+        for param, twin in zip(run.params, other.params, strict=True):
+            ours, theirs = run.optimizer.state[param], other.optimizer.state[twin]
+            assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["RAdam", "ASGD"])
+def test_an_optimizer_that_the_compiler_does_not_understand_is_stepped_eagerly_after_one_warning(
+    compiler, caplog, name
+):
+    ours, theirs = (Run(ELEMENTWISE[name], BF16, "split", compiled=compiled) for compiled in (True, False))
+    with caplog.at_level(logging.WARNING, "booster"):
+        for run in (ours, theirs):
+            run.train(4)
+    assert [record.message for record in caplog.records if "does not understand" in record.message] == caplog.messages
+    assert len(caplog.records) == 1
+    for a, b in zip(ours.values(), theirs.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (lambda p: optim.Adafactor(p, lr=0.01), {}, "not known to treat every element by itself"),
+        (lambda p: optim.LBFGS(p), {}, "not known to treat every element by itself"),
+        (lambda p: optim.AdamW(p), {"master_weights": "none", "rounding": "stochastic"}, "random numbers"),
+    ],
+)
+def test_what_cannot_be_compiled_says_so_in_one_warning(make, options, reason, caplog):
+    model = nn.Linear(4, 4)
+    with caplog.at_level(logging.WARNING, "booster"):
+        b = Booster("cpu", BF16NaiveMixedPrecision(**options), fused_optimizer="compile")
+        _, optimizer, *_ = b.boost(model, make(model.parameters()))
+    assert len(caplog.records) == 1
+    assert reason in caplog.text
+    assert not isinstance(optimizer._update._step, CompiledMasterStep)
+
+
+@pytest.mark.slow
+def test_boost_compiles_an_elementwise_optimizer(compiler, calls):
+    model = nn.Linear(64, 64)
+    b = Booster("cpu", "bf16_naive", fused_optimizer="compile")
+    model, optimizer, *_ = b.boost(model, optim.SGD(model.parameters(), lr=0.1))
+    b.backward(model(torch.ones(2, 64)).sum(), optimizer)
+    assert optimizer.step()
+    assert calls == [64 * 64 + 64]  # without state there is nothing to create first
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eager", "planes"), [(BF16, SplitBFloat16(), BFloat16Planes()), (FP16, SplitFloat16(), Float16Planes())]
+)
+def test_two_planes_hold_what_int16_holds(dtype, eager, planes):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-(2**31), 2**31, (2**18,), generator=generator, dtype=torch.int64).to(torch.int32)
+    values = values.view(torch.float32).nan_to_num(0.0)
+    values[: 2**17] = torch.randn(2**17, generator=generator)
+    read = []
+    for form in (eager, planes):
+        working = torch.zeros(len(values), dtype=dtype)
+        rest = form.allocate(len(values), dtype, values.device)
+        assert rest.nbytes == 2 * len(values)
+        form.write([working], rest, values.clone(), values.clone())
+        joined = values.clone()
+        form.read([working], rest, joined, values.clone())
+        read.append((working, joined))
+    assert torch.equal(read[0][0], read[1][0])
+    assert torch.equal(read[0][1], read[1][1])
+
+
+def test_float16_is_rounded_in_float32_as_torch_rounds_it():
+    half = torch.arange(-(2**15), 2**15).to(torch.int16).view(FP16).float()
+    half = half[half.isfinite()].sort().values
+    between = (half[1:] + half[:-1]) / 2
+    for values in (
+        half,
+        between,
+        between * (1 + 2.0**-20),
+        between * (1 - 2.0**-20),
+        torch.tensor([65519.9, 65520.0, 1e9]),
+    ):
+        assert torch.equal(round_float16(values), values.half().float())
+
+
+def test_a_strategy_that_does_not_compile_keeps_the_int16_layout():
+    run = Run(ELEMENTWISE["SGD"], BF16, "split", compiled=False)
+    assert {bucket.rest.dtype for bucket in run.masters.buckets} == {torch.int16}
