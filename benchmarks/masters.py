@@ -11,6 +11,7 @@ are compiled in the rounds that are not timed, about ten seconds for each form.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 from collections.abc import Callable
 
@@ -118,9 +119,9 @@ def main() -> None:
         benches = {label: Bench(make, source) for label, make in makers.items()}
         seconds: dict[str, list[float]] = {label: [] for label in benches}
         labels = list(benches)
+        order = random.Random(0)
         for index in range(3 + options.rounds):
-            shift = index % len(labels)
-            for label in labels[shift:] + labels[:shift]:
+            for label in order.sample(labels, len(labels)):  # see timing.interleave
                 elapsed = benches[label].run()
                 if index >= 3:
                     seconds[label].append(elapsed)

@@ -9,6 +9,7 @@ multiplied by the loss scale; they are restored, untimed, before every update.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 from collections.abc import Callable
 
@@ -110,9 +111,9 @@ def main() -> None:
             benches["compiled"] = Bench(ours(precision, "compile"), source)
         seconds: dict[str, list[float]] = {name: [] for name in benches}
         names = list(benches)
+        order = random.Random(0)
         for index in range(3 + options.rounds):
-            shift = index % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in order.sample(names, len(names)):  # see timing.interleave
                 elapsed = benches[name].run()
                 if index >= 3:
                     seconds[name].append(elapsed)
