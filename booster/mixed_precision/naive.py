@@ -46,7 +46,6 @@ class NaiveMixedPrecision(MixedPrecision):
 
     def __init__(
         self,
-        *,
         log_num_zeros_in_grad: bool = False,
         clip_grad_norm: float = 0.0,
         verbose: bool = False,
@@ -206,27 +205,3 @@ class BF16NaiveMixedPrecision(NaiveMixedPrecision):
     """bfloat16, which has the range of float32, so the loss is not scaled. Options: `NaiveMixedPrecision`."""
 
     dtype = torch.bfloat16
-
-    def __init__(
-        self,
-        log_num_zeros_in_grad: bool = False,
-        clip_grad_norm: float = 0.0,
-        verbose: bool = False,
-        output_to_fp32: bool = True,
-        sync_buffer: bool = False,
-        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
-        master_weights: MasterWeights = "auto",
-        rounding: Rounding = "nearest",
-        sdpa_fp32: bool | Literal["auto"] = "auto",
-    ) -> None:
-        super().__init__(
-            log_num_zeros_in_grad=log_num_zeros_in_grad,
-            clip_grad_norm=clip_grad_norm,
-            verbose=verbose,
-            output_to_fp32=output_to_fp32,
-            sync_buffer=sync_buffer,
-            keep_fp32=keep_fp32,
-            master_weights=master_weights,
-            rounding=rounding,
-            sdpa_fp32=sdpa_fp32,
-        )
