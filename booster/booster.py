@@ -133,7 +133,12 @@ class Booster:
         loader = checks.boosted_loader(dataloader, self._loaders, device=self.device, plugin=self.plugin)
         place = functools.partial(self.plugin.place, device=self.device)
         placement = Placement(
-            place=place, synchronise=self.plugin.synchronise, device=self.device, group=self.plugin.group
+            place=place,
+            synchronise=self.plugin.synchronise,
+            shards=self.plugin.make_shards,
+            stores_float32=self.plugin.stores_float32,
+            device=self.device,
+            group=self.plugin.group,
         )
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model, optimizer, criterion, placement=placement, options=self._options

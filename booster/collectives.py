@@ -100,7 +100,7 @@ def _reduce_one(value: torch.Tensor, op: Op, group: dist.ProcessGroup | None) ->
     else:
         work = value.clone()
     if group is not None and work.numel():
-        there = work.to(_communication_device(value.device, group)).contiguous()
+        there = work.to(communication_device(value.device, group)).contiguous()
         data = torch.view_as_real(there) if there.is_complex() else there
         dist.all_reduce(
             data, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM), group=group
@@ -163,7 +163,7 @@ def _exchange(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
     """The numbers of each rank; all ranks bring equally many."""
     if not numbers:
         return [[] for _ in range(_world_size(group))]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=_communication_device(torch.device("cpu"), group))
+    mine = torch.tensor(numbers, dtype=torch.int64, device=communication_device(torch.device("cpu"), group))
     everyone = [torch.empty_like(mine) for _ in range(_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone).tolist()
@@ -178,7 +178,7 @@ def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGr
     if max(sizes) == 0:
         return [value.new_empty(shape) for shape in shapes]
     # As bytes: backends do not know every dtype, and moving them needs none.
-    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=_communication_device(value.device, group))
+    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=communication_device(value.device, group))
     mine[: value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
     everyone = [torch.empty_like(mine) for _ in shapes]
     dist.all_gather(everyone, mine, group=group)
@@ -186,7 +186,7 @@ def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGr
     return [part.view(value.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+def communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
     """`device` where the group's backend can use it, else the one that it can."""
     backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     if device.type == "cpu" and "cpu" in backends and backends["cpu"] != "nccl":

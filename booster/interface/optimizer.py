@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from booster.loss_scaler import LossScaler
+from booster.shards import Shards
 from booster.update.backward import run_backward
 from booster.update.base import Update
+from booster.update.checkpoint import STATE_KEY, load_into, read_own, state_of
 from booster.update.choice import choose_update
 from booster.update.fused import implementation, keep_implementation
-from booster.update.history import StepHistory, read_counters
+from booster.update.history import StepHistory
 from booster.update.options import UpdateOptions
 from booster.update.step_result import StepResult
-
-STATE_KEY = "booster"
 
 
 class OptimizerWrapper(Optimizer):
@@ -30,8 +30,9 @@ class OptimizerWrapper(Optimizer):
     of the optimizer inside, which is never re-created.
 
     names: parameter -> qualified name, for reports. group: the ranks that must skip together; None means this one alone.
-    compiled: step through torch.compile, see `CompiledUpdate`. make_update: what makes the update instead, called as
-    `make_update(optimizer, scaler, names, group=..., skip_nonfinite=...)`.
+    shards: what this rank holds of the parameters; None means all. compiled: step through torch.compile, see
+    `CompiledUpdate`. make_update: what makes the update instead, called as
+    `make_update(optimizer, scaler, names, group=..., shards=..., skip_nonfinite=...)`.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class OptimizerWrapper(Optimizer):
         names: Mapping[torch.Tensor, str],
         *,
         group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
         options: UpdateOptions | None = None,
         compiled: bool = False,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -51,7 +53,11 @@ class OptimizerWrapper(Optimizer):
         self.optimizer = optimizer
         self._backward_context = backward_context
         make_update = make_update or functools.partial(choose_update, compiled=compiled)
-        self._update = make_update(optimizer, scaler, names, group=group, skip_nonfinite=options.skip_nonfinite)
+        shards = shards or Shards(optimizer)
+        with shards.local():
+            self._update = make_update(
+                optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=options.skip_nonfinite
+            )
         self._clip_grad_norm = options.clip_grad_norm
         self._held: str | None = None
         self.accumulating = False
@@ -97,7 +103,7 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; pending clips are forgotten with the gradients."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._update.forget_gradients()
+        self._update.forget_gradients(set_to_none)
 
     def unscale_grads(self) -> None:
         """Make `.grad` readable now: divided by the loss scale and clipped as asked so far. Repeating it does nothing.
@@ -239,7 +245,7 @@ class OptimizerWrapper(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Torch's state dict of the optimizer inside, plus the key "booster": loss-scaler state and step counters."""
         self.settle()
-        state, own = self._update.optimizer_state_dict()
+        state, own = state_of(self._update)
         state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
         return state
 
@@ -253,13 +259,13 @@ class OptimizerWrapper(Optimizer):
         state_dict = dict(state_dict)
         has_own = STATE_KEY in state_dict
         own = state_dict.pop(STATE_KEY, {})
-        counts, scale = _read_own(own) if has_own else (None, {})
+        counts, scale = read_own(own) if has_own else (None, {})
         scaler = self._update.scaler
         before, choice = scaler.state_dict(), implementation(self.optimizer)
         if scale:
             scaler.load_state_dict(scale)
         try:
-            self._update.load_optimizer_state_dict(state_dict, own)
+            load_into(self._update, state_dict, own)
         except Exception:
             scaler.load_state_dict(before)
             raise
@@ -289,12 +295,3 @@ class OptimizerWrapper(Optimizer):
             return loss
 
         return self._update.step_with_closure(clipped if self._clip_grad_norm else closure)
-
-
-def _read_own(own: Any) -> tuple[dict[str, int], dict[str, Any]]:
-    try:
-        return read_counters(own), dict(own["loss_scaler"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote ({error}): {own!r}"
-        ) from error

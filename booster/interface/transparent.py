@@ -126,6 +126,16 @@ class TransparentModule(nn.Module):
         return method
 
 
+class PlacedModule(nn.Module):
+    """Base of what a plugin wraps around the user's model, which is `module`; names are those of the user's model."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 def bare(module: nn.Module) -> nn.Module:
     """The module at the bottom of plugin and `torch.compile` wrappers: the one whose names users know."""
     module = unwrap_placed(module)
@@ -135,17 +145,20 @@ def bare(module: nn.Module) -> nn.Module:
 
 
 def unwrap_placed(module: nn.Module) -> nn.Module:
-    """The user's model inside a data-parallel wrapper."""
-    while isinstance(module, nn.parallel.DistributedDataParallel):
+    """The user's model inside what a plugin wrapped around it."""
+    while isinstance(module, _WRAPPERS):
         module = module.module
     return module
+
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, PlacedModule)
 
 
 def _wrapper_prefix(module: nn.Module) -> str:
     prefix = "module."
     inner = module._modules["module"]
     while inner is not bare(inner):  # type: ignore[arg-type]
-        name = "module" if isinstance(inner, nn.parallel.DistributedDataParallel) else "_orig_mod"
+        name = "module" if isinstance(inner, _WRAPPERS) else "_orig_mod"
         prefix += f"{name}."
         inner = inner._modules[name]  # type: ignore[union-attr]
     return prefix

@@ -17,6 +17,7 @@ from booster.loss_scaler import LossScaler
 from booster.masters.compiled import CompiledMasterStep, half_norms
 from booster.masters.masters import Masters
 from booster.masters.step import MasterStep
+from booster.shards import Shards
 from booster.update.compiled import OWN_CACHE
 from booster.update.host import HostUpdate
 from booster.update.step_result import StepFields, StepResult
@@ -43,12 +44,13 @@ class MasterUpdate(HostUpdate):
         *,
         masters: Masters,
         group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
         skip_nonfinite: bool = False,
         count_zeros: bool = False,
         verbose: bool = False,
         compiled: bool = False,
     ) -> None:
-        super().__init__(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
+        super().__init__(optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)
         self.masters = masters
         self._step = CompiledMasterStep(masters) if compiled else MasterStep(masters)
         self._half_norms: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE) if compiled else None
@@ -56,7 +58,7 @@ class MasterUpdate(HostUpdate):
         self._verbose = verbose
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
-        self._refuse_unchecked_closure()
+        self._refuse_closure()
         loss = self._step.step_with_closure(closure, self._take_grad_scale)
         norm = self._reported_norm
         self.reset()
@@ -104,7 +106,7 @@ class MasterUpdate(HostUpdate):
     # ------------------------------------------------------------------ state
 
     @property
-    def state(self) -> Any:
+    def _state(self) -> Any:
         return self.masters.state()
 
     def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:

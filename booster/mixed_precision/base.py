@@ -17,6 +17,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.params import named_parameters, rebind
+from booster.shards import Shards
 from booster.update.base import Update
 from booster.update.compiled import can_compile
 from booster.update.fused import switch_to_fused
@@ -37,12 +38,15 @@ class Placement:
 
     place: puts a module where it will run, in the dtypes of a policy, and returns what to call.
     synchronise: gives a module on `device` the weights that all ranks will start from, before they are cast.
-    device: where that is. group: the ranks among which found_inf is agreed; None means no collective, also inside a
-    launched job.
+    shards: what this rank holds and steps of an optimizer's placed parameters. stores_float32: placed parameters stay as
+    wide as they were where `policy.store` is None. device: where that is. group: the ranks among which found_inf is
+    agreed; None means no collective, also inside a launched job.
     """
 
     place: Callable[[nn.Module, DtypePolicy], nn.Module] = _place_in_process
     synchronise: Callable[[nn.Module], None] = _synchronise_nothing
+    shards: Callable[[Optimizer], Shards] = Shards
+    stores_float32: bool = False
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
 
@@ -164,16 +168,21 @@ class MixedPrecision:
         if isinstance(boosted_criterion, ModelWrapper):
             names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
         after = named_parameters(boosted)
-        weights = {after[name]: kept.pop(name) for name in list(kept)}
+        shards = placement.shards(optimizer)
+        with shards.local():
+            names |= {shards.part_of(param): name for name, param in after.items()}
+            weights = {shards.part_of(after[n]): shards.cut(kept.pop(n), after[n]) for n in list(kept) if n in after}
+            make_update = self.make_update(optimizer, names, weights, compiled=compiled)
         boosted_optimizer = OptimizerWrapper(
             optimizer,
             self.make_scaler(),
             names,
             group=placement.group,
+            shards=shards,
             options=options,
             compiled=compiled,
             backward_context=self.backward_context,
-            make_update=self.make_update(optimizer, names, weights, compiled=compiled),
+            make_update=make_update,
         )
         return boosted, boosted_optimizer, boosted_criterion
 

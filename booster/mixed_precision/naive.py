@@ -74,7 +74,13 @@ class NaiveMixedPrecision(MixedPrecision):
         return self.dtype
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:
-        return half_policy(model, self.dtype, keep_fp32=self._keep_fp32, output=self.policy.output)
+        policy = half_policy(model, self.dtype, keep_fp32=self._keep_fp32, output=self.policy.output)
+        return dataclasses.replace(policy, store=self._store)
+
+    @property
+    def _store(self) -> torch.dtype | None:
+        # Where a plugin shards, float32 shards are the masters, unless another form of them was asked for by name.
+        return self.dtype if self._masters.master_weights in ("split", "none") else None
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)
@@ -91,6 +97,8 @@ class NaiveMixedPrecision(MixedPrecision):
         return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
+        if placement.stores_float32 and self._store is None:
+            return {}
         model.to(placement.device)
         placement.synchronise(model)
         wide = (torch.float32, torch.float64)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from booster.data import prepare_dataloader
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.shards import Shards
 
 
 class Plugin(ABC):
@@ -34,6 +36,13 @@ class Plugin(ABC):
     @abstractmethod
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Put `module` on `device` in the dtypes of `policy` and return what is to be called; may run collectives."""
+
+    stores_float32 = False
+    """Whether placed parameters stay in their dtype where `policy.store` is None, as shards that serve as masters do."""
+
+    def make_shards(self, optimizer: Optimizer) -> Shards:
+        """What this rank steps of the parameters of `optimizer`, which holds those of a placed module."""
+        return Shards(optimizer)
 
     def synchronise(self, module: nn.Module) -> None:
         """Give `module` the parameters and buffers that all ranks are to start from, before a precision casts them; may

@@ -19,21 +19,18 @@ from torch.optim import optimizer as torch_optimizer
 
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
+from booster.shards import Shards
+from booster.update.errors import BARE_BACKWARD
 from booster.update.fused import start_late_momentum
 from booster.update.joint import JointDecision
 from booster.update.step_result import StepFields, StepResult
-
-BARE_BACKWARD = (
-    "there are gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler those of a bare "
-    "loss.backward() are not scaled, and those of the last step have been used. Call booster.backward(loss, optimizer) "
-    "instead, and name every optimizer that will step on that loss: booster.backward(loss, [optimizer_a, optimizer_b])"
-)
 
 
 class Update(ABC):
     """State of one optimizer's gradients; see the module docstring.
 
-    names: the name of each parameter, for reports. group: where ranks agree on found_inf; None means alone.
+    names: the name of each parameter, for reports. group: where ranks agree on found_inf; None means alone. shards: what
+    this rank holds of the parameters; whatever touches gradients runs inside its `local()`.
     skip_nonfinite: check gradients, and skip, also without a loss scaler and without clipping.
     """
 
@@ -44,12 +41,14 @@ class Update(ABC):
         names: Mapping[torch.Tensor, str],
         *,
         group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
         skip_nonfinite: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self.shards = shards or Shards(optimizer)
         self.scaler = scaler
         self.joint = JointDecision([self])
-        self._names = names
+        self.names = names
         self._group = group
         self._skip_nonfinite = skip_nonfinite
         self._scale: Any = None  # what .grad is multiplied by; None: no gradients that we know of
@@ -69,12 +68,11 @@ class Update(ABC):
             self.joint = JointDecision([self])
         self.joint.found = None
 
-    def forget_gradients(self) -> None:
+    def forget_gradients(self, set_to_none: bool = True) -> None:
         """The gradients were zeroed."""
+        self.shards.clear_gradients(set_to_none)
         self.reset()
         self._scale = None
-
-    # ------------------------------------------------------------------ backward
 
     decides_on_device = False
 
@@ -93,16 +91,21 @@ class Update(ABC):
         self._reported_norm = None
         self.joint.found = None
 
-    def after_backward(self, loss: torch.Tensor) -> None:
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        """loss: None where another pipeline stage computes it."""
         self._num_backwards += 1
-        if self._check:
+        if self._check and loss is not None:
             self.losses.append(loss.detach())
 
     # ------------------------------------------------------------------ between backward and step
 
     def unscale(self) -> None:
         """Make `.grad` what it would be without a scale, pending clips applied. Calling it again does nothing."""
-        if not self.params():
+        with self.shards.local():
+            self._unscale()
+
+    def _unscale(self) -> None:
+        if self._has_nothing:
             return
         self._require_backward()
         if self._check and not self._measured:
@@ -114,17 +117,16 @@ class Update(ABC):
 
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim."""
-        params = self.params()
-        if not params:
-            return torch.tensor(0.0)
-        self._require_backward()
-        self._check = True
-        norm = self._true_norm(norm_type)
+        with self.shards.local():
+            if self._has_nothing:
+                return torch.tensor(0.0)
+            self._require_backward()
+            self._check = True
+            norm = self._true_norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients of {len(params)} parameters is {float(norm)}, so "
-                "it cannot be clipped. Under a loss scaler this is ordinary: leave error_if_nonfinite=False and the "
-                "step is skipped"
+                f"the total norm of order {norm_type} of the gradients is {float(norm)}, so it cannot be clipped. Under a "
+                "loss scaler this is ordinary: leave error_if_nonfinite=False and the step is skipped"
             )
         self._factor = self._clipped(norm, max_norm)
         return torch.as_tensor(norm)
@@ -145,19 +147,22 @@ class Update(ABC):
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
-        if not self.params():
-            self._step_optimizer()
-            scale = self.next_scale
-            self.reset()
-            return StepResult(True, lambda applied: StepFields(loss_scale=float(scale)))
-        self._require_backward()
-        result = self._decide_and_apply()
+        with self.shards.local():
+            if self._has_nothing:
+                self._step_optimizer()
+                scale = self.next_scale
+                self.reset()
+                return StepResult(True, lambda applied: StepFields(loss_scale=float(scale)))
+            self._require_backward()
+            result = self._decide_and_apply()
+        if self.shards.sharded and result.applied:
+            self.shards.publish()
         self.reset()
         return result
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         """Step an optimizer that evaluates the loss itself, without a loss scale; clips inside the closure take effect."""
-        self._refuse_unchecked_closure()
+        self._refuse_closure()
 
         def clipped() -> Any:
             loss = closure()
@@ -173,7 +178,12 @@ class Update(ABC):
             True, lambda applied: StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss
         )
 
-    def _refuse_unchecked_closure(self) -> None:
+    def _refuse_closure(self) -> None:
+        if self.shards.sharded:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(closure) cannot run on shards of the parameters; call "
+                "booster.backward and step() without a closure"
+            )
         if self._skip_nonfinite:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__}.step(closure) computes and uses its gradients in one go, so "
@@ -184,14 +194,18 @@ class Update(ABC):
     @property
     def state(self) -> Any:
         """The optimizer's state, by the parameters that the user knows."""
+        return self.shards.view_state(self._state)
+
+    @property
+    def _state(self) -> Any:
         return self.optimizer.state
 
     def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Torch's state dict of the optimizer, and what this update keeps besides."""
+        """`state_dict` of what the optimizer's groups hold."""
         return self.optimizer.state_dict(), {}
 
     def load_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state_dict` gave; `own` may lack entries. If it raises, nothing has changed."""
+        """`load_state_dict` into what the optimizer's groups hold."""
         if dict(own.get("masters") or {}).get("weights"):
             raise ValueError(
                 "the optimizer state holds float32 master weights, but this precision keeps none; resume with the precision "
@@ -211,8 +225,6 @@ class Update(ABC):
     def _clipped(self, norm: Any, max_norm: float) -> Any:
         """The pending factor after a clip of gradients whose true norm is `norm`: torch's max_norm / (norm + 1e-6)."""
 
-    # ------------------------------------------------------------------ shared
-
     @property
     def _pending(self) -> Any:
         return 1.0 if self._factor is None else self._factor
@@ -227,14 +239,19 @@ class Update(ABC):
 
     def check_known(self, params: list[torch.Tensor]) -> None:
         """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
-        if self._group is not None and any(param not in self._names for param in params):
+        if self._group is not None and any(param not in self.names for param in params):
             raise ValueError(
                 "the added parameters belong to no boosted model, so their gradients would not be synchronised among ranks; "
                 "make them parameters of the model before boost()"
             )
 
     def culprits(self, indices: list[int], params: list[torch.Tensor]) -> tuple[str, ...]:
-        return tuple(self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in (params[i] for i in indices))
+        return tuple(self.names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in (params[i] for i in indices))
+
+    @property
+    def _has_nothing(self) -> bool:
+        """Whether no rank has a gradient: where ranks hold shards, one without any still joins their collectives."""
+        return not (self.shards.sharded or self.params())
 
     @property
     def _checks(self) -> bool:
@@ -244,7 +261,7 @@ class Update(ABC):
 
     def _true_norm(self, norm_type: float) -> Any:
         """Norm of the gradients as they would be unscaled, clips applied: one read of them."""
-        with torch.no_grad():
+        with self.shards.local(), torch.no_grad():
             measured = self._measure(gradient_values(self.params()), norm_type)
         self._measured.append(measured)
         norm = measured.total * self._pending / self._known_scale
@@ -257,9 +274,9 @@ class Update(ABC):
         self.optimizer.step()
 
     def _multiply(self, ratio: Any) -> None:
-        values = gradient_values(self.params())
-        if values:
-            with torch.no_grad():
+        with self.shards.local(), torch.no_grad():
+            values = gradient_values(self.params())
+            if values:
                 torch._foreach_mul_(values, ratio)
 
     def _require_backward(self) -> None:

@@ -3,3 +3,10 @@
 
 class LossScaleError(RuntimeError):
     """Too many optimizer steps in a row were skipped because gradients were not finite."""
+
+
+BARE_BACKWARD = (
+    "there are gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler those of a bare "
+    "loss.backward() are not scaled, and those of the last step have been used. Call booster.backward(loss, optimizer) "
+    "instead, and name every optimizer that will step on that loss: booster.backward(loss, [optimizer_a, optimizer_b])"
+)

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from booster.grads import agree_on, clamp_values, gradient_values, nonfinite_indices, tensor_norms
+from booster.grads import clamp_values, gradient_values, nonfinite_indices, tensor_norms
+from booster.update import agreement
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
 from booster.update.step_result import StepFields, StepResult
 
+_FOUND = 1.0  # what ranks agree on: nothing found, found, or found with a loss that is not finite
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -42,16 +44,15 @@ class HostUpdate(Update):
         return lambda: names
 
     def clip_value(self, clip_value: float) -> None:
-        params = self.params()
-        if not params:
-            return
-        self._require_backward()
-        self._check = True
-        if self.found() or self._pending == 0.0:
-            return
-        bound = clip_value * self._known_scale / self._pending
-        values = gradient_values(params)
-        clamp_values(values, bound)
+        with self.shards.local():
+            if self._has_nothing:
+                return
+            self._require_backward()
+            self._check = True
+            if self.found() or self._pending == 0.0:
+                return
+            bound = clip_value * self._known_scale / self._pending
+            clamp_values(gradient_values(self.params()), bound)
 
     def _decide_and_apply(self) -> StepResult:
         loss_scale = self._loss_scale
@@ -71,17 +72,21 @@ class HostUpdate(Update):
     def _agreed(self) -> bool:
         joint = self.joint
         if joint.found is None:
-            found = any(bool(update.found()) for update in joint.updates)
+            answers = [
+                bool(update.found()) for update in joint.updates
+            ]  # all are asked: measuring shards is a collective
+            found = any(answers)
             if self._group is not None:
-                device = self.params()[0].device
-                found = bool(agree_on(torch.tensor(float(found), device=device), self._group).item())
+                code = agreement.largest(_FOUND + joint.has_nonfinite_loss() if found else 0.0, self._group)
+                found = code > 0.0
+                joint.nonfinite_loss = code > _FOUND
             joint.decide(found)
         return bool(joint.found)
 
     def _apply(self, grad_scale: float) -> None:
         """Step on gradients divided by `grad_scale`; the division is the optimizer's own where it can be."""
         optimizer: Any = self.optimizer
-        if grad_scale == 1.0:
+        if grad_scale == 1.0 or not self.params():
             self._step_optimizer()
         elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer) and not self._has_step_hooks:
             optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=self.params()[0].device)
@@ -99,16 +104,28 @@ class HostUpdate(Update):
         return self._pending * factor if factor < 1.0 and math.isfinite(norm) else self._factor
 
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
-        if not values:
-            return _Norm(0.0, [])
-        norms = self._tensor_norms(values, norm_type)
-        total = float(torch.linalg.vector_norm(norms, norm_type))
+        norms = self._tensor_norms(values, norm_type) if values else torch.zeros(0)
+        total = self._total(norms, norm_type)
         if math.isfinite(total):
             return _Norm(total, [])
-        nonfinite = nonfinite_indices(values, norms)
-        if not nonfinite:
-            total = float(torch.linalg.vector_norm(tensor_norms(values, norm_type, torch.float64), norm_type))
+        nonfinite = nonfinite_indices(values, norms) if values else []
+        # Taken again also where another rank may hold the bad number: all ranks come here together.
+        if not nonfinite or self.shards.sharded:
+            exact = tensor_norms(values, norm_type, torch.float64) if values else norms
+            total = self._total(exact, norm_type)
         return _Norm(total, nonfinite)
+
+    def _total(self, norms: torch.Tensor, norm_type: float) -> float:
+        """The norm of all gradients from those of the tensors here; a collective where ranks hold shards."""
+        if not self.shards.sharded:
+            return float(torch.linalg.vector_norm(norms, norm_type)) if norms.numel() else 0.0
+        if math.isinf(norm_type):
+            # NaN does not survive a MAX on every backend.
+            largest = float(norms.max()) if norms.numel() else 0.0
+            return agreement.largest(math.inf if math.isnan(largest) else largest, self._group)
+        copies = [self.shards.copies(param) or 1 for param in self.params()]
+        powers = norms.double().cpu() ** norm_type / torch.tensor(copies, dtype=torch.float64)
+        return agreement.total(float(powers.sum()), self._group) ** (1.0 / norm_type)
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         return tensor_norms(values, norm_type)

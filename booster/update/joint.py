@@ -22,8 +22,13 @@ class JointDecision:
     def __init__(self, updates: list[Update]) -> None:
         self.updates = updates
         self.found: Any = None
+        self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
         self._losses: list[torch.Tensor] = []
         self._blame: list[Callable[[], tuple[str, ...]]] = []
+
+    def has_nonfinite_loss(self) -> bool:
+        """Whether a loss on this rank is inf or NaN; waits for the device."""
+        return any(not bool(loss.isfinite()) for update in self.updates for loss in update.losses)
 
     def decide(self, found: Any) -> None:
         """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
@@ -37,7 +42,8 @@ class JointDecision:
         losses, blame = self._losses, self._blame
 
         def read() -> tuple[SkippedReason, tuple[str, ...]]:
-            finite_loss = all(bool(loss.isfinite()) for loss in losses)
+            known = self.nonfinite_loss
+            finite_loss = all(bool(loss.isfinite()) for loss in losses) if known is None else not known
             culprit = tuple(name for names in blame for name in names())
             return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
 

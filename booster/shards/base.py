@@ -1,0 +1,85 @@
+"""The parts of parameters that this rank holds; the null object, where they are whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+State = dict[str, Any]
+
+
+class Shards:
+    """The part of an optimizer's parameters that this rank steps. This base class: all of it, the same on every rank.
+
+    Updates and master weights see parts only, which are plain tensors. Between steps the optimizer's groups hold the
+    parameters, as the user knows them; inside `local()` they hold the parts. `names` maps parameters to their names.
+    """
+
+    sharded = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def local(self) -> AbstractContextManager[Any]:
+        """Context in which the optimizer's groups hold this rank's parts, in the same order, each with its gradient.
+
+        A part is the same object every time, a leaf, and a view of its parameter; its `.grad` is a view of the true
+        gradient, and a replaced or removed one is carried back on leaving. Re-entering it does nothing.
+        """
+        return nullcontext()
+
+    def part_of(self, param: torch.Tensor) -> torch.Tensor:
+        """What stands for `param` inside `local()`."""
+        return param
+
+    def copies(self, part: torch.Tensor) -> int | None:
+        """On how many of the ranks that step together this very part lies; None: each has all of every parameter."""
+        return None
+
+    def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """The elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
+        return value
+
+    def publish(self) -> None:
+        """After a step: make parameters on all ranks what their parts now are. A collective, if anything."""
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Forget gradients that are kept elsewhere than in the `.grad` of parameters."""
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
+        """The optimizer's state by parameter, for reading, from that by part. Not a collective."""
+        return state
+
+    def widen_state(self, states: dict[int, State]) -> dict[int, State]:
+        """State by index, as in a torch state dict: of whole parameters from that of parts. May be a collective."""
+        return states
+
+    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
+        """The inverse of `widen_state`, also for states of whole tensors where it makes DTensors."""
+        return states
+
+    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        """Tensors by parameter name: in the shape of parameters from those of parts. May be a collective."""
+        return weights
+
+    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        """The inverse of `widen_weights`."""
+        return weights
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor, without importing them: where they are not imported there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def world_size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)

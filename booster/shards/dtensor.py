@@ -1,0 +1,175 @@
+"""Parts of DTensor parameters, as `fully_shard` and tensor parallelism make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.optim import Optimizer
+
+from booster.masters.classes import kind_of
+from booster.shards.base import Shards, State, is_dtensor, world_size
+
+
+class DTensorShards(Shards):
+    """The local tensors of DTensor parameters; parameters that are plain tensors stand for themselves.
+
+    Elementwise optimizers step local tensors: fused kernels have no DTensor rule for some optimizers, and groups may mix
+    plain and DTensor parameters. Those that need whole tensors step the DTensors, with torch's error where unsupported.
+
+    group: the ranks that step together. num_stages: into how many pipeline stages they are divided. num_holders: on how
+    many stages a parameter lies. Raises ValueError for an optimizer that is known as neither.
+    """
+
+    sharded = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        group: dist.ProcessGroup | None,
+        num_stages: int = 1,
+        num_holders: Callable[[torch.Tensor], int] = lambda param: 1,
+    ) -> None:
+        super().__init__(optimizer)
+        kind = kind_of(optimizer)
+        if kind == "whole":
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name} would be stepped on shards of the parameters, and is not known to treat every element by itself; "
+                f"if it does, call booster.register_elementwise({name}) before boost(), otherwise use a plugin that keeps "
+                "parameters whole, such as TorchDDPPlugin"
+            )
+        self._steps_parts = kind == "elementwise"
+        self._ranks_of_stage = world_size(group) // num_stages
+        self._num_holders = num_holders
+        self._parts: dict[torch.Tensor, nn.Parameter] = {}
+        self._params: dict[torch.Tensor, torch.Tensor] = {}
+        self._copies: dict[torch.Tensor, int] = {}
+        self._inside = False
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        if self._inside:
+            yield
+            return
+        lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
+        before = [list(params) for params in lists]
+        given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        for params in lists:
+            for index, param in enumerate(params):
+                if not is_dtensor(param):
+                    continue
+                _reduce_partial(param)
+                if self._steps_parts:
+                    part = params[index] = self.part_of(param)
+                    part.grad = None if param.grad is None else param.grad.to_local()
+                    given.append((param, part, part.grad))
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            for params, own in zip(lists, before, strict=True):
+                params[:] = own
+            for param, part, grad in given:
+                if part.grad is not grad:
+                    param.grad = None if part.grad is None else _like(part.grad, param)
+                part.grad = None
+
+    def part_of(self, param: torch.Tensor) -> torch.Tensor:
+        if not (self._steps_parts and is_dtensor(param)):
+            return param
+        local = param.detach().to_local()  # type: ignore[attr-defined]
+        part = self._parts.get(param)
+        if part is None:
+            part = self._parts[param] = nn.Parameter(local, requires_grad=param.requires_grad)
+            self._params[part] = param
+        elif part.data_ptr() != local.data_ptr() or part.shape != local.shape:
+            part.data = local
+        part.requires_grad_(param.requires_grad)
+        return part
+
+    def copies(self, part: torch.Tensor) -> int:
+        if part not in self._copies:
+            param = self._params.get(part, part)
+            shards = 1
+            if isinstance(param, DTensor):
+                for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+                    shards *= 1 if isinstance(placement, Replicate) else size
+            self._copies[part] = self._ranks_of_stage * self._num_holders(param) // shards
+        return self._copies[part]
+
+    def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        if not isinstance(param, DTensor):
+            return value.full_tensor() if isinstance(value, DTensor) else value
+        mesh, placements = param.device_mesh, param.placements
+        if isinstance(value, DTensor) and (value.device_mesh, value.placements) != (mesh, placements):
+            value = value.full_tensor()
+        if not isinstance(value, DTensor):
+            # Every rank has the whole: no communication.
+            value = distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None)
+        return value.to_local() if self._steps_parts else value
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
+        return {
+            param: {key: self._widen(value, param) for key, value in own.items()}
+            for param, own in ((self._params.get(part, part), own) for part, own in state.items())
+        }
+
+    def widen_state(self, states: dict[int, State]) -> dict[int, State]:
+        params = self._by_index()
+        return {
+            index: {key: self._widen(value, params[index]) for key, value in own.items()}
+            for index, own in states.items()
+        }
+
+    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
+        params = self._by_index()
+        return {
+            index: {key: self._cut_entry(value, params.get(index)) for key, value in own.items()}
+            for index, own in states.items()
+        }
+
+    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        params = {name: param for param, name in names.items() if param not in self._params}
+        return {name: self._widen(value, params[name]) for name, value in weights.items()}
+
+    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        params = {name: param for param, name in names.items() if param not in self._params}
+        return {name: self._cut_entry(value, params.get(name)) for name, value in weights.items()}
+
+    def _by_index(self) -> dict[int, torch.Tensor]:
+        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return dict(enumerate(self._params.get(param, param) for param in held))
+
+    def _widen(self, value: Any, param: torch.Tensor) -> Any:
+        part = self._parts.get(param)
+        if part is None or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.dim() == 0:
+            return value
+        return _like(value, param) if value.shape == part.shape else value
+
+    def _cut_entry(self, value: Any, param: torch.Tensor | None) -> Any:
+        if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
+            return value
+        return self.cut(value, param)
+
+
+def _reduce_partial(param: Any) -> None:
+    """Sum a gradient that ranks hold terms of, as sequence-parallel norms have."""
+    grad = param.grad
+    if grad is not None and grad.placements != param.placements:
+        param.grad = grad.redistribute(param.device_mesh, param.placements)
+
+
+def _like(local: torch.Tensor, param: Any) -> Any:
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
