@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from booster.shards import is_dtensor
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that hold the gradients of `params`, none of which may lack one; writing to them writes `.grad`.
 
-    A sparse gradient is coalesced in place and gives its values.
+    A sparse gradient is coalesced in place and gives its values, a DTensor this rank's part of it.
     """
     values = []
     for param in params:
@@ -21,6 +23,8 @@ def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         if grad.is_sparse:  # type: ignore[union-attr]
             param.grad = grad.coalesce()  # type: ignore[union-attr]
             grad = param.grad._values()
+        elif is_dtensor(grad):
+            grad = grad.to_local()  # type: ignore[union-attr]
         values.append(grad)
     return values  # type: ignore[return-value]
 
