@@ -37,16 +37,7 @@ def run_backward(
         raise RuntimeError(
             "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
         )
-    updates = [optimizer._update for optimizer in optimizers]
-    scaled = [update.next_scale for update in updates if update.scaler.enabled]
-    scale: Any = _smallest(scaled) if scaled else 1.0
-    if len(updates) > 1:
-        joined = {id(member): member for update in updates for member in update.joint.updates}
-        decision = JointDecision(list(joined.values()))
-        for update in decision.updates:
-            update.joint = decision
-    for update in updates:
-        update.before_backward(scale)
+    scale = begin_backward(optimizers)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
@@ -58,8 +49,28 @@ def run_backward(
         gradient = torch.full_like(loss, seed, requires_grad=False)
     with optimizers[0].backward_context():
         _run_engine(loss, gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+    end_backward(optimizers, loss)
+
+
+def begin_backward(optimizers: Sequence[OptimizerWrapper]) -> Any:
+    """Make `optimizers` ready for gradients of a loss; returns the scale to multiply it with, a float or 0-dim tensor."""
+    updates = [optimizer._update for optimizer in optimizers]
+    scaled = [update.next_scale for update in updates if update.scaler.enabled]
+    scale: Any = _smallest(scaled) if scaled else 1.0
+    if len(updates) > 1:
+        joined = {id(member): member for update in updates for member in update.joint.updates}
+        decision = JointDecision(list(joined.values()))
+        for update in decision.updates:
+            update.joint = decision
     for update in updates:
-        update.after_backward(loss)
+        update.before_backward(scale)
+    return scale
+
+
+def end_backward(optimizers: Sequence[OptimizerWrapper], loss: torch.Tensor | None) -> None:
+    """The gradients of `loss` are there; None where another pipeline stage has it."""
+    for optimizer in optimizers:
+        optimizer._update.after_backward(loss)
 
 
 def _run_engine(

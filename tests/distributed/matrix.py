@@ -1,0 +1,199 @@
+"""One training job that runs under every precision on every parallelism, and what is compared between them.
+
+The job: a small transformer, a global batch divided among the data-parallel ranks, a clip in every step, an inf in one
+rank's part of a gradient at two steps, the very first among them in the runs of fused optimizers.
+"""
+
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+
+DIM, HEADS, LENGTH, VOCABULARY, BLOCKS, BATCH = 16, 4, 8, 19, 4, 8
+STEPS, OVERFLOWS = 16, (5, 9)
+SCALE = 2.0**10  # small enough that no step overflows by itself at the brink, where rounding would decide
+MAX_NORM = 0.5
+
+PRECISIONS = {
+    "fp32": lambda: "fp32",
+    "fp16": lambda: FP16TorchMixedPrecision(init_scale=SCALE),
+    "bf16": lambda: "bf16",
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE, hysteresis=1),
+    "bf16_naive": BF16NaiveMixedPrecision,
+}
+
+TP_PLAN = {
+    "blocks.*.q": "colwise",
+    "blocks.*.k": "colwise",
+    "blocks.*.v": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """A column of the matrix: how many ranks, and the plugin that they make."""
+
+    world_size: int
+    make: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def plugin(self):
+        return self.make(**self.options)
+
+
+def hybrid(world_size, tp_size, pp_size):
+    micro = {"num_microbatches": 2} if pp_size > 1 else {}
+    return Parallelism(
+        world_size,
+        HybridParallelPlugin,
+        {"tp_size": tp_size, "pp_size": pp_size, "pp_style": "1f1b", "tp_plan": TP_PLAN, **micro},
+    )
+
+
+PARALLELISMS = {
+    "single": Parallelism(1, SingleDevice),
+    "DDP": Parallelism(2, TorchDDPPlugin),
+    "FSDP": Parallelism(2, TorchFSDPPlugin),
+    "ZeRO-1": Parallelism(2, LowLevelZeroPlugin, {"stage": 1}),
+    "ZeRO-2": Parallelism(2, LowLevelZeroPlugin, {"stage": 2}),
+    "TP": hybrid(2, 2, 1),
+    "PP": hybrid(2, 1, 2),
+    "DP x TP": hybrid(4, 2, 1),
+    "PP x DP": hybrid(4, 1, 2),
+    "PP x DP x TP": hybrid(8, 2, 2),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (f(h).view(*x.shape[:2], -1, DIM // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.position = nn.Parameter(torch.randn(LENGTH, DIM) * 0.1)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+OPTIMIZERS = {
+    "AdamW": partial(torch.optim.AdamW, lr=3e-3),
+    "Adam": partial(torch.optim.Adam, lr=3e-3),
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.02),
+}
+
+
+@dataclass
+class Trace:
+    """What one rank saw: a list entry for every step, and the weights at the end by name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    applied: list[bool] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    reasons: list[Any] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    sound: bool = True
+
+
+def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS, num_splits=1, seed=0):
+    """Train the job and return this rank's `Trace`.
+
+    num_splits: backward passes that a single process divides every batch into, for a reference that rounds half gradients
+    as data-parallel ranks do.
+    """
+    torch.manual_seed(7)
+    model = Transformer()
+    column = PARALLELISMS[parallelism]
+    booster = Booster("cpu", PRECISIONS[precision](), column.plugin(), skip_nonfinite=True)
+    plugin = booster.plugin
+    made = OPTIMIZERS[optimizer](model.parameters())
+    model, made, criterion, _, _ = booster.boost(model, made, loss_of)
+    data = torch.Generator().manual_seed(3)
+    # Not seeded by the rank: all ranks draw the same victim.
+    draw = random.Random(f"{precision} {parallelism} {optimizer} {seed}")
+    trace = Trace()
+    share = BATCH // plugin.data_parallel_size
+    first = plugin.data_parallel_rank * share
+    for step in range(steps):
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)[first : first + share]
+        inputs, targets = tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
+        if num_splits == 1:
+            result = booster.execute_pipeline(iter([(inputs, targets)]), model, criterion, made)
+            loss = booster.reduce(result["loss"])
+        else:
+            loss = 0.0
+            with booster.accumulate(model, made, num_micro_batches=num_splits):
+                for x, y in zip(inputs.chunk(num_splits), targets.chunk(num_splits), strict=True):
+                    part = criterion(model(x), y)
+                    booster.backward(part, made)
+                    loss += float(part) / num_splits
+        if step in overflows:
+            poison(made, draw)
+        norm = made.clip_grad_by_norm(MAX_NORM)
+        result = made.step()
+        made.zero_grad()
+        trace.losses.append(float(loss))
+        trace.norms.append(float(norm))
+        trace.applied.append(result.applied)
+        trace.scales.append(made.loss_scale)
+        trace.reasons.append(result.skipped_reason)
+    for name, param in model.named_parameters():
+        whole = param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
+        trace.weights[name] = whole.float().clone()
+        trace.sound = trace.sound and bool(whole.isfinite().all())
+    return trace
+
+
+def poison(optimizer, draw):
+    """Write an inf into the gradient of one parameter on one rank: its part of it, where ranks hold parts."""
+    victim = draw.randrange(dist.get_world_size()) if dist.is_initialized() else 0
+    choice = draw.random()
+    if dist.is_initialized() and dist.get_rank() != victim:
+        return
+    shards = optimizer._update.shards
+    with shards.local():
+        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p.grad.numel()]
+        grads[int(choice * len(grads))].view(-1)[0] = float("inf")
+
+
+
+
+def cell(rank, world_size, precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS):
+    """One cell on one rank, for the fixtures `ranks2` and `ranks4`."""
+    return train(precision, parallelism, optimizer, steps, overflows)
