@@ -1,0 +1,138 @@
+"""The blocks of a model: the modules whose parameters are gathered, and freed, one after the other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+WrapPolicy = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
+
+# Containers are not called themselves, and torch's attention reads the parameters of its children without calling them.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_INDIVISIBLE = (nn.MultiheadAttention,)
+
+
+def check_wrap_policy(wrap_policy: Any) -> None:
+    """Raise TypeError or ValueError unless `wrap_policy` is one that `block_names` takes."""
+    legal = (
+        "a module class, a name pattern, several of these, a number of parameters, a predicate (name, module), or None"
+    )
+    if wrap_policy is None or isinstance(wrap_policy, str):
+        return
+    if isinstance(wrap_policy, int):
+        if isinstance(wrap_policy, bool) or wrap_policy < 1:
+            raise ValueError(f"wrap_policy={wrap_policy!r} is not legal; a number of parameters is at least 1")
+        return
+    if isinstance(wrap_policy, Iterable) and not isinstance(wrap_policy, (type, nn.Module)):
+        entries = list(wrap_policy)
+        if not entries:
+            raise ValueError(
+                "wrap_policy is empty; name a block class or pattern, or pass None for the repeated blocks"
+            )
+        wrong = [entry for entry in entries if not _is_class_or_pattern(entry)]
+        if wrong:
+            raise TypeError(
+                f"wrap_policy holds {wrong[0]!r}; in a list each entry must be a module class or a name pattern"
+            )
+        return
+    if isinstance(wrap_policy, nn.Module):
+        raise TypeError(f"wrap_policy is a module object ({type(wrap_policy).__name__}); pass its class, or its name")
+    if not (_is_class_or_pattern(wrap_policy) or (callable(wrap_policy) and not isinstance(wrap_policy, type))):
+        raise TypeError(f"wrap_policy={wrap_policy!r} is not legal; pass {legal}")
+
+
+def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
+    """Qualified names of the blocks of `model`, in the order of its modules; the model itself is none.
+
+    wrap_policy: module classes; names or patterns, where `*` matches within one part of a name and `**` across parts;
+    a predicate `(name, module) -> bool`; a number of parameters, at which a module becomes a block, parameters of blocks
+    inside it not counted; None: see `repeated_blocks`. Raises ValueError for a class or pattern that selects nothing.
+    """
+    if wrap_policy is None:
+        return repeated_blocks(model)
+    named = [(name, module) for name, module in model.named_modules() if name and not isinstance(module, _NEVER_CALLED)]
+    if isinstance(wrap_policy, int):
+        return _large_modules(model, wrap_policy)
+    if isinstance(wrap_policy, (type, str)):
+        entries: list[Any] = [wrap_policy]
+    elif isinstance(wrap_policy, Iterable):
+        entries = list(wrap_policy)
+    else:
+        return [name for name, module in named if wrap_policy(name, module)]
+    chosen: set[str] = set()
+    for entry in entries:
+        matches = {name for name, module in named if _matches(entry, name, module)}
+        if not matches:
+            shown = entry if isinstance(entry, str) else entry.__name__
+            kinds = sorted({type(module).__name__ for _, module in named})
+            raise ValueError(
+                f"wrap_policy names {shown!r}, which selects no module of {type(model).__name__}; its top-level modules are "
+                f"{[name for name, _ in model.named_children()]}, its classes {kinds}"
+            )
+        chosen |= matches
+    return [name for name, _ in named if name in chosen]
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Names of the repeated blocks of `model`: what a transformers model lists as indivisible, otherwise the outermost
+    modules with children and parameters that stand in a Sequential, ModuleList or ModuleDict beside another of their class.
+    """
+    listed = set(getattr(model, "_no_split_modules", None) or ())
+    names = [name for name, module in model.named_modules() if name and type(module).__name__ in listed]
+    return names or list(_repeated(model, ""))
+
+
+def _repeated(parent: nn.Module, path: str) -> Iterator[str]:
+    for name, child in parent.named_children():
+        here = f"{path}{name}"
+        is_listed = isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and _is_block(child)
+        if is_listed and sum(type(other) is type(child) for other in parent._modules.values()) > 1:
+            yield here
+        else:
+            yield from _repeated(child, f"{here}.")
+
+
+def _is_block(module: nn.Module) -> bool:
+    return (
+        not isinstance(module, _NEVER_CALLED)
+        and next(module.children(), None) is not None
+        and next(module.parameters(), None) is not None
+    )
+
+
+def _large_modules(model: nn.Module, minimum: int) -> list[str]:
+    """Modules with at least `minimum` parameters that are in no block inside them, innermost first."""
+    chosen: list[str] = []
+    seen: set[int] = set()
+
+    def uncovered(module: nn.Module, name: str) -> int:
+        """Choose inside `module`, then perhaps itself; the number of parameters that are in no block yet."""
+        if isinstance(module, _INDIVISIBLE):
+            left = sum(param.numel() for param in module.parameters())
+        else:
+            own = [param for param in module.parameters(recurse=False) if id(param) not in seen]
+            seen.update(map(id, own))
+            children = module.named_children()
+            left = sum(param.numel() for param in own)
+            left += sum(uncovered(child, f"{name}.{part}" if name else part) for part, child in children)
+        if name and left >= minimum and not isinstance(module, _NEVER_CALLED):
+            chosen.append(name)
+            return 0
+        return left
+
+    uncovered(model, "")
+    return chosen
+
+
+def _is_class_or_pattern(entry: Any) -> bool:
+    return isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))
+
+
+def _matches(entry: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    parts = (re.escape(part).replace(r"\*", "[^.]*") for part in entry.split("**"))
+    return re.fullmatch(".*".join(parts), name) is not None

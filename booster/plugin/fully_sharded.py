@@ -1,0 +1,185 @@
+"""Sharding one module over data-parallel ranks with torch's `fully_shard`, in the dtypes of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from booster.casting import HALF_DTYPES
+from booster.interface.transparent import bare
+from booster.mixed_precision.policy import DtypePolicy, install_pins
+from booster.plugin.groups import Group, plan_groups
+from booster.plugin.meta import check_meta, materialise
+from booster.shards.fully_sharded import reshard
+
+Synchronise = Callable[[Iterable[torch.Tensor]], None]
+
+
+def shard_module(
+    module: nn.Module,
+    policy: DtypePolicy,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    blocks: Collection[str] = (),
+    reshard_after_forward: bool | int = True,
+    cpu_offload: bool = False,
+    reduce_dtype: torch.dtype | None = None,
+    synchronise: Synchronise | None = None,
+) -> nn.Module:
+    """Shard the parameters of `module` over `mesh`, in place, and return it.
+
+    mesh: one dimension to shard over, or two named ones, (replicate, shard); any size, 1 too. Its type is that of
+    `device`. Parameters may be DTensors of tensor parallelism already. blocks: names of modules whose parameters are
+    gathered by themselves; see `blocks.block_names`. reshard_after_forward: free the gathered parameters of blocks after
+    their forward, and gather them again in backward; a whole number reshards to that many ranks. Those outside all
+    blocks stay until backward, unless gradients are off. cpu_offload: shards, gradients and optimizer state stay on the CPU.
+    reduce_dtype: of gradient collectives; None means what `policy.reduce` says, or float32 where the model is read in
+    half precision, or the dtype of the parameters. synchronise: called with the tensors of one group after the other,
+    before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
+
+    Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
+    gathered parameters and buffers are `policy.param`; modules of `policy.fp32_modules` are float32 throughout, see
+    `policy.install_pins`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper` does.
+
+    Raises ValueError, before anything is changed, for parameters that cannot be sharded or have no values; RuntimeError
+    if a module is sharded already.
+    """
+    model = bare(module)
+    sharded = [name or type(child).__name__ for name, child in model.named_modules() if isinstance(child, FSDPModule)]
+    if sharded:
+        raise RuntimeError(
+            f"{', '.join(sharded[:5])} went through fully_shard already; pass the model as it was before"
+        )
+    if reduce_dtype is not None and policy.reduce not in (None, reduce_dtype):
+        raise ValueError(
+            f"reduce_dtype={reduce_dtype} contradicts the precision's policy, which says reduce={policy.reduce}"
+        )
+    check_meta(model)
+    groups = plan_groups(
+        model,
+        blocks=blocks,
+        pinned=policy.fp32_modules,
+        dtype_of=lambda param, pinned: _at_rest(param, policy, pinned),
+    )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
+    memo: dict[int, torch.Tensor] = {}
+    held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
+    for group in groups:
+        # One group at a time, so that no more than one is whole on the device.
+        materialise(group.members, device)
+        if synchronise is not None:
+            synchronise(_tensors(group.members))
+        _cast(group, policy, memo, held)
+        is_root = group.modules == [model]
+        fully_shard(
+            group.modules[0] if len(group.modules) == 1 else group.modules,
+            mesh=mesh,
+            # None keeps the root's own parameters until backward, which wants them first.
+            reshard_after_forward=None if is_root and reshard_after_forward else reshard_after_forward,
+            mp_policy=_mixed_precision(policy, group.pinned, reduce_dtype),
+            offload_policy=offload,
+        )
+    install_pins(model, policy)
+    model.register_load_state_dict_pre_hook(_shard_loaded)
+    if reshard_after_forward:
+        model.register_forward_hook(_reshard_in_evaluation)
+    return module
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Give every rank of `group` the values that its first rank has, by way of `device`; meta tensors are left out."""
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    for tensor in tensors:
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        if local.is_meta or not local.numel():
+            continue
+        there = local.to(device).contiguous()
+        # As bytes: backends do not know every dtype.
+        dist.broadcast(there.view(-1).view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+        if there.data_ptr() != local.data_ptr():
+            local.copy_(there)
+
+
+def _at_rest(param: torch.Tensor, policy: DtypePolicy, pinned: bool) -> torch.dtype:
+    if not param.is_floating_point() or (policy.param is None and policy.store is None):
+        return param.dtype
+    if pinned:
+        return torch.float32
+    if policy.store is not None:
+        return policy.store
+    # Shards that train are the masters. Frozen ones have no bits to lose, and stay as short as they came.
+    return torch.float32 if param.requires_grad else param.dtype
+
+
+def _mixed_precision(policy: DtypePolicy, pinned: bool, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    if pinned:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    read = policy.param or policy.store
+    default = torch.float32 if read in HALF_DTYPES else None
+    return MixedPrecisionPolicy(
+        param_dtype=policy.param, reduce_dtype=reduce_dtype or policy.reduce or default, cast_forward_inputs=False
+    )
+
+
+def _cast(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held: list[torch.Tensor]) -> None:
+    """Cast what the members of `group` hold; tied tensors stay tied."""
+    buffer_dtype = torch.float32 if group.pinned else policy.param or policy.store
+    for module in group.members:
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in memo:
+                dtype = _at_rest(param, policy, group.pinned)
+                changes = dtype != param.dtype or not param.is_contiguous()
+                cast_param = param.detach().to(dtype).contiguous() if changes else None
+                memo[id(param)] = param if cast_param is None else nn.Parameter(cast_param, param.requires_grad)
+                held.append(param)
+            module._parameters[name] = cast(nn.Parameter, memo[id(param)])
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer_dtype is None or not buffer.is_floating_point():
+                continue
+            if id(buffer) not in memo:
+                memo[id(buffer)] = buffer.to(buffer_dtype)
+                held.append(buffer)
+            module._buffers[name] = memo[id(buffer)]
+
+
+def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    return [
+        tensor for module in modules for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    ]
+
+
+def _reshard_in_evaluation(module: nn.Module, args: Any, output: Any) -> None:
+    # Without a backward pass nothing else would, and users would meet gathered parameters in place of their own.
+    if not torch.is_grad_enabled():
+        reshard(module)
+
+
+def _shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Cut whole tensors in `state_dict` to this rank's shards, so that checkpoints of whole models load."""
+    reshard(module)
+    for name, param in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == param.shape:  # otherwise torch names the mismatch
+            state_dict[prefix + name] = distribute_tensor(
+                value.detach().to(param.device), param.device_mesh, param.placements, src_data_rank=None
+            )

@@ -1,0 +1,180 @@
+"""Which parameters of a model are gathered and reduced together: the groups that `fully_shard` is to make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Parameters that travel together.
+
+    modules: what `fully_shard` is called with. members: the modules whose own tensors belong to the group, children
+    first. pinned: kept in float32.
+    """
+
+    modules: list[nn.Module]
+    members: list[nn.Module]
+    pinned: bool = False
+
+
+def plan_groups(
+    model: nn.Module,
+    *,
+    blocks: Collection[str],
+    pinned: Collection[str],
+    dtype_of: Callable[[nn.Parameter, bool], torch.dtype],
+) -> list[Group]:
+    """The groups of `model`, in the order in which they are to be made; the last is that of the model itself.
+
+    blocks: names of modules that get a group of their own, unless they share a parameter with something outside, which
+    can belong to one group only: then they join the group around them. pinned: names of modules that share one group,
+    or, where blocks are inside them, several. dtype_of: dtype of a parameter at rest, given whether it is pinned.
+
+    Raises ValueError for parameters without dimensions, for one that is both pinned and not, and where trainable
+    parameters of several dtypes cannot be told apart by their modules.
+    """
+    scalars = [name for name, param in model.named_parameters() if param.dim() == 0]
+    if scalars:
+        raise ValueError(
+            f"parameters without dimensions cannot be sharded: {scalars}; make each a tensor of shape (1,), e.g. "
+            "nn.Parameter(torch.ones(1))"
+        )
+    kept = {name: module for name, module in ((name, model.get_submodule(name)) for name in blocks) if _has(module)}
+    pins = {id(module): module for module in (model.get_submodule(name) for name in pinned) if _has(module)}
+    while True:
+        homes, inside = _homes(model, kept.values(), pins)
+        torn = _torn(model, homes, pins)
+        if not torn:
+            break
+        kept = {name: module for name, module in kept.items() if id(module) not in torn}
+    order = list(_children_first(model))
+    members: dict[int, list[nn.Module]] = {}
+    for module in order:
+        members.setdefault(homes[id(module)], []).append(module)
+    wrapped = {id(module) for module in kept.values()}
+    sequence = [module for module in order if id(module) in wrapped and id(module) in inside]
+    groups = [Group([module], members[id(module)], pinned=True) for module in sequence]
+    if _PINNED in members:
+        listed = [module for module in order if id(module) in pins and id(module) not in wrapped]
+        groups.append(Group(listed, members[_PINNED], pinned=True))
+    rest = [module for module in order if id(module) in wrapped and id(module) not in inside]
+    groups += [Group([module], members[id(module)]) for module in [*rest, model] if id(module) in members]
+    names = {id(module): name for name, module in model.named_modules()}
+    return [part for group in groups for part in _by_dtype(group, dtype_of, names)]
+
+
+_PINNED = 0  # no object has this id
+
+
+def _homes(
+    model: nn.Module, blocks: Collection[nn.Module], pins: dict[int, nn.Module]
+) -> tuple[dict[int, int], set[int]]:
+    """For each module by id, the block around it, `_PINNED` or the model; and the ids of those inside a pinned one."""
+    wrapped = {id(module) for module in blocks}
+    homes: dict[int, int] = {}
+    inside: set[int] = set()
+
+    def visit(module: nn.Module, home: int, is_pinned: bool) -> None:
+        if id(module) in homes:
+            return
+        is_pinned = is_pinned or id(module) in pins
+        if id(module) in wrapped:
+            home = id(module)
+        elif id(module) in pins:
+            home = _PINNED
+        homes[id(module)] = home
+        if is_pinned:
+            inside.add(id(module))
+        for child in module.children():
+            visit(child, home, is_pinned)
+
+    visit(model, id(model), False)
+    return homes, inside
+
+
+def _torn(model: nn.Module, homes: dict[int, int], pins: dict[int, nn.Module]) -> set[int]:
+    """Ids of blocks that hold a parameter which another group holds too."""
+    users: dict[int, dict[int, tuple[str, bool]]] = {}
+
+    # By path, because a module that stands in two blocks shares its parameters too.
+    def visit(module: nn.Module, path: str, home: int, is_pinned: bool) -> None:
+        is_pinned = is_pinned or id(module) in pins
+        if homes[id(module)] == id(module) or id(module) in pins:
+            home = homes[id(module)]
+        for name, param in module._parameters.items():
+            if param is not None:
+                users.setdefault(id(param), {}).setdefault(home, (f"{path}{name}", is_pinned))
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{path}{name}.", home, is_pinned)
+
+    visit(model, "", id(model), False)
+    torn: set[int] = set()
+    for by_home in users.values():
+        if len(by_home) < 2:
+            continue
+        shown = {is_pinned: name for name, is_pinned in by_home.values()}
+        if len(shown) == 2:
+            raise ValueError(
+                f"{shown[True]} is in a module that is kept in float32, and is the same parameter as {shown[False]}, which is "
+                "not; keep both of its modules in float32, or neither"
+            )
+        torn |= by_home.keys() - {id(model), _PINNED}
+    return torn
+
+
+def _by_dtype(
+    group: Group, dtype_of: Callable[[nn.Parameter, bool], torch.dtype], names: dict[int, str]
+) -> Iterator[Group]:
+    """`group`, after one more group for each further dtype among its trainable parameters."""
+    owners: dict[torch.dtype, list[nn.Module]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for module in group.members:
+        for param in module.parameters(recurse=False):
+            if param.requires_grad:
+                dtype = dtype_of(param, group.pinned)
+                sizes[dtype] = sizes.get(dtype, 0) + param.numel()
+                if module not in owners.setdefault(dtype, []):
+                    owners[dtype].append(module)
+    if len(sizes) < 2:
+        yield group
+        return
+    at_top = [dtype for dtype, modules in owners.items() if any(module in modules for module in group.modules)]
+    main = max(at_top or sizes, key=lambda dtype: sizes[dtype])
+    left = list(group.members)
+    for dtype in [dtype for dtype in owners if dtype != main]:
+        modules = owners[dtype]
+        below = [child for module in modules for child in module.modules() if child in group.members]
+        mixed = [m for other in owners if other != dtype for m in owners[other] if m in below]
+        never_called = [m for m in modules if type(m).forward is nn.Module.forward]
+        for module in mixed or never_called:
+            raise ValueError(
+                f"the trainable parameters in {names[id(module)] or 'the model'!r} have several dtypes "
+                f"({', '.join(sorted(map(str, sizes)))}), and their gradients cannot be reduced together; cast them to one "
+                "dtype, or put those of each dtype into a module of their own that has a forward"
+            )
+        yield Group(modules, [m for m in left if m in below], group.pinned)
+        left = [m for m in left if m not in below]
+    yield Group(group.modules, left, group.pinned)
+
+
+def _children_first(model: nn.Module) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) not in seen:
+            seen.add(id(module))
+            for child in module.children():
+                yield from visit(child)
+            yield module
+
+    yield from visit(model)
+
+
+def _has(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None

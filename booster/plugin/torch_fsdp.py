@@ -1,0 +1,183 @@
+"""Fully sharded data parallelism with torch's `fully_shard` (FSDP2)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from booster.interface.transparent import bare
+from booster.launch import environment_world_size
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.plugin.base import Plugin
+from booster.plugin.blocks import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.fully_sharded import broadcast, shard_module
+from booster.plugin.meta import check_meta, materialise
+from booster.shards import Shards
+from booster.shards.fully_sharded import FullyShardedShards
+
+_REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class TorchFSDPPlugin(Plugin):
+    """Every rank holds a share of each parameter, gradient and optimizer state, and a share of the batch.
+
+    Parameters are gathered block by block in the dtype that the precision computes in. Under `fp16_naive` and `bf16_naive`
+    the float32 shard is the master, unless they ask for split or no masters.
+
+    reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward; False
+    keeps them, which is faster and takes memory as ZeRO-2 does; a whole number keeps them sharded over that many ranks.
+    wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
+    parameters from which on a module is one; None means the repeated blocks of the model, see `blocks.block_names`.
+    cpu_offload: shards, gradients and optimizer states stay in the CPU's memory. reduce_dtype: in which gradients are
+    averaged; None means float32 for half-precision models, otherwise the dtype of the parameters. replicate_size: keep
+    this many copies of the model, each sharded over the world size divided by it; neighbouring ranks share a copy.
+
+    All ranks start from rank 0's weights. Parameters on the meta device get theirs from `reset_parameters()`. Construct
+    it after `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet. Without a
+    process group, outside a launched job, the model is trained whole, as on a single device.
+    """
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool | int = True,
+        wrap_policy: WrapPolicy = None,
+        cpu_offload: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        replicate_size: int = 1,
+    ) -> None:
+        if not dist.is_initialized() and environment_world_size() > 1:
+            raise RuntimeError(
+                f"this job was launched with WORLD_SIZE={environment_world_size()}, but there is no process group, so every "
+                "process would train alone; call booster.launch_from_torch() before TorchFSDPPlugin()"
+            )
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        check_wrap_policy(wrap_policy)
+        if not isinstance(cpu_offload, bool):
+            raise TypeError(f"cpu_offload must be True or False, got {cpu_offload!r}")
+        if cpu_offload and not dist.is_initialized():
+            raise RuntimeError(
+                "cpu_offload=True needs a process group, also for a single process; start the job with "
+                "`booster run --nproc_per_node 1` and call booster.launch_from_torch() first, or leave it False"
+            )
+        if reduce_dtype is not None and reduce_dtype not in _REDUCE_DTYPES:
+            raise ValueError(
+                f"reduce_dtype={reduce_dtype!r} is not legal; choose one of {list(_REDUCE_DTYPES)}, or None"
+            )
+        if not _is_whole(replicate_size) or replicate_size < 1 or world_size % replicate_size:
+            raise ValueError(
+                f"replicate_size={replicate_size!r} is not legal; it must be a whole number that divides the world size, "
+                f"which is {world_size}"
+            )
+        shard_size = world_size // replicate_size
+        if not isinstance(reshard_after_forward, bool) and not (
+            _is_whole(reshard_after_forward)
+            and 1 < reshard_after_forward < shard_size
+            and shard_size % reshard_after_forward == 0
+        ):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward!r} is not legal; choose True, False, or a whole number above 1 "
+                f"that divides the {shard_size} ranks over which a parameter is sharded and is less than them"
+            )
+        # Without a process group nothing is sharded, and half-precision models need masters of their own.
+        self.stores_float32 = dist.is_initialized()
+        self._wrap_policy = wrap_policy if isinstance(wrap_policy, (type, str)) else _as_list(wrap_policy)
+        self._options: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "cpu_offload": cpu_offload,
+            "reduce_dtype": reduce_dtype,
+        }
+        self._replicate_size = replicate_size
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return dist.group.WORLD
+        return None
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"fully_shard works on the current CUDA device, which is cuda:{torch.cuda.current_device()}, not on {device}; "
+                "call booster.launch_from_torch(), or torch.cuda.set_device, first"
+            )
+
+    def synchronise(self, module: nn.Module) -> None:
+        inner = bare(module)
+        tensors = [*inner.parameters(), *inner.buffers()]
+        broadcast(tensors, self.group, next((t.device for t in tensors if not t.is_meta), torch.device("cpu")))
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        model = bare(module)
+        blocks = block_names(model, self._wrap_policy)
+        if not self.stores_float32:
+            check_meta(model)
+            materialise(reversed(list(model.modules())), device)
+            return cast_parameters(module.to(device), policy)
+        placed = shard_module(
+            module,
+            policy,
+            mesh=self._mesh(device.type),
+            device=device,
+            blocks=blocks,
+            synchronise=lambda tensors: broadcast(tensors, self.group, device),
+            **self._options,
+        )
+        self._placed.add(model)
+        return placed
+
+    def make_shards(self, optimizer: Optimizer) -> Shards:
+        if not self.stores_float32:
+            return Shards(optimizer)
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        modules = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
+        return FullyShardedShards(optimizer, modules, group=self.group)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        model = bare(module)
+        # Inside another such context, leaving this one must not switch synchronisation on.
+        if not isinstance(model, FSDPModule) or model in self._unsynchronised:
+            return nullcontext()
+        return self._without_reduction(model)
+
+    @contextmanager
+    def _without_reduction(self, model: Any) -> Iterator[None]:
+        self._unsynchronised.add(model)
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+            self._unsynchronised.discard(model)
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        if device_type not in self._meshes:
+            world_size = dist.get_world_size()
+            sizes = {"replicate": self._replicate_size, "shard": world_size // self._replicate_size}
+            if self._replicate_size == 1:
+                del sizes["replicate"]
+            self._meshes[device_type] = init_device_mesh(
+                device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+            )
+        return self._meshes[device_type]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_list(wrap_policy: Any) -> Any:
+    """A list of an iterable, which may give its entries once only."""
+    return list(wrap_policy) if hasattr(wrap_policy, "__iter__") else wrap_policy
