@@ -97,10 +97,7 @@ class TorchDDPPlugin(Plugin):
                 f"DistributedDataParallel reduces gradients in the dtype of the parameters, {sorted(map(str, dtypes))}, "
                 f"not in reduce={policy.reduce}; leave it None, or use comm_hook"
             )
-        module = module.to(device)
-        if self._sync_batchnorm:  # first, because it replaces modules, which the policy may pin
-            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        module = cast_parameters(module, policy)
+        module = self._prepare(module, policy, device)
         if self.group is None:
             return module
         if not dtypes:  # DistributedDataParallel refuses a model with nothing to train
@@ -112,6 +109,13 @@ class TorchDDPPlugin(Plugin):
             state, hook = self._comm_hook
             placed.register_comm_hook(self.group if state is None else state, hook)
         return placed
+
+    def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        """`module` on `device` in the dtypes of `policy`, not yet synchronised."""
+        module = module.to(device)
+        if self._sync_batchnorm:  # first, because it replaces modules, which the policy may pin
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        return cast_parameters(module, policy)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
