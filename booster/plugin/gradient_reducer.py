@@ -1,0 +1,177 @@
+"""Gradients that are averaged over ranks during backward, of which each rank keeps its slice only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from booster.casting import tensors
+from booster.interface.transparent import PlacedModule
+from booster.masters.layout import flat_like
+from booster.shards.flat import FlatParameters, Layout
+
+# torch 2.13 renamed the collective and warns about the old name.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class GradientReducer:
+    """Averages the gradients of `layout` over its group, bucket by bucket while backward goes on.
+
+    A bucket is sent once all its gradients are there and all buckets before it are sent, so that ranks send in one order;
+    what is left when backward ends, of parameters that it did not reach, is sent as zeros. `.grad` is None afterwards:
+    this rank's slice of the sum is added to the bucket's `gradient`. A parameter that no rank reached gets no gradient.
+    Gradients that are in `.grad` from passes that were not synchronised are averaged along.
+
+    dtype: of what is sent; None means that of the parameters. Collectives: one reduce-scatter a bucket, or one reduce for
+    each rank where parameters are not divided, and one small all-reduce, whose result only a rank with an unreached
+    parameter waits for.
+    """
+
+    def __init__(self, layout: Layout, *, dtype: torch.dtype | None = None) -> None:
+        self.synchronises = True
+        self._layout = layout
+        self._dtype = dtype
+        self._task: int | None = None  # of the autograd engine, while a backward is under way
+        self._index = {param: index for index, param in enumerate(layout.params)}
+        for param in layout.params:
+            param.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def begin(self, *_: Any) -> None:
+        """Called in the engine: see to it that this backward is brought to an end."""
+        if self._task is None and self.synchronises:
+            self._task = torch._C._current_graph_task_id()
+            self._start()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def abandon(self) -> None:
+        """Forget a backward that was left by an error."""
+        if self._task is not None:
+            self._wait()
+            self._task = None
+
+    # ------------------------------------------------------------------ one backward
+
+    def _start(self) -> None:
+        self._layout.divide(whole=False)  # unless an optimizer had it divided otherwise
+        self._missing = [set(bucket.params) for bucket in self._layout.buckets]
+        self._bucket = {param: index for index, params in enumerate(self._missing) for param in params}
+        self._next = 0
+        self._reached = torch.zeros(len(self._index))
+        self._sent: list[tuple[FlatParameters, torch.Tensor]] = []
+        self._works: list[Any] = []
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if not self.synchronises:
+            return
+        self.begin()
+        index = self._bucket[param]
+        if index < self._next:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward after the first was "
+                "averaged, as reentrant activation checkpointing of a shared module does; use "
+                "checkpoint(..., use_reentrant=False), or stage=1"
+            )
+        self._missing[index].discard(param)
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._send(self._next)
+
+    @torch.no_grad()
+    def _send(self, index: int) -> None:
+        self._next = index + 1
+        bucket, group = self._layout.buckets[index], self._layout.group
+        values = torch.zeros(bucket.size, dtype=self._dtype or bucket.dtype, device=bucket.device)
+        for position, param in enumerate(bucket.params):
+            if param.grad is None:
+                continue
+            if param.grad.is_sparse:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} has a sparse gradient, which cannot be divided among ranks; "
+                    "build its module with sparse=False, or use TorchDDPPlugin"
+                )
+            bucket.view(values, position).copy_(flat_like(param.grad.detach(), param))
+            self._reached[self._index[param]] = 1.0
+            param.grad = None
+        # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
+        values.mul_(1.0 / self._layout.world_size)
+        if bucket.even:
+            own = torch.empty(bucket.size // self._layout.world_size, dtype=values.dtype, device=values.device)
+            self._works.append(_reduce_scatter(own, values, group=group, async_op=True))
+        else:
+            own = bucket.slice_of(values, self._layout.rank)
+            for rank in range(self._layout.world_size):
+                if bucket.slice_of(values, rank).numel():
+                    part = bucket.slice_of(values, rank)
+                    self._works.append(dist.reduce(part, group=group, group_dst=rank, async_op=True))
+        self._sent.append((bucket, own))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        while self._next < len(self._missing):
+            self._send(self._next)
+        device = self._layout.params[0].device
+        reached = self._reached.to(device)
+        unreached = not bool(self._reached.all())
+        self._works.append(dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._layout.group, async_op=True))
+        self._wait()
+        # Every parameter that this rank reached counts; for the others, ask whether another rank did.
+        found = reached.tolist() if unreached else [1.0] * len(self._index)
+        for bucket, own in self._sent:
+            now = {index for index, param in enumerate(bucket.params) if found[self._index[param]]}
+            if not now:
+                continue
+            own = own.to(bucket.dtype, copy=not bucket.even)
+            bucket.gradient = own if bucket.gradient is None else bucket.gradient.add_(own)
+            bucket.reduced |= now
+        self._sent = []
+        self._task = None
+
+    def _wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+class ReducedModule(PlacedModule):
+    """A module whose gradients a `GradientReducer` averages.
+
+    synchronise_buffers: give rank 0's buffers to all at every forward, except under `no_sync`.
+    """
+
+    def __init__(
+        self, module: nn.Module, reducer: GradientReducer, layout: Layout, *, synchronise_buffers: bool
+    ) -> None:
+        super().__init__(module)
+        self.reducer, self.layout = reducer, layout
+        self._synchronise_buffers = synchronise_buffers
+        self._unsynchronised = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:  # not recomputed inside a backward
+            self._before_forward()
+        outputs = self.module(*args, **kwargs)
+        for output in tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(self.reducer.begin)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forward passes in this context leave their gradients in `.grad`, to be averaged later."""
+        self._unsynchronised += 1
+        try:
+            yield
+        finally:
+            self._unsynchronised -= 1
+
+    def _before_forward(self) -> None:
+        self.reducer.abandon()
+        if torch.is_grad_enabled():
+            self.reducer.synchronises = not self._unsynchronised
+        if self._synchronise_buffers and not self._unsynchronised:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer.detach(), group=self.layout.group, group_src=0)

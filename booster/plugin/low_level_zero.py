@@ -1,0 +1,98 @@
+"""Data parallelism that divides optimizer states, masters and, in stage 2, gradients among the ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.interface.transparent import bare
+from booster.mixed_precision.policy import DtypePolicy
+from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
+from booster.plugin.torch_ddp import TorchDDPPlugin
+from booster.shards import Shards
+from booster.shards.flat import Layout
+from booster.shards.zero import ZeroShards
+
+
+class LowLevelZeroPlugin(TorchDDPPlugin):
+    """Every rank holds all weights and a share of the batch; of optimizer states and masters it holds its part.
+
+    After a step each rank sends the weights that it stepped to all others, in the dtype they have. stage 1: gradients are
+    whole on every rank, as `DistributedDataParallel` leaves them. stage 2: each rank keeps its part of them, and `.grad` is
+    None after backward; clear them by `optimizer.zero_grad()`.
+
+    bucket_cap_mb: of parameters whose gradients, and updated weights, travel together. broadcast_buffers, sync_batchnorm:
+    as `TorchDDPPlugin`. find_unused_parameters: stage 1 as `TorchDDPPlugin`; stage 2 finds them always.
+    gradient_as_bucket_view, static_graph: of `DistributedDataParallel`, stage 1 only.
+
+    Optimizers that treat every element by itself are divided by elements, those that need whole tensors by tensors; others
+    raise ValueError in `boost` (see `booster.register_elementwise`). In a world of one nothing is divided.
+    Raises ValueError for an option that the stage cannot honour, RuntimeError as `TorchDDPPlugin`.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int = 1,
+        bucket_cap_mb: float = 25,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        if isinstance(stage, bool) or stage not in (1, 2):
+            raise ValueError(
+                f"stage={stage!r} is not legal; choose 1 (optimizer states and masters are divided) or 2 (gradients too). "
+                "To divide the weights as well, use TorchFSDPPlugin"
+            )
+        of_ddp = {"gradient_as_bucket_view": gradient_as_bucket_view, "static_graph": static_graph}
+        given = [name for name, value in of_ddp.items() if value]
+        if stage == 2 and given:
+            raise ValueError(
+                f"{given[0]}=True is an option of DistributedDataParallel, which stage=2 does not use; leave it False, or "
+                "use stage=1"
+            )
+        super().__init__(
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            sync_batchnorm=sync_batchnorm,
+        )
+        self._stage = stage
+        self._bucket_bytes = bucket_cap_mb * 2**20
+        self._broadcast_buffers = broadcast_buffers
+        # What optimizers that come later find their parameters in; it lives as long as the placed module.
+        self._layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        if self._stage == 1 or self.group is None:
+            placed = super().place(module, policy, device)
+        else:
+            placed = self._prepare(module, policy, device)
+            self.synchronise(placed)
+        if self.group is None:
+            return placed
+        layout = Layout(bare(placed).parameters(), group=self.group, bucket_bytes=self._bucket_bytes)
+        if self._stage == 2 and layout.params:
+            reducer = GradientReducer(layout, dtype=policy.reduce)
+            placed = ReducedModule(placed, reducer, layout, synchronise_buffers=self._broadcast_buffers)
+        self._layouts[placed] = layout
+        return placed
+
+    def make_shards(self, optimizer: Optimizer) -> Shards:
+        if self.group is None:
+            return Shards(optimizer)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        layouts = [layout for layout in self._layouts.values() if not held.isdisjoint(layout.params)]
+        return ZeroShards(optimizer, layouts, reduced=self._stage == 2)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return module.no_sync() if isinstance(module, ReducedModule) else super().no_sync(module)

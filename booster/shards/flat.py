@@ -1,0 +1,183 @@
+"""Parameters that lie one after another in flat stretches of memory, of which each rank owns a slice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.masters.layout import ALIGNMENT, aligned, flat, is_dense, shaped_like, starts
+
+# torch 2.13 renamed the collective and warns about the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class FlatParameters:
+    """Some parameters of one dtype and device, and how they are divided among ranks.
+
+    Each begins at a multiple of 64 elements of the flat stretch; `bounds[r]` to `bounds[r + 1]`, multiples of 64 too, is the
+    slice of rank r. owners: the rank of each parameter, where no parameter is to be divided; None: slices of one size.
+    data: the stretch, once the parameters lie in it (`lay_down`). gradient: this rank's slice of the gradients, where they
+    are not left in `.grad`; reduced: the parameters that have one there.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], world_size: int, owners: Sequence[int] | None = None) -> None:
+        self.even = owners is None
+        ranks = [0] * len(params) if owners is None else list(owners)
+        order = sorted(range(len(params)), key=ranks.__getitem__)
+        self.params = [params[index] for index in order]
+        sizes = [aligned(param.numel()) for param in self.params]
+        self.offsets = starts(sizes)
+        if self.even:
+            share = -(-sum(sizes) // (ALIGNMENT * world_size)) * ALIGNMENT
+            self.bounds = [rank * share for rank in range(world_size + 1)]
+        else:
+            loads = [0] * world_size
+            for index, size in zip(order, sizes, strict=True):
+                loads[ranks[index]] += size
+            self.bounds = [0, *itertools.accumulate(loads)]
+        self.size = self.bounds[-1]
+        self.dtype, self.device = self.params[0].dtype, self.params[0].device
+        self.data: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self.gradient: torch.Tensor | None = None
+        self.reduced: set[int] = set()
+
+    def overlap(self, index: int, rank: int) -> tuple[int, int]:
+        """(start, stop) of the elements of `params[index]`, in memory order, that lie in the slice of `rank`."""
+        offset, length = self.offsets[index], self.params[index].numel()
+        start = min(max(self.bounds[rank] - offset, 0), length)
+        return start, max(min(self.bounds[rank + 1] - offset, length), start)
+
+    def slice_of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """The slice of `rank` of a flat `tensor` of this size."""
+        return tensor[self.bounds[rank] : self.bounds[rank + 1]]
+
+    def view(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The elements of a flat `tensor` of this size that stand for `params[index]`, 1-dim."""
+        return tensor[self.offsets[index] : self.offsets[index] + self.params[index].numel()]
+
+    @torch.no_grad()
+    def lay_down(self) -> list[torch.Tensor]:
+        """Make every parameter a view of `data`, shape, strides and identity kept; returns those that were not.
+
+        Does nothing for one that is. Somebody may give a parameter other memory at any time; its values are taken over.
+        Raises RuntimeError if its shape or dtype is another.
+        """
+        if self.data is None:
+            self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            for index, param in enumerate(self.params):
+                like = param if is_dense(param) else torch.empty(param.shape, device="meta")
+                self._views.append(shaped_like(self.view(self.data, index), like))
+        moved = []
+        for param, view in zip(self.params, self._views, strict=True):
+            if param.data_ptr() == view.data_ptr() and param.dtype == view.dtype and param.stride() == view.stride():
+                continue
+            if param.dtype != view.dtype or param.shape != view.shape or param.device != view.device:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device}, became one of "
+                    f"{tuple(param.shape)}, {param.dtype} on {param.device} after boost(); masters and optimizer states "
+                    "are divided among ranks as it was. Convert the model before boost()"
+                )
+            view.copy_(param.detach())
+            param.data = view
+            moved.append(param)
+        return moved
+
+    def part_of_gradient(self, index: int, rank: int) -> torch.Tensor | None:
+        """This rank's part of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
+        if index not in self.reduced:
+            return None
+        start, stop = (self.offsets[index] + edge - self.bounds[rank] for edge in self.overlap(index, rank))
+        return self.gradient[max(start, 0) : max(stop, 0)]  # type: ignore[index]
+
+    def clear_gradient(self, index: int, rank: int) -> None:
+        """Drop the gradient of `params[index]`, and the memory with the last one."""
+        part = self.part_of_gradient(index, rank)
+        if part is not None:
+            part.zero_()
+            self.reduced.remove(index)
+            self.gradient = self.gradient if self.reduced else None
+
+    def gather(self, group: dist.ProcessGroup) -> list[Any]:
+        """Give every rank the slices of all others, asynchronously; returns what to wait for."""
+        data: Any = self.data
+        if self.even:
+            return [_all_gather(data, self.slice_of(data, dist.get_rank(group)), group=group, async_op=True)]
+        ranks = [rank for rank in range(len(self.bounds) - 1) if self.bounds[rank] < self.bounds[rank + 1]]
+        return [dist.broadcast(self.slice_of(data, r), group=group, group_src=r, async_op=True) for r in ranks]
+
+
+class Layout:
+    """The trainable parameters of one module in flat buckets, in about the order in which backward reaches them.
+
+    bucket_bytes: of parameters in a bucket, at most, unless a single one is larger. Raises ValueError for parameters that are
+    not floating point. How they are divided among ranks is open until `divide`.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor], *, group: dist.ProcessGroup, bucket_bytes: float) -> None:
+        self.params = [param for param in params if param.requires_grad and param.numel()]
+        wrong = sorted({str(param.dtype) for param in self.params if not param.is_floating_point()})
+        if wrong:
+            raise ValueError(
+                f"parameters of {wrong} cannot be divided among ranks, only floating-point ones; use TorchDDPPlugin"
+            )
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.whole: bool | None = None
+        self.buckets: list[FlatParameters] = []
+        self._bucket_bytes = bucket_bytes
+        self._places: dict[torch.Tensor, tuple[FlatParameters, int]] = {}
+
+    def divide(self, whole: bool) -> None:
+        """Divide parameters among ranks: tensor by tensor if `whole`, else by elements. The first call decides.
+
+        Raises RuntimeError if parameters that are divided by elements are asked for whole.
+        """
+        if self.whole is not None:
+            if whole and not self.whole:
+                raise RuntimeError(
+                    "an optimizer that needs whole tensors came after the parameters of this model were divided by "
+                    "elements; boost the model together with that optimizer first"
+                )
+            return
+        self.whole = whole
+        owners = _deal(self.params, self.world_size) if whole else {}
+        for params in self._bucketed():
+            bucket = FlatParameters(params, self.world_size, [owners[p] for p in params] if whole else None)
+            self.buckets.append(bucket)
+            self._places |= {param: (bucket, index) for index, param in enumerate(bucket.params)}
+
+    def place_of(self, param: torch.Tensor) -> tuple[FlatParameters, int] | None:
+        """The bucket of `param` and its index there; None if it is not divided."""
+        return self._places.get(param)
+
+    def _bucketed(self) -> list[list[torch.Tensor]]:
+        done: list[list[torch.Tensor]] = []
+        growing: dict[Any, list[torch.Tensor]] = {}
+        for param in reversed(self.params):
+            kind = (param.dtype, param.device)
+            members = growing.setdefault(kind, [])
+            if members and sum(p.nbytes for p in members) + param.nbytes > self._bucket_bytes:
+                done.append(growing.pop(kind))
+                members = growing.setdefault(kind, [])
+            members.append(param)
+        return done + list(growing.values())
+
+
+def _deal(params: Sequence[torch.Tensor], world_size: int) -> dict[torch.Tensor, int]:
+    """The rank of each parameter: the largest first, to the rank that has least."""
+    loads = [0] * world_size
+    owners = {}
+    for param in sorted(params, key=lambda p: p.numel(), reverse=True):
+        owners[param] = rank = loads.index(min(loads))
+        loads[rank] += aligned(param.numel())
+    return owners
+
+
+def stretch(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Elements `start` to `stop` of a dense tensor in memory order, as a 1-dim view."""
+    return flat(tensor.detach())[start:stop]

@@ -1,0 +1,267 @@
+"""Parts of parameters that are replicated on all ranks, while each rank steps a slice of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.masters.classes import kind_of
+from booster.masters.layout import flat_like, shaped_like
+from booster.shards.base import Shards, State
+from booster.shards.exchange import Holding, gather_states
+from booster.shards.flat import Layout, stretch
+
+
+class ZeroShards(Shards):
+    """This rank's slices of the flat buckets of `layouts`, which hold the parameters of `optimizer`.
+
+    A part is a 1-dim view of the elements of a parameter that lie in the slice, or, where parameters are dealt whole, of the
+    parameter's shape. Where this rank has nothing of a parameter, an empty tensor without gradient keeps its place. A
+    frozen parameter stands for itself.
+
+    reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
+    Raises ValueError for an optimizer that cannot step parts.
+    """
+
+    sharded = True
+
+    def __init__(self, optimizer: Optimizer, layouts: Sequence[Layout], *, reduced: bool = False) -> None:
+        super().__init__(optimizer)
+        kind, name = kind_of(optimizer), type(optimizer).__name__
+        if kind == "whole":
+            raise ValueError(
+                f"{name} would be stepped on each rank's part of the parameters, and is not known to treat every element by "
+                f"itself; if it does, call booster.register_elementwise({name}) before boost(), otherwise use "
+                "TorchDDPPlugin, which keeps optimizer states whole"
+            )
+        self._layouts = list(layouts)
+        for layout in self._layouts:
+            layout.divide(whole=kind == "per tensor")
+        self._reduced = reduced
+        self._parts: dict[torch.Tensor, torch.Tensor] = {}
+        self._params: dict[torch.Tensor, torch.Tensor] = {}
+        self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
+        self._lay_down()
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        if self._held is not None:
+            yield
+            return
+        self._lay_down()
+        lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
+        self._held = [list(params) for params in lists]
+        given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        try:
+            for params in lists:
+                for index, param in enumerate(params):
+                    part = params[index] = self._adopted(param)
+                    if part is not param and part.numel():
+                        part.requires_grad_(param.requires_grad)
+                        part.grad = grad = self._gradient(param, part)
+                        if grad is not None:
+                            given.append((param, part, grad))
+            yield
+        finally:
+            for params, held in zip(lists, self._held, strict=True):
+                params[:] = held
+            self._held = None
+            for param, part, grad in given:
+                if part.grad is None:
+                    self._forget(param)
+                elif part.grad is not grad:
+                    grad.copy_(part.grad)
+                part.grad = None
+
+    def part_of(self, param: torch.Tensor) -> torch.Tensor:
+        if param not in self._parts:
+            holding = self._holding(param)
+            if holding is None:
+                return param
+            bucket, index = holding
+            start, stop = bucket.overlap(index, self._rank)
+            if start == stop:
+                part = torch.empty(0, dtype=param.dtype, device=param.device)
+            elif bucket.even and param.dim():
+                part = nn.Parameter(stretch(param, start, stop))
+            else:
+                part = nn.Parameter(param.detach())
+            self._parts[param], self._params[part] = part, param
+        return self._parts[param]
+
+    def copies(self, part: torch.Tensor) -> int:
+        return 1 if part in self._params else self._layouts[0].world_size if self._layouts else 1
+
+    def written(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        params = [param for params in self._held or [] for param in params if param.grad is not None]
+        if not self._reduced:
+            return params
+        return parts + [param for param in params if self.part_of(param) is not param]  # those not yet reduced
+
+    def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        holding, part = self._holding(param), self.part_of(param)
+        if holding is None:
+            return value
+        if not part.numel():
+            return value.new_empty(0)
+        start, stop = holding.bucket.overlap(holding.position, self._rank)
+        return flat_like(value.detach(), param)[start:stop] if holding.bucket.even and param.dim() else value
+
+    def publish(self) -> None:
+        works, changed = [], []
+        owned = {param for group in self.optimizer.param_groups for param in group["params"]}
+        for layout in self._layouts:
+            for bucket in layout.buckets:
+                own = [param for param in bucket.params if param in owned]
+                if own:
+                    works += bucket.gather(layout.group)
+                changed += [p for p in own if not self.part_of(p).numel() and self._has_gradient(p)]
+        for work in works:
+            work.wait()
+        # A graph that was kept over the step is as stale here as on the ranks that wrote these weights.
+        torch.autograd.graph.increment_version(changed)
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        if not self._reduced:
+            return
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            if set_to_none:
+                self._forget(param)
+            else:
+                part = self._reduced_part(param)
+                if part is not None:
+                    part.zero_()
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
+        """By parameter, but of this rank's part: 1-dim where that is not all of the parameter."""
+        viewed = {}
+        for part, own in state.items():
+            param = self._params.get(part, part)
+            whole = isinstance(part, torch.Tensor) and part.numel() == param.numel()
+            viewed[param] = {
+                key: shaped_like(value, param) if whole and _alike(value, part) and part.dim() else value
+                for key, value in own.items()
+            }
+        return viewed
+
+    def widen_state(self, states: dict[int, State]) -> dict[int, State]:
+        holdings = self._by_index()
+        plain = {index: own for index, own in states.items() if index not in holdings}
+        wide = self._gather({index: own for index, own in states.items() if index in holdings}, holdings)
+        return dict(sorted({**plain, **wide}.items()))
+
+    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
+        holdings = self._by_index()
+        kept = {}
+        for index, own in states.items():
+            if index not in holdings:
+                kept[index] = own
+            elif self.part_of(holdings[index].param).numel():
+                kept[index] = {key: self._cut_entry(value, holdings[index].param) for key, value in own.items()}
+        return kept
+
+    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        holdings = self._by_name(names)
+        states = {name: {"": weight} for name, weight in weights.items() if name in holdings}
+        wide = {name: own[""] for name, own in self._gather(states, holdings).items()}
+        return {**{name: weight for name, weight in weights.items() if name not in holdings}, **wide}
+
+    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        holdings = self._by_name(names)
+        kept = {}
+        for name, weight in weights.items():
+            param = holdings[name].param if name in holdings else None
+            # One that does not fit stays, for whoever reads it to refuse on all ranks alike.
+            if param is None or weight.shape != param.shape:
+                kept[name] = weight
+            elif self.part_of(param).numel():
+                kept[name] = self._cut_entry(weight, param)
+        return kept
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _rank(self) -> int:
+        return self._layouts[0].rank
+
+    def _gather(self, states: dict[Any, State], holdings: dict[Any, Holding]) -> dict[Any, State]:
+        return gather_states(states, holdings, self._layouts[0].group) if self._layouts else states
+
+    def _lay_down(self) -> None:
+        for layout in self._layouts:
+            for bucket in layout.buckets:
+                torch.autograd.graph.increment_version(bucket.lay_down())
+
+    def _holding(self, param: torch.Tensor) -> Holding | None:
+        places = (layout.place_of(param) for layout in self._layouts)
+        place = next((place for place in places if place is not None), None)
+        return None if place is None else Holding(*place)
+
+    def _by_index(self) -> dict[int, Holding]:
+        lists = self._held or [group["params"] for group in self.optimizer.param_groups]
+        found = {index: self._holding(p) for index, p in enumerate(p for params in lists for p in params)}
+        return {index: holding for index, holding in found.items() if holding is not None}
+
+    def _by_name(self, names: Mapping[Any, str]) -> dict[str, Holding]:
+        found = {name: self._holding(param) for param, name in names.items() if param not in self._params}
+        return {name: holding for name, holding in found.items() if holding is not None}
+
+    def _adopted(self, param: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter in the groups; state that the optimizer has of the whole is cut."""
+        part, state = self.part_of(param), self.optimizer.state
+        if part is param:
+            if param.requires_grad and param.grad is not None:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} has a gradient, but was frozen when the model was boosted, so "
+                    "ranks do not share it; call requires_grad_() before boost()"
+                )
+        elif param in state:
+            own = state.pop(param)
+            if part.numel():
+                state[part] = {key: self._cut_entry(value, param) for key, value in own.items()}
+        return part
+
+    def _cut_entry(self, value: Any, param: torch.Tensor) -> Any:
+        if not _alike(value, param) or value.dim() == 0:
+            return value
+        return self.cut(value, param).clone()  # not a view, which would keep the whole in memory
+
+    def _gradient(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+        if self._reduced:
+            grad = self._reduced_part(param)
+            return grad if grad is None or part.dim() == 1 else shaped_like(grad, param)
+        if param.grad is None:
+            return None
+        if param.grad.is_sparse:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has a sparse gradient, which cannot be divided among ranks; "
+                "build its module with sparse=False, or use TorchDDPPlugin"
+            )
+        if param.grad.stride() != param.stride() and not (param.grad.is_contiguous() and param.is_contiguous()):
+            param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
+        return self.cut(param.grad, param).detach()
+
+    def _reduced_part(self, param: torch.Tensor) -> torch.Tensor | None:
+        holding = self._holding(param)
+        return None if holding is None else holding.bucket.part_of_gradient(holding.position, self._rank)
+
+    def _has_gradient(self, param: torch.Tensor) -> bool:
+        return self._reduced_part(param) is not None if self._reduced else param.grad is not None
+
+    def _forget(self, param: torch.Tensor) -> None:
+        holding = self._holding(param) if self._reduced else None
+        if not self._reduced:
+            param.grad = None
+        elif holding is not None:
+            holding.bucket.clear_gradient(holding.position, self._rank)
+
+
+def _alike(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == tensor.shape
