@@ -1,0 +1,121 @@
+"""Divide a model among the ranks of a tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from booster.mixed_precision.policy import DtypePolicy
+from booster.plugin.tensor_parallel.local import LocalStyle
+from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
+from booster.plugin.tensor_parallel.ties import broadcast_from_first, restore_frozen, tie, tied_slots
+
+
+def check_tensor_parallel(
+    model: nn.Module, *, mesh: DeviceMesh, tp_plan: TPPlan, sequence_parallelism: bool, policy: DtypePolicy
+) -> None:
+    """Raise TypeError or ValueError if `apply_tensor_parallel` would; nothing is changed, and no collective runs."""
+    _resolve(model, mesh, tp_plan, sequence_parallelism)
+
+
+def apply_tensor_parallel(
+    model: nn.Module, *, mesh: DeviceMesh, tp_plan: TPPlan, sequence_parallelism: bool, policy: DtypePolicy
+) -> None:
+    """Divide `model` among the ranks of the one-dimensional `mesh`, in place. On a mesh of one nothing changes.
+
+    tp_plan: a dict from module name patterns to styles, a callable that makes one of the model, or None for the plan that
+    is known for it. sequence_parallelism: between the blocks' branches every rank keeps a part of the sequence only.
+    policy: which modules are pinned; pins are installed by the caller, afterwards.
+
+    Parameters of divided modules become new DTensor parameters, in the dtype they have; all others stay plain, and their
+    gradients are the same on all ranks of `mesh`. Every rank starts from the first rank's weights (collectives).
+    Raises as `resolve_plan`, before anything is changed; after that only for two of torch's styles that part a tied weight.
+    """
+    plan = _resolve(model, mesh, tp_plan, sequence_parallelism)
+    if not plan:
+        return
+    broadcast_from_first(model, mesh)
+    slots = tied_slots(model)
+    frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if isinstance(style, LocalStyle):
+            parallelize_module(module, mesh, style, src_data_rank=None)
+        else:
+            _apply_foreign(module, mesh, style, pinned=name in policy.fp32_modules)
+    tie(slots)
+    restore_frozen(model, frozen)
+
+
+def fsdp_placement(param: torch.Tensor) -> Shard | None:
+    """How `fully_shard(shard_placement_fn=...)` may divide a parameter again; None as it likes, along dimension 0.
+
+    A fused projection holds a piece of each part of dimension 0, which cannot be divided along that dimension once more.
+    """
+    if isinstance(param, DTensor) and any(isinstance(p, _StridedShard) and p.dim == 0 for p in param.placements):
+        return Shard(1)
+    return None
+
+
+def _resolve(
+    model: nn.Module, mesh: DeviceMesh, tp_plan: TPPlan, sequence_parallelism: bool
+) -> dict[str, ParallelStyle]:
+    if mesh.ndim != 1:
+        raise ValueError(f"tensor parallelism needs a mesh of one dimension, got {mesh.ndim}; pass mesh['tp']")
+    if mesh.size() == 1 and tp_plan is None:
+        return {}
+    plan = resolve_plan(model, tp_plan, tp_size=mesh.size(), sequence_parallelism=sequence_parallelism)
+    return {} if mesh.size() == 1 else plan
+
+
+def _apply_foreign(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, *, pinned: bool) -> None:
+    """Apply a style of torch's or the user's. What its hooks do to a pinned module becomes part of the forward that is
+    pinned: outside of it, they would communicate in half precision."""
+    pre, post = set(module._forward_pre_hooks), set(module._forward_hooks)
+    parallelize_module(module, mesh, style)
+    if not pinned:
+        return
+    before = _take(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
+    after = _take(module._forward_hooks, module._forward_hooks_with_kwargs, post)
+    module.forward = _HookedForward(module, module.forward, before, after)
+
+
+class _HookedForward:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        before: list[tuple[Callable[..., Any], bool]],
+        after: list[tuple[Callable[..., Any], bool]],
+    ) -> None:
+        self.module = module
+        self.forward = forward
+        self.before = before
+        self.after = after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for hook, with_kwargs in self.before:
+            if with_kwargs:
+                changed = hook(self.module, args, kwargs)
+                args, kwargs = (args, kwargs) if changed is None else changed
+            else:
+                changed = hook(self.module, args)
+                if changed is not None:
+                    args = changed if isinstance(changed, tuple) else (changed,)
+        output = self.forward(*args, **kwargs)
+        for hook, with_kwargs in self.after:
+            changed = hook(self.module, args, kwargs, output) if with_kwargs else hook(self.module, args, output)
+            output = output if changed is None else changed
+        return output
+
+
+def _take(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[tuple[Callable[..., Any], bool]]:
+    """Remove the hooks that are not `known`, and return them, each with whether it takes keyword arguments."""
+    return [(hooks.pop(key), with_kwargs.pop(key, False)) for key in list(hooks) if key not in known]

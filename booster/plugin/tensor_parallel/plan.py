@@ -1,0 +1,204 @@
+"""From what a user gives as `tp_plan` to one style for each module, by its exact name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from booster.plugin.tensor_parallel.attention import HeadParallel
+from booster.plugin.tensor_parallel.derive import derive_plan
+from booster.plugin.tensor_parallel.local import LocalStyle
+from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
+from booster.plugin.tensor_parallel.strings import STYLES, style_of
+from booster.plugin.tensor_parallel.styles import Colwise, Rowwise, output_dim
+from booster.plugin.tensor_parallel.ties import check_ties, tied_slots
+
+TPPlan = Mapping[str, Any] | Callable[[nn.Module], Mapping[str, Any]] | None
+_EXAMPLE = "tp_plan={'layers.*.attn.q_proj': 'colwise', 'layers.*.attn.out_proj': 'rowwise'}"
+
+
+def resolve_plan(
+    model: nn.Module, tp_plan: TPPlan, *, tp_size: int, sequence_parallelism: bool
+) -> dict[str, ParallelStyle]:
+    """One style for each module that is divided, by its exact name; nothing is changed.
+
+    Raises TypeError or ValueError for a plan that is none, patterns and styles that are unknown, sizes and heads that do
+    not divide by `tp_size`, tied parameters that would part, and sequence parallelism where it cannot be.
+    """
+    plan = _known_plan(model) if tp_plan is None else _given_plan(model, tp_plan)
+    plan = _with_heads(model, plan)
+    for name, style in plan.items():
+        _check_sizes(name, model.get_submodule(name), style, tp_size)
+        if name:
+            _check_heads(model, name, style, tp_size)
+    if sequence_parallelism:
+        plan = with_sequence_parallelism(model, plan)
+    check_ties(model, plan)
+    return plan
+
+
+def _given_plan(model: nn.Module, tp_plan: TPPlan) -> dict[str, ParallelStyle]:
+    given = tp_plan(model) if callable(tp_plan) else tp_plan
+    if not isinstance(given, Mapping):
+        source = "what the callable tp_plan returned" if callable(tp_plan) else "tp_plan"
+        raise TypeError(
+            f"{source} is a {type(given).__name__}; it must be a dict from module name patterns to styles, such as {_EXAMPLE}"
+        )
+    if not given:
+        raise ValueError(
+            f"tp_plan is empty, so nothing would be divided; name modules, such as {_EXAMPLE}, or pass None"
+        )
+    return _expand(model, given, strict=True)
+
+
+def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The plans that transformers models in `model` bring, and those of modules that are known."""
+    plan = derive_plan(model)
+    inside = ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside):
+            continue
+        own = _own_plan(module)
+        if own:
+            prefix = f"{name}." if name else ""
+            found = _expand(module, own, strict=False)
+            plan |= {f"{prefix}{key}": style for key, style in found.items()}
+            if not name:
+                break
+            inside = prefix
+    plan = _without_parted_heads(model, plan)
+    if not any(isinstance(style, (Colwise, Rowwise, HeadParallel)) for style in plan.values()):
+        raise ValueError(
+            f"tp_plan=None: no tensor-parallel plan is known for {type(model).__name__}; give one, such as {_EXAMPLE}. "
+            "Known are transformers models that bring a plan, GPT-2, timm's attention and MLP modules, and torch's "
+            "Transformer layers"
+        )
+    return plan
+
+
+def _without_parted_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """`plan` without output layers that share their weight with an embedding which the plan leaves whole."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for places in tied_slots(model):
+        holders = {names[id(module)] for _, module, _ in places}
+        if not holders <= plan.keys():
+            plan = {name: style for name, style in plan.items() if name not in holders}
+    return plan
+
+
+def _own_plan(module: nn.Module) -> Mapping[str, Any]:
+    """The plan of a transformers model, which has been given those of its parts; empty for other modules."""
+    if not _is_transformers(module):
+        return {}
+    config: Any = getattr(module, "config", None)
+    return getattr(module, "_tp_plan", None) or getattr(config, "base_model_tp_plan", None) or {}
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
+
+
+def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[str, ParallelStyle]:
+    """Patterns to exact names. Later patterns win; a shared module is listed once, by its first name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    first = {id(module): name for name, module in reversed(modules.items())}
+    expanded: dict[str, ParallelStyle] = {}
+    unmatched = []
+    for pattern, value in plan.items():
+        names = _matching(modules, pattern)
+        if not names and _is_transformers(model):
+            names = _matching(modules, f"{model.base_model_prefix}.{pattern}")
+        if names:
+            expanded |= {first[id(modules[name])]: style_of(pattern, modules[name], value) for name in names}
+            continue
+        if strict or _parameter_style(model, pattern):
+            unmatched.append(pattern)
+    if unmatched:
+        raise ValueError(_unmatched_message(model, unmatched, modules))
+    return expanded
+
+
+def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
+    parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
+    expression = re.compile(".*".join(parts))
+    return [name for name in modules if expression.fullmatch(name)]
+
+
+def _parameter_style(model: nn.Module, pattern: str) -> bool:
+    """Whether `pattern` names a bare parameter, as plans for experts do."""
+    module, _, own = pattern.rpartition(".")
+    return any(own in model.get_submodule(name)._parameters for name in _matching(dict(model.named_modules()), module))
+
+
+def _unmatched_message(model: nn.Module, unmatched: list[str], modules: Mapping[str, nn.Module]) -> str:
+    parameters = [pattern for pattern in unmatched if _parameter_style(model, pattern)]
+    if parameters:
+        return (
+            f"tp_plan names the parameters {parameters} of {type(model).__name__}; styles are for modules only, so it cannot "
+            "be divided, or give another tp_plan"
+        )
+    generic = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules if name))
+    near = list(
+        dict.fromkeys(
+            close for pattern in unmatched for close in difflib.get_close_matches(pattern, generic, n=3, cutoff=0.4)
+        )
+    )
+    hint = f"near are {near}" if near else f"its top-level modules are {[name for name, _ in model.named_children()]}"
+    return f"tp_plan names {unmatched}, which match no module of {type(model).__name__}; {hint}"
+
+
+def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """`plan` with what a known attention module needs where a plan divides its projections: a head count of its own."""
+    known = derive_plan(model)
+    for name, style in list(plan.items()):
+        parent = name.rpartition(".")[0]
+        if isinstance(style, (Colwise, ColwiseParallel)) and parent in known and parent not in plan:
+            plan[parent] = known[parent]
+            # A fused projection has one way to be divided.
+            wanted = known.get(name)
+            if isinstance(wanted, Colwise) and getattr(style, "num_parts", 1) != wanted.num_parts:
+                plan[name] = wanted
+    return plan
+
+
+def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
+    if isinstance(style, LocalStyle):
+        style.check(name, module, tp_size)
+    elif isinstance(style, (ColwiseParallel, RowwiseParallel)) and isinstance(module, (nn.Linear, nn.Embedding)):
+        by_rows = isinstance(style, RowwiseParallel)
+        size = module.weight.shape[int(by_rows) if isinstance(module, nn.Linear) else 1 - int(by_rows)]
+        if size % tp_size:
+            raise ValueError(
+                f"{name!r}, {module}, has {size} features or entries to divide by {type(style).__name__}, which do not "
+                f"divide by tp_size={tp_size}; choose another tp_size, or leave the module out of tp_plan"
+            )
+
+
+def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int) -> None:
+    """Raise ValueError if columns of an attention module would be cut within a head."""
+    module: Any = model.get_submodule(name)
+    parent = model.get_submodule(name.rpartition(".")[0])
+    head_dim = next(
+        (
+            size
+            for key in ("head_dim", "head_size", "attention_head_size")
+            if isinstance(size := getattr(parent, key, None), int)
+        ),
+        None,
+    )
+    if not isinstance(style, (Colwise, ColwiseParallel)) or getattr(style, "gather_output", False) or not head_dim:
+        return
+    features = module.weight.shape[output_dim(module)] // getattr(style, "num_parts", 1)
+    if features % head_dim == 0 and (features // head_dim) % tp_size:
+        raise ValueError(
+            f"{name!r} has {features // head_dim} heads of {head_dim} features, which do not divide by tp_size={tp_size}; "
+            "choose another tp_size, or leave its attention module out of tp_plan"
+        )
+
+
+__all__ = ["STYLES", "TPPlan", "resolve_plan"]

@@ -1,0 +1,145 @@
+"""Sequence parallelism: between its attention and feed-forward parts, every rank keeps a part of the sequence only."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.modules.batchnorm import _NormBase
+
+from booster.plugin.tensor_parallel.attention import HeadParallel
+from booster.plugin.tensor_parallel.styles import Colwise, Region, Rowwise
+
+_MIX_TOKENS = (_NormBase, nn.GroupNorm)
+_FIX = "use sequence_parallelism=False"
+
+
+def with_sequence_parallelism(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """`plan`, of exact names, such that the activations between the branches of a block are divided along the sequence.
+
+    The first block of each stack divides them, the last joins them. A branch is a child of a block that holds modules of
+    the plan; what a branch is given is joined, and what its row-wise layers give is summed and divided again. Everything
+    else in a block works token by token, on its part of the sequence. Raises ValueError where that cannot be.
+    """
+    stacks: dict[str, set[str]] = {}
+    for name, style in plan.items():
+        block = _block_of(model, name)
+        if block is not None:
+            stacks.setdefault(block.rpartition(".")[0], set()).add(block)
+        elif isinstance(style, (Rowwise, HeadParallel)) or (isinstance(style, Colwise) and not style.gather_output):
+            raise ValueError(
+                f"sequence_parallelism=True: {name!r} is in no block of a ModuleList or Sequential; {_FIX}"
+            )
+    if not stacks:
+        raise ValueError(f"sequence_parallelism=True: tp_plan names no module in a ModuleList or Sequential; {_FIX}")
+    divided = dict(plan)
+    for stack, blocks in stacks.items():
+        names = [f"{stack}.{child}".lstrip(".") for child, _ in model.get_submodule(stack).named_children()]
+        left_out = [name for name in names if name not in blocks]
+        if left_out:
+            raise ValueError(f"sequence_parallelism=True: tp_plan names nothing in {left_out[0]!r}; {_FIX}")
+        dim = _sequence_dim(model.get_submodule(names[0]))
+        for name in names:
+            _divide_block(model, name, divided, dim)
+            divided[name] = _region(divided.get(name), dim, name == names[0], name == names[-1])
+    return divided
+
+
+def _divide_block(model: nn.Module, block: str, plan: dict[str, ParallelStyle], dim: int) -> None:
+    given = dict(plan)
+    for child, module in model.get_submodule(block).named_children():
+        branch = f"{block}.{child}"
+        inside = [name for name in given if name.startswith(f"{branch}.")]
+        if branch in given and not isinstance(given[branch], Region):
+            plan[branch] = _alone(branch, given[branch], dim)
+            for name in inside:  # the projection of a MultiheadAttention
+                plan[name] = _in_branch(name, given[name], dim)
+        elif inside:
+            _check_branch(model, branch, given)
+            for name, each in module.named_modules(prefix=branch):
+                if name in given:
+                    plan[name] = _in_branch(name, given[name], dim)
+                elif each._parameters:
+                    plan[name] = Region(partial_gradients=True)
+            plan[branch] = _branch(given.get(branch), dim)
+        else:
+            _check_tokenwise(branch, module)
+            plan |= {
+                name: Region(partial_gradients=True)
+                for name, each in module.named_modules(prefix=branch)
+                if each._parameters
+            }
+
+
+def _alone(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
+    """The style of a module that is itself a child of the block, and so gathers or scatters by itself."""
+    if isinstance(style, HeadParallel):
+        return HeadParallel(sequence_dim=dim, whole_memory=name.endswith("multihead_attn"))
+    if isinstance(style, Colwise) and not style.gather_output:
+        return Colwise(num_parts=style.num_parts, sequence_dim=dim)
+    return _in_branch(name, style, dim)
+
+
+def _in_branch(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
+    if isinstance(style, Colwise) and not style.gather_output:
+        return Colwise(num_parts=style.num_parts, shared_input=True)
+    if isinstance(style, Rowwise) and not style.split_input:
+        return Rowwise(sequence_dim=dim)
+    if isinstance(style, Region) and style.into is None and style.out is None:
+        return Region(partial_gradients=True, divide=style.divide, assign=style.assign)
+    raise ValueError(
+        f"sequence_parallelism=True: the style of {name!r}, {type(style).__name__}, cannot be used in it; {_FIX}"
+    )
+
+
+def _branch(style: ParallelStyle | None, dim: int) -> Region:
+    own = style if isinstance(style, Region) else Region()
+    return Region(partial_gradients=True, into="gather", sequence_dim=dim, divide=own.divide, assign=own.assign)
+
+
+def _region(style: ParallelStyle | None, dim: int, first: bool, last: bool) -> Region:
+    own = style if isinstance(style, Region) else Region()
+    return Region(
+        partial_gradients=True,
+        into="split" if first else None,
+        out="gather" if last else None,
+        sequence_dim=dim,
+        divide=own.divide,
+        assign=own.assign,
+    )
+
+
+def _check_branch(model: nn.Module, branch: str, plan: dict[str, ParallelStyle]) -> None:
+    rows = [name for name, style in plan.items() if name.startswith(f"{branch}.") and isinstance(style, Rowwise)]
+    if len(rows) != 1:
+        raise ValueError(
+            f"sequence_parallelism=True needs one row-wise module in {branch!r}, whose output it divides; tp_plan names "
+            f"{rows or 'none'}. Otherwise {_FIX}"
+        )
+
+
+def _check_tokenwise(name: str, module: nn.Module) -> None:
+    mixing = [each for each in module.modules() if isinstance(each, _MIX_TOKENS)]
+    heavy = [f"{name}.{param_name}" for param_name, param in module.named_parameters() if param.dim() > 1]
+    if mixing:
+        raise ValueError(
+            f"sequence_parallelism=True: {name!r} is a {type(mixing[0]).__name__}, which mixes tokens; {_FIX}"
+        )
+    if heavy:
+        raise ValueError(f"sequence_parallelism=True: tp_plan does not divide {heavy[0]!r}; name its module, or {_FIX}")
+
+
+def _block_of(model: nn.Module, name: str) -> str | None:
+    """The outermost element of a stack of like modules in which the module `name` is, or which it is."""
+    for match in re.finditer(r"\.\d+(?=\.|$)", f".{name}"):
+        block = name[: match.end() - 1]
+        stack = model.get_submodule(block.rpartition(".")[0])
+        if isinstance(stack, (nn.ModuleList, nn.Sequential)) and len({type(child) for child in stack}) == 1:
+            return block
+    return None
+
+
+def _sequence_dim(block: nn.Module) -> int:
+    attention = getattr(block, "self_attn", None)
+    return 0 if isinstance(attention, nn.MultiheadAttention) and not attention.batch_first else 1

@@ -1,0 +1,282 @@
+"""How single modules are divided: by columns, by rows, by vocabulary, or not at all but with partial gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from booster.plugin.tensor_parallel import boundary
+from booster.plugin.tensor_parallel.local import LocalStyle, PartForward, local_part, own_dtensors, swapped
+
+
+class Colwise(LocalStyle):
+    """A linear layer by output features: every rank computes some of them from the whole input.
+
+    num_parts: how many projections of equal width the layer holds one after the other (3 for a fused qkv); every rank gets
+    its share of each. gather_output: join the output features on every rank. sequence_dim: the input is a part of the
+    sequence, which is gathered. shared_input: a module around this one sums the gradients of the input.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_parts: int = 1,
+        gather_output: bool = False,
+        sequence_dim: int | None = None,
+        shared_input: bool = False,
+    ) -> None:
+        self.num_parts = num_parts
+        self.gather_output = gather_output
+        self.sequence_dim = sequence_dim
+        self.shared_input = shared_input
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        dim = output_dim(module)
+        if self.num_parts == 1:
+            return {"weight": Shard(dim), "bias": Shard(0)}
+        # A strided bias has no placement that FSDP could divide again; whole, it is small.
+        return {"weight": _StridedShard(dim, split_factor=self.num_parts), "bias": Replicate()}
+
+    def check(self, name: str, module: Any, tp_size: int) -> None:
+        _check_linear(name, module, "by columns")
+        features = module.weight.shape[output_dim(module)]
+        if features % (self.num_parts * tp_size):
+            projections = f" in {self.num_parts} projections" if self.num_parts > 1 else ""
+            raise ValueError(
+                f"{name!r} has {features} output features{projections}, which do not divide by tp_size={tp_size}; "
+                "choose another tp_size, or leave the module out of tp_plan"
+            )
+
+    def localise(self, module: Any, tp_size: int) -> None:
+        if is_conv1d(module):
+            module.nf //= tp_size  # by which it shapes its output
+
+    def enter(
+        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, *rest = args
+        if self.sequence_dim is not None:
+            x = boundary.gather(x, mesh, self.sequence_dim, sum_gradients=True)
+        elif not self.shared_input:
+            x = boundary.copy(x, mesh)
+        return (x, *rest), kwargs
+
+    def parts(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
+        parts = dict(super().parts(module, mesh))
+        if self.num_parts > 1 and "bias" in parts:
+            parts["bias"] = packed_part(parts["bias"], self.num_parts, mesh)
+        return parts
+
+    def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        return boundary.gather(output, mesh, -1, sum_gradients=False) if self.gather_output else output
+
+
+class Rowwise(LocalStyle):
+    """A linear layer by input features: every rank has some of them, and the ranks' outputs are summed.
+
+    split_input: the input is whole, and each rank takes its features. sequence_dim: every rank keeps a part of the
+    sequence of the sum. The bias is added once, after the sum.
+    """
+
+    def __init__(self, *, split_input: bool = False, sequence_dim: int | None = None) -> None:
+        self.split_input = split_input
+        self.sequence_dim = sequence_dim
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        return {"weight": Shard(1 - output_dim(module)), "bias": Replicate()}
+
+    def check(self, name: str, module: Any, tp_size: int) -> None:
+        _check_linear(name, module, "by rows")
+        features = module.weight.shape[1 - output_dim(module)]
+        if features % tp_size:
+            raise ValueError(
+                f"{name!r} has {features} input features, which do not divide by tp_size={tp_size}; choose another tp_size, "
+                "or leave the module out of tp_plan"
+            )
+
+    def enter(
+        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x, *rest = args
+        return (boundary.split(x, mesh, -1) if self.split_input else x, *rest), kwargs
+
+    def parts(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
+        parts = dict(super().parts(module, mesh))
+        if "bias" in parts:
+            bias = module._parameters["bias"].to_local().detach()  # type: ignore[union-attr]
+            # Conv1D of transformers does not compute without one
+            parts["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)
+        return parts
+
+    def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        bias = own_dtensors(module).get("bias")
+        if self.sequence_dim is None:
+            output = boundary.reduce(output, mesh)
+            return output if bias is None else output + bias.to_local().to(output.dtype)
+        output = boundary.reduce_scatter(output, mesh, self.sequence_dim)
+        return output if bias is None else output + local_part(bias).to(output.dtype)
+
+
+class EmbeddingParallel(LocalStyle):
+    """An embedding by vocabulary, whose ranks' lookups are summed, or by features, which are joined."""
+
+    def __init__(self, *, by: Literal["vocabulary", "features"]) -> None:
+        self.by = by
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        return {"weight": Shard(0 if self.by == "vocabulary" else 1)}
+
+    def check(self, name: str, module: Any, tp_size: int) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise ValueError(
+                f"{name!r} is a {type(module).__name__}, which cannot be divided by {self.by}, as an Embedding"
+            )
+        set_options = [
+            option
+            for option in ("max_norm", "scale_grad_by_freq", "sparse")
+            if getattr(module, option) not in (None, False)
+        ]
+        if set_options:
+            raise ValueError(
+                f"the Embedding {name!r} uses {set_options}, which do not work divided; leave it out of tp_plan"
+            )
+        size = module.weight.shape[0 if self.by == "vocabulary" else 1]
+        if size % tp_size:
+            what = "entries" if self.by == "vocabulary" else "features"
+            raise ValueError(
+                f"{name!r} has {size} {what}, which do not divide by tp_size={tp_size}; pad the vocabulary, or leave the "
+                "module out of tp_plan"
+            )
+
+    def make_forward(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        forward = PartForward(module, self, mesh)
+        if self.by == "vocabulary":
+            forward.forward = _VocabularyLookup(module, forward.forward, mesh)
+        return forward
+
+    def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        if self.by == "vocabulary":
+            return boundary.reduce(output, mesh)
+        return boundary.gather(output, mesh, -1, sum_gradients=False)
+
+
+class _VocabularyLookup:
+    """Look up the ids that lie in this rank's part of the vocabulary; the rest are zeros."""
+
+    def __init__(self, module: nn.Module, forward: Any, mesh: DeviceMesh) -> None:
+        self.module: Any = module
+        self.forward = forward
+        self.mesh = mesh
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        count = self.module.weight.shape[0]  # of the part that stands for the parameter meanwhile
+        start = self.mesh.get_local_rank() * count
+        inside = (ids >= start) & (ids < start + count)
+        padding = self.module.padding_idx
+        mine = padding - start if padding is not None and start <= padding < start + count else None
+        with swapped(self.module.__dict__, {"padding_idx": mine}):
+            found = self.forward(torch.where(inside, ids - start, 0))
+        return found.masked_fill(~inside.unsqueeze(-1), 0)
+
+
+class Region(LocalStyle):
+    """A module whose own parameters, if any, stay whole, and whose input or output changes its layout.
+
+    partial_gradients: own parameters meet only a part of the tokens or heads here, so their gradients are sums over the
+    ranks. into: "gather" joins the sequence of the first argument, "split" cuts it. out: "gather" joins the sequence of
+    the (first) output, "reduce" sums it over ranks. divide: attributes to divide by the number of ranks.
+    assign: attributes to set.
+    """
+
+    def __init__(
+        self,
+        *,
+        partial_gradients: bool = False,
+        into: Literal["gather", "split"] | None = None,
+        out: Literal["gather", "reduce"] | None = None,
+        sequence_dim: int = 1,
+        divide: tuple[str, ...] = (),
+        assign: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.partial_gradients = partial_gradients
+        self.into = into
+        self.out = out
+        self.sequence_dim = sequence_dim
+        self.divide = divide
+        self.assign = dict(assign or {})
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        return dict.fromkeys(module._parameters, Replicate()) if self.partial_gradients else {}
+
+    def check(self, name: str, module: Any, tp_size: int) -> None:
+        for attribute in self.divide:
+            value = getattr(module, attribute)
+            if value % tp_size:
+                raise ValueError(
+                    f"{name!r} has {attribute}={value}, which does not divide by tp_size={tp_size}; choose another tp_size"
+                )
+
+    def localise(self, module: nn.Module, tp_size: int) -> None:
+        for attribute in self.divide:
+            setattr(module, attribute, getattr(module, attribute) // tp_size)
+        for attribute, value in self.assign.items():
+            setattr(module, attribute, value)
+
+    def enter(
+        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.into is None:
+            return args, kwargs
+        if args:
+            return (self._move_in(args[0], mesh), *args[1:]), kwargs
+        first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, first: self._move_in(kwargs[first], mesh)}
+
+    def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        if self.out is None:
+            return output
+        if isinstance(output, tuple):
+            return (self._move_out(output[0], mesh), *output[1:])
+        return self._move_out(output, mesh)
+
+    def _move_in(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        if x.dim() != 3:
+            raise ValueError(
+                f"sequence_parallelism=True needs activations of three dimensions, batch, sequence and features, got "
+                f"{tuple(x.shape)}"
+            )
+        if self.into == "split":
+            return boundary.split(x, mesh, self.sequence_dim)
+        return boundary.gather(x, mesh, self.sequence_dim, sum_gradients=True)
+
+    def _move_out(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        if self.out == "reduce":
+            return boundary.reduce(x, mesh)
+        return boundary.gather(x, mesh, self.sequence_dim, sum_gradients=False)
+
+
+def output_dim(module: nn.Module) -> int:
+    """The dimension of output features in the weight of a linear layer; 1 for the transposed Conv1D of transformers."""
+    return 1 if is_conv1d(module) else 0
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    return any(cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__)
+
+
+def packed_part(whole: torch.Tensor | None, num_parts: int, mesh: DeviceMesh) -> torch.Tensor | None:
+    """This rank's share of each of the `num_parts` equal pieces of a vector, one after the other."""
+    if whole is None:
+        return None
+    return torch.cat([piece.chunk(mesh.size())[mesh.get_local_rank()] for piece in whole.chunk(num_parts)])
+
+
+def _check_linear(name: str, module: nn.Module, how: str) -> None:
+    if not (isinstance(module, nn.Linear) or is_conv1d(module)):
+        raise ValueError(f"{name!r} is a {type(module).__name__}, which cannot be divided {how}; linear layers can")

@@ -1,0 +1,88 @@
+"""Parameters that several modules share, which must still be one parameter after they are sharded."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from booster.plugin.tensor_parallel.local import LocalStyle
+
+Slots = list[tuple[str, nn.Module, str]]  # name of the parameter, its module, its name in there
+
+
+def tied_slots(model: nn.Module) -> list[Slots]:
+    """The places of every parameter of `model` that is in more than one."""
+    slots: dict[int, Slots] = {}
+    for name, module in model.named_modules():
+        for own, param in module._parameters.items():
+            if param is not None:
+                slots.setdefault(id(param), []).append((f"{name}.{own}".strip("."), module, own))
+    return [places for places in slots.values() if len(places) > 1]
+
+
+def check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Raise ValueError if `plan`, of exact names, would shard a tied parameter differently in its places."""
+    styles = {id(model.get_submodule(name)): style for name, style in plan.items()}
+    for places in tied_slots(model):
+        known = [(name, _placement(styles.get(id(module)), module, own)) for name, module, own in places]
+        for name, placement in known[1:]:
+            if placement != known[0][1]:
+                raise _disagree(known[0][0], known[0][1], name, placement)
+
+
+def tie(slots: list[Slots]) -> None:
+    """Make every list of places hold the parameter of its first again. Raises ValueError if they were sharded unlike."""
+    for places in slots:
+        (first_name, first_module, first_own), *others = places
+        param = first_module._parameters[first_own]
+        for name, module, own in others:
+            other = module._parameters[own]
+            if _of(other) != _of(param):
+                raise _disagree(first_name, _of(param), name, _of(other))
+            module._parameters[own] = param
+
+
+def _of(param: torch.Tensor | None) -> Placement | None:
+    return param.placements[0] if isinstance(param, DTensor) else None
+
+
+def _placement(style: ParallelStyle | None, module: nn.Module, own: str) -> Placement | None:
+    """How `style` will place a parameter; None as a plain tensor. A style of the user's own is seen once it is applied."""
+    if isinstance(style, LocalStyle):
+        return style.placements(module).get(own)
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return None
+    by_rows = isinstance(style, RowwiseParallel)
+    if own == "bias" and by_rows:
+        return Replicate()
+    return Shard(int(by_rows) if not isinstance(module, nn.Embedding) else 1 - int(by_rows))
+
+
+def _disagree(first: str, placement: Placement | None, second: str, other: Placement | None) -> ValueError:
+    def say(how: Placement | None) -> str:
+        return "whole" if how is None else str(how)
+
+    return ValueError(
+        f"{first!r} and {second!r} are one tied parameter, but tp_plan makes it {say(placement)} in the one and {say(other)} "
+        "in the other; name both modules or neither, for example 'embedding_rowwise' for an embedding and "
+        "'colwise_gather_output' for the head that shares its weight"
+    )
+
+
+def restore_frozen(model: nn.Module, frozen: set[str]) -> None:
+    """Freeze the parameters named `frozen` again: some of torch's styles make parameters that train."""
+    for name, param in model.named_parameters():
+        if name in frozen:
+            param.requires_grad_(False)
+
+
+def broadcast_from_first(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give every rank of `mesh` the parameters and buffers of its first rank. Meta tensors are left alone."""
+    group = mesh.get_group()
+    source = torch.distributed.get_global_rank(group, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
+            torch.distributed.broadcast(tensor.detach(), src=source, group=group)
