@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
@@ -25,11 +22,10 @@ from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrap
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, Placement, make
+from booster.pipelined import execute
 from booster.plugin import Plugin, SingleDevice
 from booster.update.backward import run_backward
 from booster.update.options import UpdateOptions
-
-_logger = logging.getLogger(__name__)
 
 Optimizers = OptimizerWrapper | Sequence[OptimizerWrapper]
 
@@ -61,11 +57,7 @@ class Booster:
         skip_nonfinite: bool = False,
         max_consecutive_skips: int | None = 50,
     ) -> None:
-        if sys.platform == "win32":
-            raise RuntimeError("booster does not support Windows; it runs under the Windows Subsystem for Linux (WSL2)")
-        if plugin is not None and not isinstance(plugin, Plugin):
-            hint = "; pass an instance of it" if isinstance(plugin, type) else ""
-            raise TypeError(f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}")
+        checks.check_plugin(plugin)
         self.precision = make(mixed_precision)
         self.plugin = plugin or SingleDevice()
         self.device = resolve_device(device)
@@ -82,12 +74,6 @@ class Booster:
         # By id of the user's optimizer, which the wrapper keeps alive.
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
-        if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
-            _logger.warning(
-                "Booster has no plugin in a job of %d processes: each trains a model of its own; "
-                "pass plugin=TorchDDPPlugin() to train one",
-                dist.get_world_size(),
-            )
 
     @classmethod
     def from_config(
@@ -190,6 +176,28 @@ class Booster:
         for group in running:
             group.after_backward()
 
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: Optimizers | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Forward and backward of the next batch of `data_iter`, in the micro-batches of the plugin; a pipeline needs it.
+
+        A batch is (inputs..., target): `criterion(model(*inputs), target)`; or a mapping: `criterion(model(**batch), batch)`.
+        All ranks of a pipeline read the same batch. The loss is the mean over micro-batches. optimizer: as for `backward`;
+        None evaluates. Returns {"loss": detached, 0-dim, unscaled, of this rank's batch, on every rank of a pipeline;
+        "outputs": what the model returned, on the last stage}, None for what was not asked for or is elsewhere.
+        """
+        optimizers = [] if optimizer is None else checks.check_boosted_optimizers(optimizer, "execute_pipeline")
+        wrapper, batch = self._own(model, "execute_pipeline"), checks.next_batch(data_iter)
+        return execute(
+            self, batch, wrapper, criterion, optimizers, return_loss=return_loss, return_outputs=return_outputs
+        )
+
     def accumulate(
         self, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: int | None = None
     ) -> AbstractContextManager[Any]:
@@ -206,12 +214,7 @@ class Booster:
                 optimizer.step()
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
-        if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
-            raise ValueError(
-                f"num_micro_batches={num_micro_batches} is not legal; it must be a whole number of at least 1"
-            )
-        if num_tokens is not None and not num_tokens > 0:
-            raise ValueError(f"num_tokens={num_tokens} is not legal; it must be above 0")
+        checks.check_accumulation(num_micro_batches, num_tokens)
         placed = self._own(model, "accumulate").module
         size = self.plugin.data_parallel_size
         # Ranks average their gradients, while tokens count over all of them.

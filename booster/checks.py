@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,6 +18,23 @@ from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.plugin import Plugin
+
+_logger = logging.getLogger(__name__)
+
+
+def check_plugin(plugin: Any) -> None:
+    """Raise unless `plugin` is a Plugin or None; one WARNING if it is None in a job of several processes."""
+    if sys.platform == "win32":
+        raise RuntimeError("booster does not support Windows; it runs under the Windows Subsystem for Linux (WSL2)")
+    if plugin is not None and not isinstance(plugin, Plugin):
+        hint = "; pass an instance of it" if isinstance(plugin, type) else ""
+        raise TypeError(f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}")
+    if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        _logger.warning(
+            "Booster has no plugin in a job of %d processes: each trains a model of its own; "
+            "pass plugin=TorchDDPPlugin() to train one",
+            dist.get_world_size(),
+        )
 
 
 def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
@@ -125,3 +145,18 @@ def check_boosted_optimizers(optimizer: Any, method: str) -> list[OptimizerWrapp
     if not several:
         raise ValueError(f"{method} got an empty list of optimizers; name those that will step on this loss")
     return several
+
+
+def check_accumulation(num_micro_batches: Any, num_tokens: Any) -> None:
+    """Raise unless the arguments of `Booster.accumulate` are counts."""
+    if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches={num_micro_batches} is not legal; it must be a whole number of at least 1")
+    if num_tokens is not None and not num_tokens > 0:
+        raise ValueError(f"num_tokens={num_tokens} is not legal; it must be above 0")
+
+
+def next_batch(data_iter: Any) -> Any:
+    """The next batch of an iterator; raises TypeError for what is none, such as a dataloader, and StopIteration at its end."""
+    if not hasattr(data_iter, "__next__"):
+        raise TypeError(f"data_iter must be an iterator, got {type(data_iter).__name__}; pass iter(dataloader)")
+    return next(data_iter)

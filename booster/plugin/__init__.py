@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from booster.plugin.base import Plugin, SingleDevice
+from booster.plugin.base import Pipeline, Plugin, SingleDevice
 from booster.plugin.torch_ddp import TorchDDPPlugin
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
+    "Pipeline",
     "Plugin",
     "SingleDevice",
     "TorchDDPPlugin",

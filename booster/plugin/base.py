@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,24 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from booster.data import prepare_dataloader
+from booster.micro_batch import MicroBatch
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.shards import Shards
+
+
+class Pipeline(Protocol):
+    """Runs a model whose layers lie on several ranks, all of which call it with the same micro-batches."""
+
+    def run(
+        self, micro_batches: Sequence[MicroBatch], criterion: Callable[[Any, Any], torch.Tensor], *, seed: Any
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """(losses, outputs) of the micro-batches, detached, on the rank of the last stage, and two empty lists elsewhere.
+
+        seed: what the gradient of the mean loss is multiplied with, a float or 0-dim tensor; None runs no backward.
+        """
+
+    def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """The 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
 
 
 class Plugin(ABC):
@@ -72,6 +89,14 @@ class Plugin(ABC):
         """How many ranks see different data."""
         group = self.data_parallel_group
         return 1 if group is None else dist.get_world_size(group)
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """Into how many micro-batches `execute_pipeline` divides a batch of `batch_size` samples."""
+        return 1
+
+    def pipeline(self, module: nn.Module) -> Pipeline | None:
+        """What runs a placed module whose layers lie on several ranks; None where a rank can call it whole."""
+        return None
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Context in which forward and backward of a placed module leave gradients unsynchronised."""

@@ -61,6 +61,8 @@ class HostUpdate(Update):
         if skip:
             self.scaler.update(True)
             reason, culprit = self.joint.report()()
+            if norm is not None and self._group is not None:
+                norm = math.inf  # that of some rank is not finite; all report the same
             return StepResult(
                 False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
             )

@@ -1,7 +1,9 @@
 """Fixtures that run a function on 2 or 4 ranks of one gloo group. See pool.py."""
 
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,3 +37,13 @@ def ranks4(run_on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 def _with_world_size(run: Callable[..., list[Any]], world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return run(fn, world_size, *args)
+
+
+@pytest.fixture(scope="session")
+def record_cell(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], None]]:
+    """`record_cell(precision, parallelism)`: the cell passed. With --matrix-out FILE the session's cells go there, as JSON."""
+    cells: list[list[str]] = []
+    yield lambda precision, parallelism: cells.append([precision, parallelism])
+    path = request.config.getoption("--matrix-out")
+    if path:
+        Path(path).write_text(json.dumps(cells, indent=0) + "\n")

@@ -162,14 +162,14 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
                 for x, y in zip(inputs.chunk(num_splits), targets.chunk(num_splits), strict=True):
                     part = criterion(model(x), y)
                     booster.backward(part, made)
-                    loss += float(part) / num_splits
+                    loss += float(part.detach()) / num_splits
         if step in overflows:
             poison(made, draw)
-        norm = made.clip_grad_by_norm(MAX_NORM)
+        made.clip_grad_by_norm(MAX_NORM)
         result = made.step()
         made.zero_grad()
         trace.losses.append(float(loss))
-        trace.norms.append(float(norm))
+        trace.norms.append(result.grad_norm)
         trace.applied.append(result.applied)
         trace.scales.append(made.loss_scale)
         trace.reasons.append(result.skipped_reason)
@@ -190,8 +190,6 @@ def poison(optimizer, draw):
     with shards.local():
         grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p.grad.numel()]
         grads[int(choice * len(grads))].view(-1)[0] = float("inf")
-
-
 
 
 def cell(rank, world_size, precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS):

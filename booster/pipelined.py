@@ -1,0 +1,96 @@
+"""One forward and backward pass over a batch in micro-batches, whether the model lies on one rank or on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster.casting import cast_floats
+from booster.interface.model import ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper
+from booster.micro_batch import MicroBatch, divide, joined
+from booster.plugin import Pipeline
+from booster.update.backward import begin_backward, end_backward
+
+if TYPE_CHECKING:
+    from booster.booster import Booster
+
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+
+def execute(
+    booster: Booster,
+    batch: Any,
+    model: ModelWrapper,
+    criterion: Criterion,
+    optimizers: Sequence[OptimizerWrapper],
+    *,
+    return_loss: bool,
+    return_outputs: bool,
+) -> dict[str, Any]:
+    """See `Booster.execute_pipeline`; without `optimizers` there is no backward."""
+    micro_batches = divide(batch, booster.plugin.num_micro_batches)
+    pipeline = booster.plugin.pipeline(model.module)
+    with nullcontext() if optimizers else torch.no_grad():
+        if pipeline is None:
+            losses, outputs = _run_whole(booster, model, criterion, optimizers, micro_batches)
+        else:
+            losses, outputs = _run_stages(booster, pipeline, criterion, optimizers, micro_batches)
+    loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None
+    if return_loss and pipeline is not None:
+        loss = pipeline.share(loss, booster.device)
+    return {
+        "loss": loss if return_loss else None,
+        "outputs": joined([cast_floats(out, booster.precision.output_dtype) for out in outputs])
+        if return_outputs and outputs
+        else None,
+    }
+
+
+def _run_whole(
+    booster: Booster,
+    model: ModelWrapper,
+    criterion: Criterion,
+    optimizers: Sequence[OptimizerWrapper],
+    micro_batches: list[MicroBatch],
+) -> tuple[list[torch.Tensor], list[Any]]:
+    losses, outputs = [], []
+    with booster.accumulate(model, optimizers, len(micro_batches)) if optimizers else nullcontext():
+        for part in micro_batches:
+            output = model(*part.args, **part.kwargs)
+            loss = criterion(output, part.target)
+            if optimizers:
+                booster.backward(loss, optimizers)
+            losses.append(loss)
+            outputs.append(output)
+    return losses, outputs
+
+
+def _run_stages(
+    booster: Booster,
+    pipeline: Pipeline,
+    criterion: Criterion,
+    optimizers: Sequence[OptimizerWrapper],
+    micro_batches: list[MicroBatch],
+) -> tuple[list[torch.Tensor], list[Any]]:
+    precision = booster.precision
+    seed = begin_backward(optimizers) if optimizers else None
+    cast = [
+        MicroBatch(
+            cast_floats(part.args, precision.input_dtype), cast_floats(part.kwargs, precision.input_dtype), part.target
+        )
+        for part in micro_batches
+    ]
+
+    def computed(output: Any, target: Any) -> torch.Tensor:
+        return criterion(cast_floats(output, precision.output_dtype), target)
+
+    # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
+    with precision.forward_context(), precision.backward_context():
+        losses, outputs = pipeline.run(cast, computed, seed=seed)
+    if optimizers:
+        end_backward(optimizers, torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None)
+    return losses, outputs

@@ -1,0 +1,91 @@
+"""Every precision on every parallelism trains like one process, clips to the same norm, and skips as one."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from matrix import OPTIMIZERS, OVERFLOWS, PARALLELISMS, PRECISIONS, STEPS, cell, train
+from reference import train_by_hand
+
+# Loss and norm against the reference, relative to their size of about 1. Half weights round every gradient, and shards
+# and stages add them in another order.
+TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 1e-2, "fp16_naive": 1e-2, "bf16_naive": 1e-2}
+NAIVE = {"fp16_naive", "bf16_naive"}
+
+
+@functools.cache
+def by_hand(precision, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS, num_splits=1):
+    return train_by_hand(precision, optimizer, steps, overflows, num_splits)
+
+
+@functools.cache
+def split_in_one_process(precision):
+    return train(precision, "single", num_splits=2)
+
+
+def traces_of(run_on_ranks, precision, parallelism, *args):
+    """The traces of all ranks of one cell."""
+    world_size = PARALLELISMS[parallelism].world_size
+    if world_size == 1:
+        return [train(precision, parallelism, *args)]
+    return run_on_ranks(cell, world_size, precision, parallelism, *args)
+
+
+def check_agreement(traces):
+    """What every rank must see alike: results of steps, scales, and every weight that it holds, to the bit."""
+    first = traces[0]
+    for trace in traces[1:]:
+        assert trace.applied == first.applied
+        assert trace.scales == first.scales
+        assert trace.reasons == first.reasons
+        assert trace.norms == first.norms
+    for one, other in itertools.combinations(traces, 2):
+        for name in one.weights.keys() & other.weights.keys():
+            assert torch.equal(one.weights[name], other.weights[name]), f"{name} drifted apart"
+
+
+def check_like(traces, reference, tolerance):
+    """Losses, clipped norms, weights and decisions of `traces` against those of one process."""
+    trace = traces[0]
+    assert trace.applied == reference.applied
+    assert trace.scales == reference.scales
+    assert [r is None for r in trace.reasons] == trace.applied
+    torch.testing.assert_close(trace.losses, reference.losses, rtol=0, atol=tolerance)
+    for step in (i for i, applied in enumerate(reference.applied) if applied):
+        assert trace.norms[step] == pytest.approx(reference.norms[step], rel=max(tolerance, 1e-5)), f"step {step}"
+    held = {name for trace in traces for name in trace.weights}
+    assert held == reference.weights.keys()
+
+
+CELLS = [
+    pytest.param(precision, column, marks=[pytest.mark.slow] if PARALLELISMS[column].world_size > 4 else [])
+    for column in PARALLELISMS
+    for precision in PRECISIONS
+]
+
+
+@pytest.mark.parametrize(("precision", "parallelism"), CELLS)
+def test_cell(run_on_ranks, record_cell, precision, parallelism):
+    traces = traces_of(run_on_ranks, precision, parallelism)
+    check_agreement(traces)
+    if precision in NAIVE and parallelism == "DDP":
+        reference = split_in_one_process(precision)
+        check_like(traces, reference, 1e-6)
+        for name, weight in traces[0].weights.items():
+            assert torch.equal(weight, reference.weights[name]), name
+    elif precision in NAIVE and parallelism != "single":
+        check_like(traces, split_in_one_process(precision), TOLERANCE[precision])
+    else:
+        check_like(traces, by_hand(precision), TOLERANCE[precision])
+    record_cell(precision, parallelism)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("parallelism", [name for name, column in PARALLELISMS.items() if column.world_size <= 4])
+def test_a_first_step_that_overflows_leaves_every_fused_optimizer_sound(run_on_ranks, parallelism, optimizer):
+    traces = traces_of(run_on_ranks, "fp16", parallelism, optimizer, 4, (0,))
+    assert traces[0].applied == [False, True, True, True]
+    assert all(trace.sound for trace in traces)
+    check_agreement(traces)
+    check_like(traces, by_hand("fp16", optimizer, 4, (0,)), TOLERANCE["fp16"])
