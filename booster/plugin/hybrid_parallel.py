@@ -1,0 +1,225 @@
+"""Tensor, pipeline and data parallelism at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from booster.interface.transparent import bare
+from booster.launch import environment_world_size
+from booster.mixed_precision.policy import DtypePolicy
+from booster.plugin.base import Pipeline, Plugin
+from booster.plugin.blocks import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.fully_sharded import broadcast, shard_module
+from booster.plugin.meta import check_meta, materialise
+from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from booster.plugin.tensor_parallel.plan import TPPlan
+from booster.shards.fully_sharded import FullyShardedShards
+
+PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
+
+
+class HybridParallelPlugin(Plugin):
+    """Divides layers among `tp_size` ranks, the chain of layers among `pp_size` stages, and the batch among the rest.
+
+    Ranks are numbered with tensor parallelism innermost and stages outermost: neighbours share a layer. The world size
+    is a multiple of tp_size * pp_size; the quotient is the data-parallel size.
+
+    zero_stage: 0 keeps parameters, gradients and optimizer states whole on every data-parallel rank; 1 and 2 shard them:
+    torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
+    `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`.
+    num_microbatches, microbatch_size: how `booster.execute_pipeline` divides a batch; give one of them, or neither for one
+    micro-batch, or as many as stages in a pipeline. num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
+    pp_style: the schedule. sequence_parallelism: ranks of tensor parallelism keep a part of the sequence each between the
+    branches of blocks. tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the
+    plan that is known for it. split_points: names of the modules that begin the second and later stages, or None: evenly.
+    wrap_policy, reduce_dtype: those of `TorchFSDPPlugin`.
+
+    Construct it after `booster.launch_from_torch()`. Raises ValueError for sizes that do not fit the world.
+    """
+
+    stores_float32 = True
+
+    def __init__(
+        self,
+        tp_size: int,
+        pp_size: int,
+        *,
+        zero_stage: Literal[0, 1, 2] = 0,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        num_model_chunks: int = 1,
+        pp_style: PipelineStyle = "1f1b",
+        sequence_parallelism: bool = False,
+        tp_plan: TPPlan = None,
+        split_points: Iterable[str] | None = None,
+        wrap_policy: WrapPolicy = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"HybridParallelPlugin needs a process group, and there is none (WORLD_SIZE={environment_world_size()}); "
+                "start the job with `booster run` and call booster.launch_from_torch() first"
+            )
+        world_size = dist.get_world_size()
+        for name, value in {"tp_size": tp_size, "pp_size": pp_size, "num_model_chunks": num_model_chunks}.items():
+            _check_count(name, value)
+        if world_size % (tp_size * pp_size):
+            raise ValueError(
+                f"tp_size={tp_size} times pp_size={pp_size} is {tp_size * pp_size}, which does not divide the world size "
+                f"{world_size}; choose sizes whose product does"
+            )
+        if zero_stage not in (0, 1, 2):
+            raise ValueError(f"zero_stage={zero_stage!r} is not legal; choose 0, 1 or 2, or use TorchFSDPPlugin for 3")
+        _check_schedule(pp_style, pp_size, num_model_chunks)
+        if num_microbatches is not None and microbatch_size is not None:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} say the same; give one of them"
+            )
+        for name, value in {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}.items():
+            if value is not None:
+                _check_count(name, value)
+        if sequence_parallelism and tp_size == 1:
+            raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
+        if split_points is not None and pp_size == 1:
+            raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
+        check_wrap_policy(wrap_policy)
+        self.tp_size, self.pp_size = tp_size, pp_size
+        self.zero_stage = zero_stage
+        self._num_microbatches = num_microbatches
+        self._microbatch_size = microbatch_size
+        self._num_model_chunks = 2 if pp_style == "zbv" else num_model_chunks
+        self._pp_style = pp_style
+        self._sequence_parallelism = sequence_parallelism
+        self._tp_plan = tp_plan
+        self._split_points = None if split_points is None else list(split_points)
+        self._wrap_policy = wrap_policy
+        self._reduce_dtype = reduce_dtype
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.check_device(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
+
+    # ------------------------------------------------------------------ ranks
+
+    def check_device(self, device: torch.device) -> None:
+        # All ranks construct the plugin, and the Booster, together: making a mesh is a collective.
+        self._mesh(device.type)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+    @property
+    def data_parallel_size(self) -> int:
+        return dist.get_world_size() // (self.tp_size * self.pp_size)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return dist.get_rank() // self.tp_size % self.data_parallel_size
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        mesh = next(iter(self._meshes.values()))
+        return (
+            mesh["replicate" if self.zero_stage == 0 else "shard"].get_group() if self.data_parallel_size > 1 else None
+        )
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return dist.get_rank() // (self.tp_size * self.data_parallel_size)
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        if device_type not in self._meshes:
+            data = self.data_parallel_size
+            copies, parts = (data, 1) if self.zero_stage == 0 else (1, data)
+            self._meshes[device_type] = init_device_mesh(
+                device_type,
+                (self.pp_size, copies, parts, self.tp_size),
+                mesh_dim_names=("pp", "replicate", "shard", "tp"),
+            )
+        return self._meshes[device_type]
+
+    # ------------------------------------------------------------------ models
+
+    def synchronise(self, module: nn.Module) -> None:
+        inner = bare(module)
+        tensors = [*inner.parameters(), *inner.buffers()]
+        broadcast(tensors, self.group, next((t.device for t in tensors if not t.is_meta), torch.device("cpu")))
+
+    def make_shards(self, optimizer: Optimizer) -> FullyShardedShards:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        modules = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
+        return FullyShardedShards(optimizer, modules, group=self.group, num_stages=self.pp_size)
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        mesh = self._mesh(device.type)
+        model = bare(module)
+        tensor_parallel: dict[str, Any] = {
+            "mesh": mesh["tp"],
+            "tp_plan": self._tp_plan,
+            "sequence_parallelism": self._sequence_parallelism,
+            "policy": policy,
+        }
+        check_tensor_parallel(model, **tensor_parallel)
+        blocks = block_names(model, self._wrap_policy)
+        check_meta(model)
+        materialise(reversed(list(model.modules())), device)
+        module.to(device)
+        broadcast([*model.parameters(), *model.buffers()], self.group, device)
+        apply_tensor_parallel(model, **tensor_parallel)
+        placed = shard_module(
+            module,
+            policy,
+            mesh=mesh["replicate", "shard"],
+            device=device,
+            blocks=blocks,
+            reshard_after_forward=False,
+            reduce_dtype=self._reduce_dtype,
+        )
+        self._placed.add(model)
+        return placed
+
+    # ------------------------------------------------------------------ micro-batches
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        if self._microbatch_size is None:
+            return self._num_microbatches or self.pp_size
+        if batch_size % self._microbatch_size:
+            raise ValueError(
+                f"a batch of {batch_size} samples does not divide into micro-batches of "
+                f"microbatch_size={self._microbatch_size}; make the batch size a multiple of it, and drop the last, smaller "
+                "batch of an epoch (drop_last=True)"
+            )
+        return batch_size // self._microbatch_size
+
+    def pipeline(self, module: nn.Module) -> Pipeline | None:
+        return None
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} is not legal; it must be a whole number of at least 1")
+
+
+def _check_schedule(pp_style: str, pp_size: int, num_model_chunks: int) -> None:
+    if pp_style not in get_args(PipelineStyle):
+        raise ValueError(f"pp_style={pp_style!r} is unknown; choose one of {list(get_args(PipelineStyle))}")
+    if pp_style == "interleaved" and num_model_chunks < 2:
+        raise ValueError(
+            f"pp_style='interleaved' puts several stages on each rank, and num_model_chunks is {num_model_chunks}; "
+            "choose at least 2, or pp_style='1f1b'"
+        )
+    if pp_style == "zbv" and num_model_chunks not in (1, 2):
+        raise ValueError(f"pp_style='zbv' has 2 model chunks, got num_model_chunks={num_model_chunks}; leave it out")
+    if pp_style in ("gpipe", "1f1b") and num_model_chunks > 1:
+        raise ValueError(f"num_model_chunks={num_model_chunks} needs pp_style='interleaved' or 'zbv', got {pp_style!r}")
+    if pp_size == 1 and num_model_chunks > 1:
+        raise ValueError(f"num_model_chunks={num_model_chunks} divide a pipeline, and pp_size is 1")
