@@ -1,0 +1,31 @@
+"""What one training run did, step by step, as a JSON file."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class History:
+    """label: what the run was, for legends. loss: mean over the whole batch of each step."""
+
+    label: str
+    options: dict[str, object]
+    loss: list[float] = field(default_factory=list)
+    loss_scale: list[float] = field(default_factory=list)  # carried by each step's gradients; 1.0 without a scaler
+    skipped: list[bool] = field(default_factory=list)
+    validation_loss: float | None = None
+    seconds: float = 0.0  # of training, without validation
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "History":
+        """The history in a file that `save` wrote; ValueError for another file."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a history that train.py wrote: {error}") from error
