@@ -84,6 +84,8 @@ def shard_module(
         if synchronise is not None:
             synchronise(_tensors(group.members))
         _cast(group, policy, memo, held)
+        for child in group.modules:
+            child.register_forward_hook(_own_outputs)  # before those of fully_shard, which runs its own after it
         is_root = group.modules == [model]
         fully_shard(
             group.modules[0] if len(group.modules) == 1 else group.modules,
@@ -164,6 +166,30 @@ def _tensors(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
     return [
         tensor for module in modules for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     ]
+
+
+class _Own(torch.autograd.Function):
+    """The same values in the same memory, but no view: a tensor with a history of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    # fully_shard hooks the gradients of outputs. An in-place operation on a view drops such a hook, of which torch warns,
+    # and a Linear with a bias already returns a view.
+    if isinstance(output, torch.Tensor):
+        return _Own.apply(output) if output._is_view() and output.grad_fn is not None else output
+    if type(output) in (tuple, list):
+        return type(output)(_own_outputs(module, args, item) for item in output)
+    if type(output) is dict:
+        return {key: _own_outputs(module, args, value) for key, value in output.items()}
+    return output
 
 
 def _reshard_in_evaluation(module: nn.Module, args: Any, output: Any) -> None:
