@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.checkpoint import checkpoint
 
 from booster.casting import cast_floats
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_pins
-from booster.plugin.tensor_parallel import Colwise, apply_tensor_parallel, check_tensor_parallel, fsdp_placement
+from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 
 DIM, HEADS, TIME, VOCAB = 16, 4, 8, 12
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -87,15 +87,13 @@ INNER = {
 STRINGS = {"embed": "embedding_rowwise", **INNER, "head": "colwise_gather_output"}
 STYLES = {
     "embed": RowwiseParallel(input_layouts=Replicate()),
-    "blocks.*.attn.[qkv]": None,
+    **{f"blocks.*.attn.{name}": ColwiseParallel() for name in "qkv"},
     "blocks.*.attn.q_norm": SequenceParallel(sequence_dim=1, use_local_output=True),
     "blocks.*.attn.out": RowwiseParallel(),
     "blocks.*.mlp.0": ColwiseParallel(),
     "blocks.*.mlp.2": RowwiseParallel(),
     "head": ColwiseParallel(output_layouts=Replicate()),
 }
-del STYLES["blocks.*.attn.[qkv]"]
-STYLES |= {f"blocks.*.attn.{name}": ColwiseParallel() for name in "qkv"}
 
 
 def ids(batch=3):
@@ -155,8 +153,7 @@ def encoder(batch_first=True, norm_first=False, **masks):
 def masked_encoder():
     padding = torch.zeros(3, TIME, dtype=torch.bool)
     padding[1, -3:] = True
-    causal = nn.Transformer.generate_square_subsequent_mask(TIME)
-    return encoder(mask=causal, src_key_padding_mask=padding)
+    return encoder(mask=torch.ones(TIME, TIME).triu(1).bool(), src_key_padding_mask=padding)
 
 
 def causal_encoder():
@@ -165,19 +162,28 @@ def causal_encoder():
 
 def seq2seq():
     torch.manual_seed(0)
-    model = nn.Transformer(DIM, HEADS, 2, 2, 32, dropout=0.0)
+    layers = encoder(batch_first=False)[0]
+    model = nn.Transformer(DIM, HEADS, 2, 2, 32, dropout=0.0, custom_encoder=layers)
     for param in model.parameters():
         nn.init.normal_(param, std=0.3)
     return model, (torch.randn(6, 3, DIM), torch.randn(TIME, 3, DIM)), {}
 
 
+class OtherWidths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(DIM, HEADS, kdim=6, vdim=10, batch_first=True)
+
+    def forward(self, query, key, value):
+        mask = (torch.arange(TIME) % 3 == 1).expand(query.shape[0] * HEADS, query.shape[1], TIME)
+        return self.attn(query, key, value, attn_mask=mask, need_weights=False)[0]
+
+
 def other_widths():
     torch.manual_seed(0)
-    model = nn.ModuleDict({"attn": nn.MultiheadAttention(DIM, HEADS, kdim=6, vdim=10, batch_first=True)})
-    nn.init.normal_(model["attn"].in_proj_bias)
-    x, key, value = torch.randn(3, 5, DIM), torch.randn(3, TIME, 6), torch.randn(3, TIME, 10)
-    model.forward = lambda *args: model["attn"](*args, need_weights=False)[0]
-    return model, (x, key, value), {}
+    model = OtherWidths()
+    nn.init.normal_(model.attn.in_proj_bias)
+    return model, (torch.randn(3, 5, DIM), torch.randn(3, TIME, 6), torch.randn(3, TIME, 10)), {}
 
 
 def llama(**options):
@@ -268,9 +274,7 @@ def tp_mesh(world_size):
 
 
 def divide(model, mesh, plan=None, sequence=False, policy=None):
-    apply_tensor_parallel(
-        model, mesh=mesh, tp_plan=plan, sequence_parallelism=sequence, policy=policy or DtypePolicy()
-    )
+    apply_tensor_parallel(model, mesh=mesh, tp_plan=plan, sequence_parallelism=sequence, policy=policy or DtypePolicy())
     return model
 
 
@@ -296,7 +300,7 @@ def distance(actual, expected):
 def compare(model, reference, args, kwargs, tolerance):
     out, loss = run(model, args, kwargs)
     expected_out, expected_loss = run(reference, args, kwargs)
-    assert distance(out, expected_out) <= tolerance
+    assert distance(out, expected_out) <= tolerance, distance(out, expected_out)
     assert distance(loss, expected_loss) <= tolerance
     found = dict(model.named_parameters())
     expected = {name: param.grad for name, param in reference.named_parameters()}
@@ -350,3 +354,254 @@ def test_a_divided_model_is_the_whole_one(ranks2, name):
 @pytest.mark.parametrize("name", ["strings", "gpt sequence", "timm", "gpt2", "encoder"])
 def test_so_it_is_on_four_ranks(ranks4, name):
     ranks4(check_case, name)
+
+
+# ---- frozen and tied weights, one rank ----
+
+
+def check_frozen(rank, world_size):
+    for plan in (STRINGS, STYLES):
+        model, args, kwargs = gpt()
+        model.blocks[0].requires_grad_(False)
+        model.head.requires_grad_(False)
+        reference = copy.deepcopy(model)
+        divide(model, tp_mesh(world_size), plan)
+        frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+        assert frozen == {name for name, param in reference.named_parameters() if not param.requires_grad}
+        compare(model, reference, args, kwargs, 1e-6)
+
+
+def test_frozen_weights_stay_frozen(ranks2):
+    ranks2(check_frozen)
+
+
+def check_tied(rank, world_size):
+    model, args, kwargs = tied_gpt()
+    before = model.embed.weight
+    divide(model, tp_mesh(world_size), STRINGS)
+    assert model.embed.weight is model.head.weight is not before
+    assert isinstance(model.embed.weight, DTensor)
+    model, args, kwargs = tied_llama()
+    divide(model, tp_mesh(world_size))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_tied_weight_stays_one_parameter(ranks2):
+    ranks2(check_tied)
+
+
+def check_parting_ties(rank, world_size):
+    message = (
+        "'embed.weight' and 'head.weight' are one tied parameter, but tp_plan makes it {} in the one and S(0) in the other; "
+        "name both modules or neither, for example 'embedding_rowwise' for an embedding and 'colwise_gather_output' for the "
+        "head that shares its weight"
+    )
+    for given, said in ((INNER, "whole"), ({**INNER, "embed": "embedding_colwise"}, "S(1)")):
+        model, *_ = tied_gpt()
+        before = dict(model.named_parameters())
+        with pytest.raises(ValueError) as error:
+            divide(model, tp_mesh(world_size), {**given, "head": "colwise_gather_output"})
+        assert str(error.value).replace("Shard(dim=0)", "S(0)").replace("Shard(dim=1)", "S(1)") == message.format(said)
+        assert all(param is before[name] for name, param in model.named_parameters())
+
+
+def test_a_plan_that_would_part_a_tied_weight_raises_before_anything_changes(ranks2):
+    ranks2(check_parting_ties)
+
+
+def check_one_rank(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    for model, plan in ((gpt()[0], STRINGS), (gpt()[0], None), (nn.Linear(3, 3), None)):
+        before = dict(model.named_parameters())
+        divide(model, mesh, plan, True)
+        assert all(param is before[name] for name, param in model.named_parameters())
+        assert "forward" not in vars(model)
+    with pytest.raises(ValueError, match="match no module"):
+        divide(gpt()[0], mesh, {"nothing": "colwise"})
+
+
+def test_on_one_rank_nothing_changes_but_a_wrong_plan_raises(ranks2):
+    ranks2(check_one_rank)
+
+
+def check_start(rank, world_size):
+    torch.manual_seed(rank)
+    model = GPT()
+    model.register_buffer("count", torch.tensor(rank))
+    divide(model, tp_mesh(world_size), STRINGS)
+    torch.manual_seed(0)
+    expected = GPT().state_dict()
+    state = model.state_dict()
+    assert state.pop("count") == 0
+    assert all(torch.equal(whole(value), expected[name]) for name, value in state.items())
+
+
+def test_all_ranks_start_from_the_weights_of_the_first(ranks2):
+    ranks2(check_start)
+
+
+# ---- precisions ----
+
+
+def check_autocast(rank, world_size, name, dtype, tolerance):
+    build, plan, sequence = CASES[name]
+    model, args, kwargs = build()
+    reference = copy.deepcopy(model)
+    divide(model, tp_mesh(world_size), plan, sequence)
+    with torch.autocast("cpu", dtype), Float32Attention("cpu"):
+        compare(model, reference, args, kwargs, tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["strings", "styles", "timm rich", "encoder sequence", "llama sequence", "gpt2"])
+def test_autocast_is_that_of_one_process(ranks2, name, dtype, tolerance):
+    ranks2(check_autocast, name, dtype, tolerance)
+
+
+def check_half(rank, world_size, name, dtype, cast_first):
+    build, plan, sequence = CASES[name]
+    model, args, kwargs = build()
+    reference = copy.deepcopy(model)
+    policy = half_policy(model, dtype, keep_fp32=nn.LayerNorm if isinstance(model, GPT) else ())
+    if cast_first:
+        divide(cast_parameters(model, policy), tp_mesh(world_size), plan, sequence, policy)
+        install_pins(model, policy)
+    else:
+        cast_parameters(divide(model, tp_mesh(world_size), plan, sequence, policy), policy)
+    cast_parameters(reference, policy)
+    args = cast_floats(args, dtype)
+    dtypes = {key: param.dtype for key, param in reference.named_parameters()}
+    assert {key: param.dtype for key, param in model.named_parameters()} == dtypes
+    with Float32Attention("cpu"):
+        compare(model, reference, args, kwargs, 5e-2 if sequence else 1e-2)
+
+
+@pytest.mark.parametrize("cast_first", [True, False], ids=["cast, divide", "divide, cast"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ["strings", "styles", "gpt sequence", "timm", "encoder sequence"])
+def test_half_weights_compute_what_one_process_does(ranks2, name, dtype, cast_first):
+    ranks2(check_half, name, dtype, cast_first)
+
+
+def check_pinned(rank, world_size, plan):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(2))
+        model[1].weight.copy_(torch.tensor([[4.0, -4.0], [4.0, -4.0]]))
+        model[1].bias.fill_(1.0)
+    policy = half_policy(model, torch.float16, keep_fp32="1")
+    cast_parameters(divide(model, tp_mesh(world_size), plan, policy=policy), policy)
+    out = model(torch.full((1, 2), 60000.0, dtype=torch.float16))
+    assert out.dtype == torch.float16
+    assert out.tolist() == [[1.0, 1.0]]  # in float16 the ranks' terms, 240000 and -240000, would be infinite
+    assert model[1].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"0": "colwise", "1": "rowwise"}, {"0": ColwiseParallel(), "1": RowwiseParallel()}],
+    ids=["strings", "styles"],
+)
+def test_a_module_pinned_to_float32_is_reduced_in_float32(ranks2, plan):
+    ranks2(check_pinned, plan)
+
+
+def check_checkpointing(rank, world_size, sequence):
+    model, args, kwargs = gpt(checkpointed=True)
+    reference = gpt()[0]
+    divide(model, tp_mesh(world_size), STRINGS, sequence)
+    compare(model, reference, args, kwargs, 1e-6)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_activation_checkpointing_recomputes_the_same(ranks2, sequence):
+    ranks2(check_checkpointing, sequence)
+
+
+def check_dropout(rank, world_size, sequence):
+    model, args, kwargs = vit(proj_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5)
+    mesh = tp_mesh(world_size)
+    divide(model, mesh, None, sequence)
+    torch.manual_seed(3)
+    out, _ = run(model, args, kwargs)
+    assert same_on_all_ranks(out, mesh)
+    for name, param in model.named_parameters():
+        assert same_on_all_ranks(whole(param.grad), mesh), name
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_dropout_leaves_ranks_of_one_seed_in_agreement(ranks2, sequence):
+    ranks2(check_dropout, sequence)
+
+
+def check_accumulation(rank, world_size):
+    model, args, kwargs = vit(qk_norm=True)
+    reference = copy.deepcopy(model)
+    divide(model, tp_mesh(world_size), None, True)
+    for each in (model, reference):
+        run(each, args, kwargs)
+    compare(model, reference, args, kwargs, 1e-6)
+
+
+def test_gradients_accumulate(ranks2):
+    ranks2(check_accumulation)
+
+
+# ---- with data parallelism ----
+
+
+def check_fsdp(rank, world_size, name, replicate):
+    build, plan, sequence = CASES[name]
+    model, args, kwargs = build()
+    reference = copy.deepcopy(model)
+    dims = (2, 1, 2) if replicate else (1, 2, 2)
+    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard", "tp"))
+    dp = mesh["replicate", "shard"] if replicate else mesh["shard"]
+    divide(model, mesh["tp"], plan, sequence)
+    blocks = next(
+        each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential)) and len(each) == 2
+    )
+    for module in (*blocks, model):
+        fully_shard(module, mesh=dp, reshard_after_forward=False, shard_placement_fn=fsdp_placement)
+    for key, value in reference.state_dict().items():
+        assert torch.equal(whole(model.state_dict()[key]), value), key
+    compare(model, reference, args, kwargs, 1e-6)  # every rank has the whole batch: the mean is what each has
+
+
+@pytest.mark.parametrize("replicate", [False, True], ids=["shard", "replicate"])
+@pytest.mark.parametrize("name", ["strings", "timm rich", "encoder sequence", "gpt2", "tied"])
+def test_fully_shard_divides_a_divided_model_again(ranks4, name, replicate):
+    ranks4(check_fsdp, name, replicate)
+
+
+# ---- what raises ----
+
+
+def check_uneven_sequence(rank, world_size):
+    model, *_ = gpt()
+    divide(model, tp_mesh(world_size), STRINGS, True)
+    with pytest.raises(ValueError) as error:
+        model(ids()[:, :5])
+    assert str(error.value) == (
+        "dimension 1 of a tensor of shape (3, 5, 16) does not divide by tp_size=2; under sequence_parallelism=True pad the "
+        "sequence to a multiple of it, or use sequence_parallelism=False"
+    )
+
+
+def test_a_sequence_that_does_not_divide_raises(ranks2):
+    ranks2(check_uneven_sequence)
+
+
+def check_mesh(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError) as error:
+        divide(gpt()[0], mesh, STRINGS)
+    assert str(error.value) == "tensor parallelism needs a mesh of one dimension, got 2; pass mesh['tp']"
+    model, *_ = gpt()
+    before = dict(model.named_parameters())
+    check_tensor_parallel(model, mesh=tp_mesh(2), tp_plan=STRINGS, sequence_parallelism=True, policy=DtypePolicy())
+    assert all(param is before[name] for name, param in model.named_parameters())
+
+
+def test_checking_changes_nothing_and_wants_one_dimension(ranks2):
+    ranks2(check_mesh)

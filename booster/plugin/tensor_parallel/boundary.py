@@ -5,6 +5,8 @@ Every function takes and returns a plain local tensor and runs at most one colle
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -12,12 +14,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 def copy(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The same tensor for ranks that each use it in their own way; backward sums their gradients."""
-    return _wrap(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
+    return _Layout.apply(x, mesh, Replicate(), Replicate(), Partial(), Replicate())
 
 
 def reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' tensors, on every rank."""
-    return _move(x, mesh, Partial(), Replicate())
+    return _Layout.apply(x, mesh, Partial(), Replicate(), Replicate(), Replicate())
 
 
 def gather(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sum_gradients: bool) -> torch.Tensor:
@@ -26,28 +28,53 @@ def gather(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sum_gradients: bool) 
     sum_gradients: what follows differs by rank, so backward sums; otherwise the gradient is the same on all ranks, and
     each takes its part of it.
     """
-    whole = _wrap(x, mesh, Shard(dim)).redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial() if sum_gradients else Replicate()])
+    part = Shard(dim % x.dim())
+    return _Layout.apply(x, mesh, part, Replicate(), Partial() if sum_gradients else Replicate(), part)
 
 
 def split(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's part of a tensor that all ranks have, cut along `dim`. Raises ValueError if it does not divide."""
     _check_even(x, mesh, dim)
-    return _move(x, mesh, Replicate(), Shard(dim))
+    part = Shard(dim % x.dim())
+    return _Layout.apply(x, mesh, Replicate(), part, part, Replicate())
 
 
 def reduce_scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's part, along `dim`, of the sum of the ranks' tensors. Raises ValueError if it does not divide."""
     _check_even(x, mesh, dim)
-    return _move(x, mesh, Partial(), Shard(dim))
+    part = Shard(dim % x.dim())
+    return _Layout.apply(x, mesh, Partial(), part, part, Replicate())
 
 
-def _wrap(x: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    return DTensor.from_local(x, mesh, [placement], run_check=False)
+class _Layout(torch.autograd.Function):
+    """From one layout to another, and the gradient from that of the result to that of the input.
+
+    What DTensor's own conversions return is a view, which users could not modify in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        mesh: DeviceMesh,
+        source: Placement,
+        target: Placement,
+        grad_source: Placement,
+        grad_target: Placement,
+    ) -> torch.Tensor:
+        ctx.layouts = (mesh, grad_source, grad_target)
+        moved = _move(x, mesh, source, target)
+        return moved.view_as(moved) if moved is x else moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return _move(grad, *ctx.layouts), None, None, None, None, None
 
 
 def _move(x: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
-    return _wrap(x, mesh, source).redistribute(placements=[target]).to_local()
+    if source == target:
+        return x
+    return DTensor.from_local(x, mesh, [source], run_check=False).redistribute(placements=[target]).to_local()
 
 
 def _check_even(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> None:
