@@ -14,13 +14,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from booster.casting import HALF_DTYPES
+from booster.update.engine import run_engine
 
 
 class Float32Attention(TorchFunctionMode):
     """While active, attention computes in float32 and returns the dtype it would have returned.
 
     device_type: where autocast may be on, e.g. "cpu". Thread-local, as every torch function mode is. It does not ask
-    whether gradients are needed: a checkpointed block runs without them first, and must compute the same twice.
+    whether gradients are needed: a checkpointed block runs without them first, and must compute the same twice. It stays
+    active in `torch.autograd.backward`, which a mode otherwise leaves, so that recomputed activations meet it.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -28,6 +30,9 @@ class Float32Attention(TorchFunctionMode):
         self._device_type = device_type
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is torch.autograd.backward:
+            with self:
+                return run_engine(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:

@@ -48,7 +48,7 @@ def run_backward(
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
     with optimizers[0].backward_context():
-        _run_engine(loss, gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
     end_backward(optimizers, loss)
 
 
@@ -71,29 +71,6 @@ def end_backward(optimizers: Sequence[OptimizerWrapper], loss: torch.Tensor | No
     """The gradients of `loss` are there; None where another pipeline stage has it."""
     for optimizer in optimizers:
         optimizer._update.after_backward(loss)
-
-
-def _run_engine(
-    loss: torch.Tensor, gradient: torch.Tensor | None, *, retain_graph: bool, create_graph: bool, inputs: Any
-) -> None:
-    if torch._C._len_torch_function_stack() == 0:
-        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
-        return
-    # torch.autograd.backward takes torch function modes off before it starts the engine, and activation checkpointing
-    # would then recompute without the precision that the forward pass had.
-    if inputs is not None:
-        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        if not inputs:
-            raise ValueError("inputs is empty; name the tensors to accumulate gradients into, or pass None for all")
-    torch.autograd.Variable._execution_engine.run_backward(
-        (loss,),
-        (torch.ones_like(loss, requires_grad=False) if gradient is None else gradient,),
-        retain_graph or create_graph,
-        create_graph,
-        inputs or (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def _smallest(scales: list[Any]) -> Any:
