@@ -31,6 +31,10 @@ class TransparentModule(nn.Module):
         """The state dict of the user's model, keys as the user knows them."""
         return bare(self.module).state_dict(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch, through a plugin's wrapper, which may keep gradients of its own."""
+        self.module.zero_grad(set_to_none)
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the user's model."""
         return bare(self.module).load_state_dict(state_dict, strict, assign)

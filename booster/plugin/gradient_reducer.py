@@ -159,6 +159,15 @@ class ReducedModule(PlacedModule):
                 output.register_hook(self.reducer.begin)
         return outputs
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for bucket in self.layout.buckets:
+            if set_to_none:
+                bucket.gradient = None
+                bucket.reduced.clear()
+            elif bucket.gradient is not None:
+                bucket.gradient.zero_()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes of forward passes in this context leave their gradients in `.grad`, to be averaged later."""

@@ -42,6 +42,10 @@ class Shards:
         """On how many of the ranks that step together this very part lies; None: each has all of every parameter."""
         return None
 
+    def written(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Whose gradients are to be scaled or clamped where those of `parts`, which have one each, are. Inside `local()`."""
+        return parts
+
     def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         """The elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
         return value

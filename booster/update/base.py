@@ -275,7 +275,7 @@ class Update(ABC):
 
     def _multiply(self, ratio: Any) -> None:
         with self.shards.local(), torch.no_grad():
-            values = gradient_values(self.params())
+            values = gradient_values(self.shards.written(self.params()))
             if values:
                 torch._foreach_mul_(values, ratio)
 

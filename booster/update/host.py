@@ -52,7 +52,7 @@ class HostUpdate(Update):
             if self.found() or self._pending == 0.0:
                 return
             bound = clip_value * self._known_scale / self._pending
-            clamp_values(gradient_values(self.params()), bound)
+            clamp_values(gradient_values(self.shards.written(self.params())), bound)
 
     def _decide_and_apply(self) -> StepResult:
         loss_scale = self._loss_scale
