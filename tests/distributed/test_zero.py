@@ -167,3 +167,109 @@ def test_gradients_weights_and_state_equal_ddp_to_the_bit(ranks2, precision, sta
     assert same(first[1:3], second[1:3]), "ranks agree on weights and state"
     assert same(first[2], first[3]), "the state dict is the one of DDP"
     assert first[0][-1] < first[0][0]
+
+
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_every_fused_optimizer_equals_ddp_to_the_bit(ranks2, optimizer):
+    for precision, stage in (("fp32", 1), ("fp16_naive", 2)):
+        for _, _, state, of_ddp in ranks2(beside_ddp, precision, stage, optimizer):
+            assert same(state, of_ddp)
+
+
+def four_beside_ddp(rank, world_size, precision, stage):
+    ddp = Job(precision, TorchDDPPlugin(**SMALL)).train(range(STEPS), rank, world_size)
+    job = Job(precision, zero(stage)).train(range(STEPS), rank, world_size)
+    return job.losses, job.weights(), ddp.losses, ddp.weights()
+
+
+@stages
+@pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
+def test_on_four_ranks_only_the_order_of_summation_differs_from_ddp(ranks4, precision, stage):
+    results = ranks4(four_beside_ddp, precision, stage)
+    for losses, weights, of_ddp, weights_of_ddp in results:
+        assert same(weights, results[0][1]), "ranks agree to the bit"
+        assert torch.stack(losses) == pytest.approx(torch.stack(of_ddp), abs=TOLERANCE[precision])
+        for name, weight in weights.items():
+            assert (weight.float() - weights_of_ddp[name].float()).abs().max() <= TOLERANCE[precision], name
+        if stage == 1:
+            assert same(weights, weights_of_ddp), "stage 1 leaves the reduction to DDP, whose order hangs on its buckets"
+
+
+# ---- equal to one process ----
+
+
+def in_one_process(precision, steps, clip=None, num_splits=1, make=FUSED["AdamW"]):
+    """Whole-batch losses, norms and weights of one process; half gradients are averaged over parts, as ranks do."""
+    job = Job(precision, None, make=make)
+    losses = []
+    for step in range(steps):
+        for part in range(num_splits):
+            job.backward(*batch(step, part, num_splits), factor=1 / num_splits)
+        losses.append(torch.stack(job.losses[-num_splits:]).mean())
+        job.step(clip)
+    return torch.stack(losses), [norm for _, norm in job.results], job.weights(), job.optimizer.loss_scale
+
+
+def train_and_reduce(rank, world_size, precision, stage, clip, optimizer):
+    job = Job(precision, zero(stage), make=FUSED[optimizer]).train(range(STEPS), rank, world_size, clip)
+    losses = job.booster.reduce(torch.stack(job.losses))
+    return losses, [norm for _, norm in job.results], job.weights(), job.optimizer.loss_scale
+
+
+@precisions
+@stages
+def test_training_with_clipping_equals_one_process(run_on_ranks, precision, stage):
+    splits = 2 if precision.endswith("naive") else 1
+    losses, norms, weights, scale = in_one_process(precision, STEPS, 0.5, splits, FUSED["SGD"])
+    assert losses[-1] < losses[0]
+    assert any(norm > 0.5 for norm in norms), "something was clipped"
+    for world_size in (2, 4):
+        for one in run_on_ranks(train_and_reduce, world_size, precision, stage, 0.5, "SGD"):
+            assert (one[0] - losses).abs().max() <= TOLERANCE[precision]
+            assert [float(n) for n in one[1]] == pytest.approx([float(n) for n in norms], rel=4 * TOLERANCE[precision])
+            assert all((one[2][n].float() - w.float()).abs().max() <= TOLERANCE[precision] for n, w in weights.items())
+            assert one[3] == scale
+
+
+# ---- overflow in one rank's part ----
+
+
+def overflow(rank, world_size, precision, stage, optimizer, when):
+    """Put an inf into the gradient of one rank's part, after the gradients were reduced."""
+    options = {} if precision.startswith("fp16") else {"skip_nonfinite": True}
+    job = Job(precision, zero(stage), make=FUSED[optimizer], **options)
+    before, shards = job.weights(), job.optimizer._update.shards
+    for step in range(4):
+        job.backward(*batch(step, rank, world_size))
+        if step == when:
+            before = job.weights()
+            with shards.local():
+                mine = [p for p in job.optimizer.param_groups[0]["params"] if p.grad is not None]
+                if rank == world_size - 1:
+                    mine[len(mine) // 2].grad.view(-1)[-1] = float("inf")
+        result = job.optimizer.step()
+        assert result.applied == (step != when)
+        if step == when:
+            assert same(job.weights(), before), "nothing was written"
+            assert bool(result.culprit) == (rank == world_size - 1)
+        job.optimizer.zero_grad()
+    assert all(weight.isfinite().all() for weight in job.weights().values())
+    assert max(float(w.float().abs().max()) for w in job.weights().values()) < 10, "sound after the skip"
+    return job.weights(), job.optimizer.loss_scale, job.optimizer.num_skipped
+
+
+@stages
+@pytest.mark.parametrize(("precision", "when"), [(p, 2) for p in PRECISIONS] + [("fp16", 0), ("fp16_naive", 0)])
+def test_an_inf_in_one_ranks_part_makes_all_skip(ranks2, precision, when, stage):
+    first, second = ranks2(overflow, precision, stage, "AdamW", when)
+    assert same(first, second), "weights and scales agree"
+    assert first[1] == (SCALE / 2 if precision.startswith("fp16") else 1.0)
+    assert first[2] == 1
+
+
+@stages
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_an_overflow_in_the_first_step_leaves_every_fused_optimizer_sound(ranks2, optimizer, stage):
+    for precision in ("fp16", "fp16_naive"):
+        first, second = ranks2(overflow, precision, stage, optimizer, 0)
+        assert same(first, second)
