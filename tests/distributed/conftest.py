@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pool import RankPool
 
 
@@ -46,4 +47,4 @@ def record_cell(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str],
     yield lambda precision, parallelism: cells.append([precision, parallelism])
     path = request.config.getoption("--matrix-out")
     if path:
-        Path(path).write_text(json.dumps(cells, indent=0) + "\n")
+        Path(path).write_text(json.dumps({"torch": torch.__version__, "passed": cells}, indent=1) + "\n")
