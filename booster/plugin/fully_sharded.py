@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from booster.casting import HALF_DTYPES
+from booster.casting import HALF_DTYPES, tensors
 from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy, install_pins
 from booster.plugin.groups import Group, plan_groups
@@ -46,7 +46,7 @@ def shard_module(
     `device`. Parameters may be DTensors of tensor parallelism already. blocks: names of modules whose parameters are
     gathered by themselves; see `blocks.block_names`. reshard_after_forward: free the gathered parameters of blocks after
     their forward, and gather them again in backward; a whole number reshards to that many ranks. Those outside all
-    blocks stay until backward, unless gradients are off. cpu_offload: shards, gradients and optimizer state stay on the CPU.
+    blocks stay until backward, if there is to be one. cpu_offload: shards, gradients and optimizer state stay on the CPU.
     reduce_dtype: of gradient collectives; None means what `policy.reduce` says, or float32 where the model is read in
     half precision, or the dtype of the parameters. synchronise: called with the tensors of one group after the other,
     before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
@@ -98,7 +98,7 @@ def shard_module(
     install_pins(model, policy)
     model.register_load_state_dict_pre_hook(_shard_loaded)
     if reshard_after_forward:
-        model.register_forward_hook(_reshard_in_evaluation)
+        model.register_forward_hook(_reshard_unless_backward_follows)
     return module
 
 
@@ -192,9 +192,9 @@ def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-def _reshard_in_evaluation(module: nn.Module, args: Any, output: Any) -> None:
-    # Without a backward pass nothing else would, and users would meet gathered parameters in place of their own.
-    if not torch.is_grad_enabled():
+def _reshard_unless_backward_follows(module: nn.Module, args: Any, output: Any) -> None:
+    # Nothing else would, and users would meet gathered parameters in place of their own.
+    if not any(tensor.requires_grad for tensor in tensors(output)):
         reshard(module)
 
 

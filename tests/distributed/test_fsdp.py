@@ -1,11 +1,10 @@
 """TorchFSDPPlugin on gloo ranks: training equals one process, and every rank holds its share and no more."""
 
-import copy
 import functools
+import io
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -152,10 +151,588 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"wrap_policy": 500}, {"cpu_offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": False}, {"wrap_policy": 500}, {"cpu_offload": True}], ids=str
+)
 def test_parameters_equal_those_of_one_process_under_any_option(ranks2, options):
     losses, norms, params, _ = train(0, 1, "fp32", 0.5, make=sgd)
     for other_losses, other_norms, other_params, _ in ranks2(train, "fp32", 0.5, options, None, sgd):
         assert (other_losses - losses).abs().max() <= 2e-6
         assert (other_norms - norms).abs().max() <= 2e-6
         assert (other_params - params).abs().max() <= 2e-6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
+def test_hybrid_sharding_on_two_by_two_ranks_equals_one_process(ranks4, precision):
+    losses, norms, *_ = train(0, 1, precision, 0.5)
+    for other_losses, other_norms, *_ in ranks4(train, precision, 0.5, {"replicate_size": 2}):
+        assert (other_losses - losses).abs().max() <= tolerance(precision)
+        assert other_norms.tolist() == pytest.approx(norms.tolist(), rel=20 * tolerance(precision))
+
+
+def placements(rank, world_size, options):
+    _, model, _ = boost(world_size, options=options)
+    return {(str(param.placements), tuple(param.device_mesh.shape)) for param in model.parameters()}
+
+
+def test_a_copy_of_the_model_is_sharded_over_the_ranks_of_its_replica(ranks4):
+    whole_world = {(str((Shard(0),)), (4,))}
+    assert ranks4(placements, {}) == [whole_world] * 4
+    assert ranks4(placements, {"replicate_size": 2}) == [{(str((Replicate(), Shard(0))), (2, 2))}] * 4
+    assert ranks4(placements, {"replicate_size": 4}) == [{(str((Replicate(), Shard(0))), (4, 1))}] * 4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize("model_options", [{"checkpointing": True}, {"tied": True}], ids=str)
+def test_checkpointed_blocks_and_tied_weights_train_as_in_one_process(ranks2, precision, model_options):
+    losses, *_ = train(0, 1, precision, 0.5, None, model_options)
+    for other_losses, *_ in ranks2(train, precision, 0.5, {}, model_options):
+        assert (other_losses - losses).abs().max() <= tolerance(precision)
+
+
+def compiled(rank, world_size):
+    model = torch.compile(transformer(), backend="eager")
+    booster, model, optimizer = boost(world_size, "bf16", model)
+    return torch.stack([one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(4)])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile around hooks
+def test_a_compiled_model_trains(ranks2):
+    losses = compiled(0, 1)
+    for other in ranks2(compiled):
+        assert (other - losses).abs().max() <= tolerance("bf16")
+
+
+# ---- equal to fully_shard by hand, in every bit ----
+
+
+def by_hand(rank, world_size, dtype):
+    model = transformer()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    losses = []
+    for step in range(STEPS):
+        x, y = data(step, rank, world_size)
+        loss = loss_of(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), flat(model)
+
+
+def boosted(rank, world_size):
+    model = transformer()
+    booster = Booster("cpu", BF16NaiveMixedPrecision(sdpa_fp32=False), TorchFSDPPlugin())
+    model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+    losses = []
+    for step in range(STEPS):
+        x, y = data(step, rank, world_size)
+        loss = loss_of(model(x), y)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses), flat(model)
+
+
+def test_bf16_naive_is_fully_shard_with_a_policy_to_the_bit(ranks2):
+    for (losses, params), (own_losses, own_params) in zip(
+        ranks2(by_hand, torch.bfloat16), ranks2(boosted), strict=True
+    ):
+        assert torch.equal(own_losses, losses)
+        assert torch.equal(own_params, params)
+
+
+class Normed(nn.Module):
+    """Convolutions and BatchNorm, one of them inside a repeated block."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv1d(4, 8, 3, padding=1)
+        self.bn = nn.BatchNorm1d(8)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)) for _ in range(2))
+        )
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.blocks(self.bn(self.stem(x)).relu()).relu().mean(-1))
+
+
+def normed(rank, world_size, manual):
+    torch.manual_seed(0)
+    model = Normed()
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(8, 4, 10, generator=generator), torch.randint(3, (8,), generator=generator)
+    x, y = x.chunk(world_size)[rank], y.chunk(world_size)[rank]
+    if manual:
+        norms = [model.bn, model.blocks[0][1], model.blocks[1][1]]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # Half in, half out, float32 statistics and affine parameters.
+        fully_shard(norms)
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = optimizer.step
+        backward = torch.Tensor.backward
+    else:
+        booster, model, optimizer = boost(world_size, "bf16_naive", model, sgd)
+        backward = functools.partial(booster.backward, optimizer=optimizer)
+        step = optimizer.step
+    losses = []
+    for _ in range(8):
+        output = model(x if not manual else x.bfloat16())
+        loss = F.cross_entropy(output.float(), y)
+        backward(loss)
+        step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    return torch.stack(losses), buffers, {name: param.dtype for name, param in model.named_parameters()}
+
+
+def test_batch_norm_stays_float32_and_its_losses_are_those_by_hand_to_the_bit(ranks2):
+    for (losses, buffers, _), (own_losses, own_buffers, dtypes) in zip(
+        ranks2(normed, True), ranks2(normed, False), strict=True
+    ):
+        assert torch.equal(own_losses, losses)
+        assert own_losses[-1] < own_losses[0]
+        for own, other in zip(own_buffers, buffers, strict=True):
+            assert own.dtype == other.dtype
+            assert (own - other).abs().max() <= 1e-6
+        assert set(dtypes.values()) == {torch.float32}
+
+
+# ---- pinned, frozen, mixed ----
+
+
+def pinned(rank, world_size, name, master_weights):
+    kind = {"fp16": FP16NaiveMixedPrecision, "bf16": BF16NaiveMixedPrecision}[name]
+    strategy = kind(keep_fp32=("norm", "blocks.1", "blocks.*.norm1"), master_weights=master_weights)
+    model = transformer()
+    seen = {}
+    for part in ("norm", "blocks.1", "blocks.1.up", "blocks.0.norm1", "blocks.0.up", "head"):
+        model.get_submodule(part).register_forward_hook(
+            lambda module, args, output, part=part: (
+                seen.__setitem__(part, (module.weight.dtype, output.dtype))
+                if hasattr(module, "weight")
+                else seen.__setitem__(part, (None, output.dtype))
+            )
+        )
+    booster = Booster("cpu", strategy, TorchFSDPPlugin() if world_size > 1 else None)
+    model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+    losses = [one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(STEPS)]
+    stored = {name: param.dtype for name, param in model.named_parameters()}
+    return torch.stack(losses), seen, stored
+
+
+@pytest.mark.parametrize("master_weights", ["auto", "split"])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_pinned_modules_compute_in_float32_and_the_rest_in_half(ranks2, name, master_weights):
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
+    losses, expected, _ = pinned(0, 1, name, master_weights)
+    for other, seen, stored in ranks2(pinned, name, master_weights):
+        assert (other - losses).abs().max() <= 1e-2
+        assert seen == expected
+        assert seen["blocks.1.up"][0] == seen["norm"][0] == seen["blocks.0.norm1"][0] == torch.float32
+        assert seen["norm"][1] == seen["blocks.1"][1] == seen["blocks.0.norm1"][1] == half
+        assert seen["head"] == seen["blocks.0.up"] == (half, half)
+        assert stored["blocks.1.up.weight"] == stored["norm.weight"] == torch.float32
+        assert stored["head.weight"] == (half if master_weights == "split" else torch.float32)
+
+
+def frozen(rank, world_size, precision, half):
+    model = transformer()
+    for name, param in model.named_parameters():
+        param.requires_grad = name.startswith("blocks.1") or "norm" in name
+        if half and not param.requires_grad:
+            param.data = param.data.bfloat16()
+    booster, model, optimizer = boost(world_size, precision, model, sgd)
+    before = {name: whole(param) for name, param in model.named_parameters()}
+    losses = [one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(STEPS)]
+    moved = {name for name, param in model.named_parameters() if not torch.equal(whole(param), before[name])}
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    return torch.stack(losses), moved, dtypes
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
+def test_frozen_parameters_stay_and_half_ones_take_half_the_memory(ranks2, precision, half):
+    losses, moved, _ = frozen(0, 1, precision, half)
+    for other, also_moved, dtypes in ranks2(frozen, precision, half):
+        assert (other - losses).abs().max() <= 1e-2
+        assert {name for name in also_moved if not (name.startswith("blocks.1") or "norm" in name)} == set()
+        assert also_moved >= moved - {"blocks.1.qkv.bias"}
+        assert dtypes["embedding.weight"] == (torch.bfloat16 if half else torch.float32)
+        assert dtypes["blocks.1.up.weight"] == torch.float32
+
+
+def nothing_to_train(rank, world_size):
+    model = transformer().requires_grad_(False)
+    expected = model(data(0)[0])
+    booster = Booster("cpu", "fp32", TorchFSDPPlugin())
+    model, *_ = booster.boost(model)
+    return (model(data(0)[0]) - expected).abs().max(), isinstance(next(model.parameters()), DTensor)
+
+
+def test_a_model_without_anything_to_train_is_sharded_too(ranks2):
+    assert ranks2(nothing_to_train) == [(0.0, True)] * 2
+
+
+def mixed_dtypes(rank, world_size, way):
+    model = transformer()
+    if way == "modules":
+        for block in model.blocks:
+            block.up.bfloat16()
+            block.up.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+            block.up.register_forward_hook(lambda module, args, output: output.float())
+    else:
+        model.blocks[0].up.bias.data = model.blocks[0].up.bias.data.bfloat16()
+        with pytest.raises(ValueError, match=r"'blocks.0.up' have several dtypes \(torch.bfloat16, torch.float32\)"):
+            boost(world_size, "fp32", model)
+        assert not any(isinstance(param, DTensor) for param in model.parameters()), "raised, but changed the model"
+        return None
+    booster, model, optimizer = boost(world_size, "fp32", model)
+    losses = [one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(STEPS)]
+    return torch.stack(losses), model.blocks[0].up.weight.dtype
+
+
+def test_trainable_parameters_of_two_dtypes_get_groups_of_their_own(ranks2):
+    losses, dtype = mixed_dtypes(0, 1, "modules")
+    for other, other_dtype in ranks2(mixed_dtypes, "modules"):
+        assert (other - losses).abs().max() <= 1e-2
+        assert other_dtype == dtype == torch.bfloat16
+    ranks2(mixed_dtypes, "parameters")
+
+
+# ---- overflow ----
+
+
+FUSED = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=3e-3),
+    "Adam": functools.partial(torch.optim.Adam, lr=3e-3),
+    "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "Adagrad": functools.partial(torch.optim.Adagrad, lr=0.02),
+}
+
+
+def overflow(rank, world_size, precision, name, bad_steps):
+    booster, model, optimizer = boost(world_size, precision, make=FUSED[name], skip_nonfinite=True)
+    trace = []
+    for step in range(6):
+        x, y = data(step, rank, world_size)
+        booster.backward(loss_of(model(x), y), optimizer)
+        if step in bad_steps and rank == world_size - 1:
+            grad = model.blocks[1].up.weight.grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = float("inf")
+        before = flat(model)
+        result = optimizer.step()
+        optimizer.zero_grad()
+        trace.append((result.applied, optimizer.loss_scale, not torch.equal(flat(model), before)))
+    return trace, flat(model)
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive", "bf16_naive"])
+def test_an_inf_in_one_ranks_shard_makes_all_skip_from_the_first_step_on(ranks2, precision, name):
+    trace, params = overflow(0, 1, precision, name, (0, 3))
+    (first, first_params), (second, second_params) = ranks2(overflow, precision, name, (0, 3))
+    assert first == second == trace
+    assert [applied for applied, *_ in first] == [False, True, True, False, True, True]
+    assert [moved for *_, moved in first] == [False, True, True, False, True, True]
+    assert [scale for _, scale, _ in first][-1] == (1.0 if precision == "bf16_naive" else SCALE / 4)
+    assert torch.equal(first_params, second_params)
+    assert first_params.isfinite().all()
+    assert (first_params - params).abs().mean() <= 5e-3
+
+
+# ---- synchronisation ----
+
+
+def accumulate(rank, world_size, precision, options=None):
+    """Five micro-batches in groups of two; the last group is short."""
+    booster, model, optimizer = boost(world_size, precision, make=sgd, options=options)
+    for group in ((0, 1), (2, 3), (4,)):
+        with booster.accumulate(model, optimizer, num_micro_batches=len(group)):
+            for place, step in enumerate(group):
+                x, y = data(step, rank, world_size)
+                booster.backward(loss_of(model(x), y), optimizer)
+                reduced = next(model.parameters()).grad is not None
+                assert reduced == (place == len(group) - 1 or world_size == 1)
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
+def test_accumulation_reduces_once_and_equals_one_process(ranks2, precision):
+    params = accumulate(0, 1, precision)
+    for other in ranks2(accumulate, precision):
+        assert (other - params).abs().max() <= tolerance(precision)
+
+
+def test_accumulation_under_hybrid_sharding_equals_one_process(ranks4):
+    params = accumulate(0, 1, "fp32")
+    for other in ranks4(accumulate, "fp32", {"replicate_size": 2}):
+        assert (other - params).abs().max() <= tolerance("fp32")
+
+
+def forgotten(rank, world_size):
+    """A group that is given up in the middle must not reach the next step."""
+    flats = []
+    for give_up in (False, True):
+        booster, model, optimizer = boost(world_size, "bf16_naive", make=sgd)
+        if give_up:
+            x, y = data(9, rank, world_size)
+            with booster.no_sync(model, optimizer):
+                with booster.no_sync(model, optimizer):
+                    booster.backward(loss_of(model(x), y), optimizer)
+                booster.backward(loss_of(model(x), y), optimizer)  # still without synchronisation
+            assert next(model.parameters()).grad is None
+            optimizer.zero_grad()
+        one_step(booster, model, optimizer, 0, rank, world_size)
+        flats.append(flat(model))
+    return torch.equal(*flats)
+
+
+def test_zero_grad_forgets_gradients_that_were_never_reduced(ranks2):
+    assert ranks2(forgotten) == [True, True]
+
+
+def leftovers(rank, world_size, options):
+    """Forward passes without backward, with and without gradients, change nothing in training."""
+    flats = []
+    for extra in (False, True):
+        booster, model, optimizer = boost(world_size, "fp32", make=sgd, options=options)
+        for step in range(3):
+            x, y = data(step, rank, world_size)
+            booster.backward(loss_of(model(x), y), optimizer)
+            if extra:
+                model(x)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if extra:
+                    model(x)
+                    assert options or all(isinstance(param, DTensor) for param in model.parameters())
+        flats.append(flat(model))
+    return torch.equal(*flats)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_a_forward_without_backward_leaves_no_stale_parameters(ranks2, options):
+    assert ranks2(leftovers, options) == [True, True]
+
+
+# ---- what a rank holds ----
+
+
+def holdings(rank, world_size, precision):
+    booster, model, optimizer = boost(world_size, precision)
+    x, y = data(0, rank, world_size)
+    booster.backward(loss_of(model(x), y), optimizer)
+
+    def held(tensors):
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        storages = {tensor.untyped_storage() for tensor in local if tensor.dim()}
+        return sum(nbytes for _, nbytes in {(storage.data_ptr(), storage.nbytes()) for storage in storages})
+
+    grads = held(param.grad for param in model.parameters())
+    optimizer.step()
+    params = held(model.parameters())
+    states = held(value for state in optimizer.state.values() for value in state.values())
+    weights = optimizer.state_dict()["booster"].get("masters", {}).get("weights", {})
+    num = sum(param.numel() for param in model.parameters())
+    return [round(number / num, 1) for number in (params, grads, states)], len(weights)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive", "fp16_naive"])
+def test_parameters_gradients_and_states_divide_by_the_ranks(ranks2, ranks4, precision):
+    # 4 bytes of float32 shards, 4 of gradients and 8 of AdamW, divided; what padding costs is below a tenth here.
+    for ranks, size in ((ranks2, 2), (ranks4, 4)):
+        for (params, grads, states), num_masters in ranks(holdings, precision):
+            assert params == pytest.approx(4 / size, abs=0.1)
+            assert grads == pytest.approx(4 / size, abs=0.1)
+            assert states == pytest.approx(8 / size, abs=0.1)
+            assert num_masters == 0, "the float32 shard is the master"
+
+
+# ---- checkpoints ----
+
+
+def resume(rank, world_size, precision):
+    booster, model, optimizer = boost(world_size, precision)
+    for step in range(3):
+        one_step(booster, model, optimizer, step, rank, world_size)
+    file = io.BytesIO()
+    torch.save((dict(model.state_dict()), optimizer.state_dict()), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)  # written just now
+    assert all(isinstance(value, DTensor) for value in saved[0].values())
+    expected = [one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(3, 6)]
+    other_booster, other, other_optimizer = boost(world_size, precision, transformer(5))
+    other.load_state_dict(saved[0])
+    other_optimizer.load_state_dict(saved[1])
+    losses = [one_step(other_booster, other, other_optimizer, step, rank, world_size)[0] for step in range(3, 6)]
+    return torch.equal(torch.stack(losses), torch.stack(expected)), torch.equal(flat(other), flat(model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", "fp16_naive split"])
+def test_training_goes_on_from_a_checkpoint_to_the_bit(ranks2, precision):
+    assert ranks2(resume, precision) == [(True, True)] * 2
+
+
+def whole_checkpoint(rank, world_size):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    source = transformer(3, tied=True)
+    booster, model, optimizer = boost(world_size, "bf16_naive", transformer(0, tied=True))
+    one_step(booster, model, optimizer, 0, rank, world_size)
+    model(data(0)[0])  # gathered parameters must not stand in the way
+    model.load_state_dict(source.state_dict())
+    assert torch.equal(flat(model), flat(source))
+    gathered = get_model_state_dict(booster.unwrap(model), options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        for name, value in source.state_dict().items():
+            assert torch.equal(gathered[name], value)
+    with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+        model.load_state_dict({**source.state_dict(), "head.weight": torch.zeros(2, 2)})
+
+
+def test_a_checkpoint_of_the_whole_model_loads_and_torch_writes_one(ranks2):
+    ranks2(whole_checkpoint)
+
+
+# ---- groups, schedulers, gathering ----
+
+
+def groups_and_schedulers(rank, world_size):
+    model = transformer()
+    model.head.requires_grad_(False)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": params[:5], "lr": 1e-3}, {"params": params[5:]}], lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    booster = Booster("cpu", "bf16_naive", TorchFSDPPlugin() if world_size > 1 else None)
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    losses = []
+    for step in range(6):
+        if step == 3:
+            model.head.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 1e-2})
+        loss, _, result = one_step(booster, model, optimizer, step, rank, world_size)
+        assert result.applied
+        scheduler.step()
+        losses.append(loss)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    moved = not torch.equal(whole(model.head.weight), transformer().head.weight)
+    rows = booster.gather(torch.full((2,), float(rank)))
+    return torch.stack(losses), rates, moved, rows.tolist(), isinstance(booster.unwrap(model), Transformer)
+
+
+def test_groups_schedulers_and_late_parameters_follow_the_sharded_model(ranks2):
+    losses, rates, *_ = groups_and_schedulers(0, 1)
+    for other, other_rates, moved, rows, unwrapped in ranks2(groups_and_schedulers):
+        assert (other - losses).abs().max() <= 1e-2
+        assert other_rates == rates
+        assert moved
+        assert rows == [0.0, 0.0, 1.0, 1.0]
+        assert unwrapped
+
+
+# ---- the meta device ----
+
+
+def from_meta(rank, world_size, precision, replicate_size=1):
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        model = Transformer(tied=True)
+    booster, model, optimizer = boost(world_size, precision, model, options={"replicate_size": replicate_size})
+    start = {name: whole(param) for name, param in model.named_parameters(remove_duplicate=False)}
+    losses = [one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(STEPS)]
+    return torch.stack(losses), start
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_a_model_on_the_meta_device_gets_equal_initial_values_on_all_ranks(ranks2, precision):
+    (losses, start), (other_losses, other_start) = ranks2(from_meta, precision)
+    assert torch.equal(losses, other_losses)
+    assert losses[-1] < losses[0] - 0.3
+    assert all(torch.equal(value, other_start[name]) for name, value in start.items())
+    assert torch.equal(start["head.weight"], start["embedding.weight"])
+    up = start["blocks.1.up.weight"]
+    assert torch.equal(start["blocks.0.norm1.weight"], torch.ones(DIM))
+    assert 0.9 / DIM**0.5 < up.abs().max() <= 1 / DIM**0.5  # the bound of Linear.reset_parameters
+    assert not torch.equal(up[: DIM // 2], up[DIM // 2 : DIM]), "shards repeat the same values"
+
+
+def test_a_model_on_the_meta_device_works_under_hybrid_sharding(ranks4):
+    results = ranks4(from_meta, "fp32", 2)
+    assert all(torch.equal(results[0][0], losses) for losses, _ in results)
+
+
+# ---- a world of one, and misuse ----
+
+
+def alone(rank, world_size, precision):
+    booster = Booster("cpu", PRECISIONS[precision](), TorchFSDPPlugin())
+    model = transformer()
+    model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
+    assert booster.plugin.group is None
+    assert isinstance(booster.unwrap(model), FSDPModule)
+    return torch.stack([one_step(booster, model, optimizer, step, 0, 1)[0] for step in range(STEPS)])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", "fp16_naive split"])
+def test_a_world_of_one_equals_a_single_device(run_on_ranks, precision):
+    losses, *_ = train(0, 1, precision)
+    (other,) = run_on_ranks(alone, 1, precision)
+    assert (other - losses).abs().max() <= tolerance(precision)
+
+
+def misuse(rank, world_size):
+    def refused(model, match, error=ValueError, **options):
+        before = [(id(param), param.dtype) for param in model.parameters()]
+        with pytest.raises(error, match=match):
+            Booster("cpu", "bf16_naive", TorchFSDPPlugin(**options)).boost(model, adamw(model.parameters()))
+        assert [(id(param), param.dtype) for param in model.parameters()] == before
+
+    model = transformer()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    refused(model, r"without dimensions cannot be sharded: \['scale'\]")
+    refused(
+        transformer(), "wrap_policy names 'layers.*', which selects no module of Transformer", wrap_policy="layers.*"
+    )
+    refused(transformer(), "wrap_policy names 'Conv2d'", wrap_policy=[Block, nn.Conv2d])
+    model = transformer()
+    fully_shard(model)
+    refused(model, "went through fully_shard already", RuntimeError)
+    with torch.device("meta"):
+        model = Transformer()
+        model.position = nn.Parameter(torch.zeros(LENGTH, DIM))
+    refused(model, r"no reset_parameters\(\) that would give them values: Transformer\.")
+    for options in ({"replicate_size": 3}, {"replicate_size": 0}, {"replicate_size": True}):
+        with pytest.raises(ValueError, match="must be a whole number that divides the world size, which is 2"):
+            TorchFSDPPlugin(**options)
+    for value in (2, 1, 0, -1, "yes"):
+        with pytest.raises(
+            ValueError, match="reshard_after_forward=.* is not legal; choose True, False, or a whole number"
+        ):
+            TorchFSDPPlugin(reshard_after_forward=value)
+    with pytest.raises(ValueError, match="would be stepped on shards"):
+        model = transformer()
+        Booster("cpu", "fp32", TorchFSDPPlugin()).boost(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks2):
+    ranks2(misuse)
+
+
+def test_parameters_reshard_to_fewer_ranks_after_forward(ranks4):
+    losses, *_ = train(0, 1, "fp32", 0.5)
+    for other, *_ in ranks4(train, "fp32", 0.5, {"reshard_after_forward": 2}):
+        assert (other - losses).abs().max() <= 2e-6
