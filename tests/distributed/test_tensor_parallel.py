@@ -1,5 +1,6 @@
 """Tensor parallelism: a divided model computes what the whole one does, loss, gradients and state dict included."""
 
+import contextlib
 import copy
 import importlib.util
 import warnings
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -112,10 +113,8 @@ def package(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         spec.loader.exec_module(module)
-        try:
+        with contextlib.suppress(ModuleNotFoundError):
             module.import_torchvision()
-        except ModuleNotFoundError:
-            pass
         return import_module(name)
 
 
@@ -208,6 +207,24 @@ def tied_llama():
     return llama(tie_word_embeddings=True)
 
 
+def mixtral():
+    transformers = package("transformers")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=TIME,
+        initializer_range=0.3,
+        use_cache=False,
+    )
+    return transformers.MixtralForCausalLM(config), (ids(),), {"labels": ids()}
+
+
 def gpt2():
     transformers = package("transformers")
     torch.manual_seed(0)
@@ -261,6 +278,7 @@ CASES = {
     "llama": (llama, None, False),
     "llama sequence": (llama, None, True),
     "llama tied": (tied_llama, None, False),
+    "mixtral": (mixtral, None, False),
     "gpt2": (gpt2, None, False),
     "gpt2 sequence": (gpt2, None, True),
 }
@@ -452,7 +470,9 @@ def check_autocast(rank, world_size, name, dtype, tolerance):
         compare(model, reference, args, kwargs, tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)], ids=["fp16", "bf16"]
+)
 @pytest.mark.parametrize("name", ["strings", "styles", "timm rich", "encoder sequence", "llama sequence", "gpt2"])
 def test_autocast_is_that_of_one_process(ranks2, name, dtype, tolerance):
     ranks2(check_autocast, name, dtype, tolerance)
@@ -564,12 +584,15 @@ def check_fsdp(rank, world_size, name, replicate):
     for module in (*blocks, model):
         fully_shard(module, mesh=dp, reshard_after_forward=False, shard_placement_fn=fsdp_placement)
     for key, value in reference.state_dict().items():
-        assert torch.equal(whole(model.state_dict()[key]), value), key
+        param = model.state_dict()[key]
+        assert torch.equal(whole(param), value), key
+        cut = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+        assert torch.equal(cut.to_local(), param.to_local()), key
     compare(model, reference, args, kwargs, 1e-6)  # every rank has the whole batch: the mean is what each has
 
 
 @pytest.mark.parametrize("replicate", [False, True], ids=["shard", "replicate"])
-@pytest.mark.parametrize("name", ["strings", "timm rich", "encoder sequence", "gpt2", "tied"])
+@pytest.mark.parametrize("name", ["strings", "timm rich", "encoder sequence", "gpt2", "tied", "mixtral"])
 def test_fully_shard_divides_a_divided_model_again(ranks4, name, replicate):
     ranks4(check_fsdp, name, replicate)
 

@@ -1,6 +1,7 @@
 """Tensor-parallel plans: what they resolve to, and what is said about those that cannot be."""
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -16,6 +17,7 @@ NAMES = [
     "colwise_rep",
     "embedding_colwise",
     "embedding_rowwise",
+    "moe_tp_experts",
     "packed_colwise",
     "replicate",
     "replicated_with_grad_allreduce",
@@ -95,18 +97,18 @@ def test_colwise_and_rowwise_of_an_embedding_are_its_features_and_its_vocabulary
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "moe_tp_experts"])
 def test_every_name_is_a_style(name):
     module = "embed" if name.startswith("embedding") else "layers.0.q_proj"
     style = resolve(Net(), {module: name})[module]
     assert isinstance(style, (Colwise, Rowwise, EmbeddingParallel, Region))
 
 
-def test_the_names_are_those_that_plans_of_transformers_use_for_dense_models(transformers):
+def test_the_names_are_those_that_plans_of_transformers_use(transformers):
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
     others = {"local_params", "mla_kv_a_proj", "packed_rowwise"}
-    theirs = {name for name in ALL_PARALLEL_STYLES if not name.startswith(("moe", "ep_", "grouped"))}
+    theirs = {name for name in ALL_PARALLEL_STYLES if not name.startswith(("moe_identity", "ep_", "grouped"))}
     assert theirs - others <= set(NAMES)
 
 
@@ -233,10 +235,35 @@ def test_a_plan_that_is_none_is_a_type_error():
     )
 
 
-def test_a_bare_parameter_cannot_be_named():
+def test_bare_parameters_are_named_beside_experts_only():
     assert message(ValueError, Net(), {"layers.*.q_proj.weight": "colwise"}) == (
-        "tp_plan names the parameters ['layers.*.q_proj.weight'] of Net; styles are for modules only, so it cannot be "
-        "divided, or give another tp_plan"
+        "tp_plan names the parameters ['weight'] of 'layers.0.q_proj', a Linear; give the module a style instead, or "
+        "'moe_tp_experts' too if it holds experts"
+    )
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(2, 12, 4))
+        self.down = nn.Parameter(torch.zeros(2, 4, 6))
+
+
+def test_experts_are_divided_by_what_the_plan_says_of_their_parameters():
+    model = nn.ModuleDict({"experts": Experts()})
+    given = {"experts": "moe_tp_experts", "experts.up": "packed_colwise", "experts.down": "rowwise"}
+    plan = resolve(model, given)
+    assert plan["experts"].parameters == {"up": "packed_colwise", "down": "rowwise"}
+    assert message(ValueError, model, {**given, "experts.up": "replicate"}) == (
+        "'experts.up', of shape (2, 12, 4), cannot be divided by 'replicate'; parameters of experts have three dimensions, and "
+        "one of the styles ['colwise', 'packed_colwise', 'rowwise']"
+    )
+    assert message(ValueError, model, {"experts": "moe_tp_experts", "experts.up": "colwise"}) == (
+        "'experts' is divided as experts, but tp_plan does not say how its parameter 'down' is"
+    )
+    assert message(ValueError, model, given, tp_size=4) == (
+        "'experts.up' has 12 features to divide by 'packed_colwise', which do not divide by tp_size=4; choose another tp_size, "
+        "or leave the experts out of tp_plan"
     )
 
 
@@ -314,19 +341,6 @@ def test_an_attention_that_normalises_over_all_heads_has_no_known_plan(timm):
     assert message(ValueError, model) == (
         "no tensor-parallel plan is known for 'blocks.0.attn': this Attention normalises over all heads; give a tp_plan"
     )
-
-
-def test_experts_of_a_transformers_model_are_refused(transformers):
-    config = transformers.MixtralConfig(
-        vocab_size=8,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-    )
-    assert "experts" in message(ValueError, transformers.MixtralForCausalLM(config))
 
 
 def test_sequence_parallelism_says_where_it_cannot_be():

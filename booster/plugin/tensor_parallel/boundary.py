@@ -67,7 +67,7 @@ class _Layout(torch.autograd.Function):
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _move(grad, *ctx.layouts), None, None, None, None, None
 
 

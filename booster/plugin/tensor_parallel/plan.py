@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.derive import derive_plan
+from booster.plugin.tensor_parallel.experts import Experts
 from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
 from booster.plugin.tensor_parallel.strings import STYLES, style_of
@@ -107,19 +108,30 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[
     """Patterns to exact names. Later patterns win; a shared module is listed once, by its first name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     first = {id(module): name for name, module in reversed(modules.items())}
-    expanded: dict[str, ParallelStyle] = {}
+    prefix = f"{model.base_model_prefix}." if _is_transformers(model) else ""
+    expanded: dict[str, Any] = {}
+    experts: dict[str, dict[str, Any]] = {}
     unmatched = []
     for pattern, value in plan.items():
-        names = _matching(modules, pattern)
-        if not names and _is_transformers(model):
-            names = _matching(modules, f"{model.base_model_prefix}.{pattern}")
+        names = _matching(modules, pattern) or _matching(modules, prefix + pattern)
         if names:
             expanded |= {first[id(modules[name])]: style_of(pattern, modules[name], value) for name in names}
             continue
-        if strict or _parameter_style(model, pattern):
+        holders, _, own = pattern.rpartition(".")
+        held = [name for name in _matching(modules, holders) if own in modules[name]._parameters]
+        for name in held:
+            experts.setdefault(name, {})[own] = value
+        if strict and not held:
             unmatched.append(pattern)
     if unmatched:
         raise ValueError(_unmatched_message(model, unmatched, modules))
+    for name, parameters in experts.items():
+        if not isinstance(expanded.get(name), Experts):
+            raise ValueError(
+                f"tp_plan names the parameters {sorted(parameters)} of {name!r}, a {type(modules[name]).__name__}; give the "
+                "module a style instead, or 'moe_tp_experts' too if it holds experts"
+            )
+        expanded[name] = Experts(parameters)
     return expanded
 
 
@@ -129,19 +141,7 @@ def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
     return [name for name in modules if expression.fullmatch(name)]
 
 
-def _parameter_style(model: nn.Module, pattern: str) -> bool:
-    """Whether `pattern` names a bare parameter, as plans for experts do."""
-    module, _, own = pattern.rpartition(".")
-    return any(own in model.get_submodule(name)._parameters for name in _matching(dict(model.named_modules()), module))
-
-
 def _unmatched_message(model: nn.Module, unmatched: list[str], modules: Mapping[str, nn.Module]) -> str:
-    parameters = [pattern for pattern in unmatched if _parameter_style(model, pattern)]
-    if parameters:
-        return (
-            f"tp_plan names the parameters {parameters} of {type(model).__name__}; styles are for modules only, so it cannot "
-            "be divided, or give another tp_plan"
-        )
     generic = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules if name))
     near = list(
         dict.fromkeys(

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from booster.plugin.tensor_parallel.attention import HeadParallel
+from booster.plugin.tensor_parallel.experts import Experts
 from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise
 
 
@@ -30,6 +31,7 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "colwise_rep": lambda module: Colwise(gather_output=True),
     "embedding_colwise": lambda module: EmbeddingParallel(by="features"),
     "embedding_rowwise": lambda module: EmbeddingParallel(by="vocabulary"),
+    "moe_tp_experts": lambda module: Experts({}),
     "packed_colwise": lambda module: Colwise(num_parts=2),
     "replicate": lambda module: Region(),
     "replicated_with_grad_allreduce": lambda module: Region(partial_gradients=True),
