@@ -2,17 +2,26 @@
 
 import functools
 import io
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import (
+    BF16NaiveMixedPrecision,
+    DtypePolicy,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
 from booster.plugin import TorchFSDPPlugin
+from booster.plugin.fully_sharded import shard_module
 
 DIM, VOCABULARY, LENGTH, BATCH, STEPS = 16, 11, 6, 16, 16
 SCALE = 2.0**10
@@ -736,3 +745,43 @@ def test_parameters_reshard_to_fewer_ranks_after_forward(ranks4):
     losses, *_ = train(0, 1, "fp32", 0.5)
     for other, *_ in ranks4(train, "fp32", 0.5, {"reshard_after_forward": 2}):
         assert (other - losses).abs().max() <= 2e-6
+
+
+# ---- upon tensor parallelism ----
+
+
+def upon_tensor_parallelism(rank, world_size, half, data_shape):
+    """`shard_module` over the data-parallel ranks of a model that is divided over the tensor-parallel ones already."""
+    mesh = init_device_mesh(
+        "cpu", (*data_shape, 2), mesh_dim_names=("copies", "shards", "tensor")[-len(data_shape) - 1 :]
+    )
+    model = transformer()
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    policy = DtypePolicy(param=torch.bfloat16) if half else DtypePolicy()
+    dimensions = mesh["shards"] if len(data_shape) == 1 else mesh["copies", "shards"]
+    shard_module(
+        model, policy, mesh=dimensions, device=torch.device("cpu"), blocks=["blocks.0", "blocks.1", "blocks.2"]
+    )
+    assert torch.equal(flat(model), flat(transformer()))
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model.load_state_dict(transformer(3).state_dict())
+    assert torch.equal(flat(model), flat(transformer(3)))
+    x, y = data(0)
+    loss = loss_of(model(x).float(), y)
+    loss.backward()
+    return loss.detach(), whole(model.blocks[1].up.weight.grad), whole(model.embedding.weight.grad)
+
+
+@pytest.mark.parametrize("data_shape", [(2,), (1,), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("half", [False, True])
+def test_a_tensor_parallel_model_is_sharded_and_cast_and_loads(run_on_ranks, half, data_shape):
+    model = transformer(3)
+    loss = loss_of(model(data(0)[0]), data(0)[1])
+    loss.backward()
+    size = 2 * math.prod(data_shape)
+    for other, up, embedding in run_on_ranks(upon_tensor_parallelism, size, half, data_shape):
+        bound = 2e-2 if half else 1e-6
+        assert abs(other - loss) <= bound
+        assert (up - model.blocks[1].up.weight.grad).abs().max() <= bound
+        assert (embedding - model.embedding.weight.grad).abs().max() <= bound
