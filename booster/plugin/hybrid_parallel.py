@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from booster.interface.transparent import bare
@@ -69,8 +71,7 @@ class HybridParallelPlugin(Plugin):
                 "start the job with `booster run` and call booster.launch_from_torch() first"
             )
         world_size = dist.get_world_size()
-        for name, value in {"tp_size": tp_size, "pp_size": pp_size, "num_model_chunks": num_model_chunks}.items():
-            _check_count(name, value)
+        _check_counts(tp_size=tp_size, pp_size=pp_size, num_model_chunks=num_model_chunks)
         if world_size % (tp_size * pp_size):
             raise ValueError(
                 f"tp_size={tp_size} times pp_size={pp_size} is {tp_size * pp_size}, which does not divide the world size "
@@ -83,9 +84,7 @@ class HybridParallelPlugin(Plugin):
             raise ValueError(
                 f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} say the same; give one of them"
             )
-        for name, value in {"num_microbatches": num_microbatches, "microbatch_size": microbatch_size}.items():
-            if value is not None:
-                _check_count(name, value)
+        _check_counts(num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         if sequence_parallelism and tp_size == 1:
             raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
         if split_points is not None and pp_size == 1:
@@ -104,6 +103,7 @@ class HybridParallelPlugin(Plugin):
         self._reduce_dtype = reduce_dtype
         self._meshes: dict[str, DeviceMesh] = {}
         self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.check_device(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
     # ------------------------------------------------------------------ ranks
@@ -187,6 +187,23 @@ class HybridParallelPlugin(Plugin):
         self._placed.add(model)
         return placed
 
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        model = bare(module)
+        # Inside another such context, leaving this one must not switch synchronisation on.
+        if not isinstance(model, FSDPModule) or model in self._unsynchronised:
+            return nullcontext()
+        return self._without_reduction(model)
+
+    @contextmanager
+    def _without_reduction(self, model: Any) -> Iterator[None]:
+        self._unsynchronised.add(model)
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+            self._unsynchronised.discard(model)
+
     # ------------------------------------------------------------------ micro-batches
 
     def num_micro_batches(self, batch_size: int) -> int:
@@ -204,9 +221,10 @@ class HybridParallelPlugin(Plugin):
         return None
 
 
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} is not legal; it must be a whole number of at least 1")
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}={value!r} is not legal; it must be a whole number of at least 1")
 
 
 def _check_schedule(pp_style: str, pp_size: int, num_model_chunks: int) -> None:

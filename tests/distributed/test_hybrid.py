@@ -1,0 +1,263 @@
+"""HybridParallelPlugin with what a training loop uses besides: accumulation, checkpoints, loaders, frozen and tied weights."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from matrix import BATCH, DIM, LENGTH, TP_PLAN, VOCABULARY, Transformer, loss_of
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.plugin import HybridParallelPlugin, SingleDevice
+
+LAYOUTS = [(2, 1), (1, 2)]  # (tp_size, pp_size), with two data-parallel ranks each
+
+
+def plugin(rank, world_size, tp_size=2, pp_size=1, **options):
+    if world_size == 1:
+        return SingleDevice()
+    return HybridParallelPlugin(tp_size, pp_size, **{"tp_plan": TP_PLAN} | options)
+
+
+def batch(step, booster):
+    """This rank's share of the inputs and targets of a step."""
+    draw = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=draw)
+    share = BATCH // booster.plugin.data_parallel_size
+    tokens = tokens.narrow(0, booster.plugin.data_parallel_rank * share, share)
+    return tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).float().clone()
+
+
+def weights(model):
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def steps(booster, model, optimizer, criterion, first, last):
+    losses = []
+    for step in range(first, last):
+        out = booster.execute_pipeline(iter([batch(step, booster)]), model, criterion, optimizer)
+        losses.append(float(booster.reduce(out["loss"])))
+        optimizer.clip_grad_by_norm(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def built(rank, world_size, precision="fp32", optimizer=torch.optim.AdamW, lr=3e-3, **options):
+    torch.manual_seed(7)
+    booster = Booster("cpu", precision, plugin(rank, world_size, **options))
+    model = Transformer()
+    made = optimizer(model.parameters(), lr=lr)
+    model, made, criterion, _, _ = booster.boost(model, made, loss_of)
+    return booster, model, made, criterion
+
+
+def merged(results):
+    """The weights that any rank holds."""
+    return {name: weight for result in results for name, weight in result.items()}
+
+
+def check_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: name + text)
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+def accumulate(rank, world_size, tp_size=2, zero_stage=0):
+    # Not Adam, which makes a step of the noise that is the gradient of a key's bias.
+    booster, model, made, criterion = built(
+        rank, world_size, optimizer=torch.optim.SGD, lr=0.05, tp_size=tp_size, zero_stage=zero_stage
+    )
+    for step in range(4):
+        inputs, targets = batch(step, booster)
+        with booster.accumulate(model, made, num_micro_batches=2):
+            for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+                booster.backward(criterion(model(x), y), made)
+        made.step()
+        made.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_accumulated_micro_batches_equal_one_process(run_on_ranks, zero_stage):
+    found = run_on_ranks(accumulate, 4, 2, zero_stage)
+    check_close(merged(found), accumulate(0, 1), 2e-5)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def interrupted(rank, world_size, precision, options, resume):
+    """Losses of steps 3 to 5, straight through, or by way of a state dict into fresh objects."""
+    booster, model, made, criterion = built(rank, world_size, precision(), **options)
+    steps(booster, model, made, criterion, 0, 3)
+    if resume:
+        saved_model = {name: value.clone() for name, value in model.state_dict().items()}
+        saved = made.state_dict()
+        booster, model, made, criterion = built(rank, world_size, precision(), lr=1.0, **options)
+        steps(booster, model, made, criterion, 7, 8)
+        model.load_state_dict(saved_model)
+        made.load_state_dict(saved)
+    losses = steps(booster, model, made, criterion, 3, 6)
+    return losses, weights(model), made.loss_scale
+
+
+def scaled():
+    return FP16TorchMixedPrecision(init_scale=2.0**10, growth_interval=2)
+
+
+def half():
+    return BF16NaiveMixedPrecision(master_weights="split")
+
+
+@pytest.mark.parametrize("precision", [scaled, half])
+@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_resumed_run_continues_to_the_bit(run_on_ranks, precision, tp_size, pp_size, zero_stage):
+    options = {"tp_size": tp_size, "pp_size": pp_size, "zero_stage": zero_stage}
+    through = run_on_ranks(interrupted, 4, precision, options, False)
+    resumed = run_on_ranks(interrupted, 4, precision, options, True)
+    for (losses, held, scale), (other_losses, other_held, other_scale) in zip(through, resumed, strict=True):
+        assert losses == other_losses
+        assert scale == other_scale
+        assert all(torch.equal(held[name], other_held[name]) for name in held)
+
+
+def loaded_whole(rank, world_size, state):
+    booster, model, made, criterion = built(rank, world_size)
+    made.load_state_dict(state)
+    states = made.state_dict()["state"]
+    return [whole(entry["exp_avg"]) for entry in states.values()]
+
+
+def test_the_state_of_one_process_loads_into_shards(run_on_ranks):
+    booster, model, made, criterion = built(0, 1)
+    steps(booster, model, made, criterion, 0, 2)
+    expected = [entry["exp_avg"] for entry in made.state_dict()["state"].values()]
+    for found in run_on_ranks(loaded_whole, 4, made.state_dict()):
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+# ---------------------------------------------------------------------- models
+
+
+class Tied(Transformer):
+    """Embedding and head share their weight, one block is frozen, activations are recomputed."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(DIM, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks[1].requires_grad_(False)
+        self.register_buffer("gain", torch.tensor(1.5))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position
+        for block in self.blocks:
+            x = checkpoint(block, x * self.gain, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def with_groups(rank, world_size, tp_size=2, pp_size=1, zero_stage=0):
+    torch.manual_seed(7)
+    booster = Booster("cpu", "fp32", plugin(rank, world_size, tp_size, pp_size, zero_stage=zero_stage))
+    model = Tied()
+    decayed = [param for param in model.parameters() if param.requires_grad and param.dim() > 1]
+    others = [param for param in model.parameters() if param.requires_grad and param.dim() == 1]
+    # Not Adam, which makes a step of the noise that is the gradient of a key's bias.
+    made = torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.1}], lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(made, 2, 0.5)
+    frozen = whole(next(model.blocks[1].parameters()))
+    model, made, criterion, _, schedule = booster.boost(model, made, loss_of, None, schedule)
+    norms = []
+    for step in range(6):
+        booster.execute_pipeline(iter([batch(step, booster)]), model, criterion, made)
+        made.clip_grad_by_norm(0.3)
+        norms.append(made.step().grad_norm)
+        schedule.step()
+        made.zero_grad()
+    held = weights(model)
+    rates = [group["lr"] for group in made.param_groups]
+    kept = next((held[name] for name in held if name.startswith("blocks.1.")), frozen)
+    return held, norms, rates, torch.equal(kept, frozen)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
+def test_tied_and_frozen_weights_groups_schedules_and_checkpointing(run_on_ranks, tp_size, pp_size, zero_stage):
+    expected, norms, rates, _ = with_groups(0, 1)
+    found = run_on_ranks(with_groups, 4, tp_size, pp_size, zero_stage)
+    for _, other_norms, other_rates, frozen_stayed in found:
+        assert other_norms == pytest.approx(norms, rel=1e-5)
+        assert other_rates == rates
+        assert frozen_stayed
+    held = merged([result[0] for result in found])
+    held.pop("head.weight", None)  # where embedding and head lie on different stages each has its own name
+    check_close(held, expected, 2e-5)
+
+
+# ---------------------------------------------------------------------- data
+
+
+def loaded(rank, world_size, tp_size, pp_size):
+    booster = Booster("cpu", None, plugin(rank, world_size, tp_size, pp_size))
+    loader = booster.prepare_dataloader(TensorDataset(torch.arange(8)), batch_size=2)
+    seen = [batch[0] for batch in loader]
+    return seen, booster.gather(torch.cat(seen), loader)
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
+def test_ranks_of_one_model_copy_read_the_same_batches_and_gather_gives_each_sample_once(run_on_ranks, tp_size, pp_size):
+    results = run_on_ranks(loaded, 4, tp_size, pp_size)
+    copies = [results[:2], results[2:]] if tp_size == 2 else [results[0::2], results[1::2]]
+    for copy in copies:
+        for (one, _), (other, _) in pairwise(copy):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert not torch.equal(copies[0][0][0][0], copies[1][0][0][0])
+    assert all(torch.equal(gathered, torch.arange(8)) for _, gathered in results)
+
+
+# ---------------------------------------------------------------------- misuse
+
+
+def refusals(rank, world_size):
+    messages = []
+    for options in (
+        {"tp_size": 3, "pp_size": 1},
+        {"tp_size": 0, "pp_size": 1},
+        {"tp_size": 2, "pp_size": 1, "zero_stage": 3},
+        {"tp_size": 1, "pp_size": 2, "pp_style": "1f2b"},
+        {"tp_size": 1, "pp_size": 2, "num_model_chunks": 2},
+        {"tp_size": 1, "pp_size": 2, "pp_style": "interleaved"},
+        {"tp_size": 1, "pp_size": 2, "num_microbatches": 2, "microbatch_size": 2},
+        {"tp_size": 1, "pp_size": 2, "sequence_parallelism": True},
+        {"tp_size": 2, "pp_size": 1, "split_points": ["blocks.1"]},
+    ):
+        with pytest.raises(ValueError, match="=") as caught:
+            HybridParallelPlugin(**options)
+        messages.append(str(caught.value))
+    booster, model, made, criterion = built(rank, world_size)
+    for optimizer in (torch.optim.LBFGS(Transformer().parameters()),):
+        fresh = Transformer()
+        optimizer = torch.optim.LBFGS(fresh.parameters())
+        with pytest.raises(ValueError, match="register_elementwise"):
+            booster.boost(fresh, optimizer)
+    with pytest.raises(TypeError, match="iter"):
+        booster.execute_pipeline([batch(0, booster)], model, criterion, made)
+    return messages
+
+
+def test_what_cannot_work_is_refused_at_once(run_on_ranks):
+    messages = run_on_ranks(refusals, 2)[0]
+    assert "does not divide the world size 2" in messages[0]
+    assert "say the same" in messages[6]
