@@ -8,10 +8,11 @@ from pathlib import Path
 
 @dataclass
 class History:
-    """label: what the run was, for legends. loss: mean over the whole batch of each step."""
+    """label: what the run was, for legends. share: of the parameters, on rank 0. loss: mean over each step's whole batch."""
 
     label: str
-    options: dict[str, object]
+    options: dict[str, str]
+    share: float = 1.0
     loss: list[float] = field(default_factory=list)
     loss_scale: list[float] = field(default_factory=list)  # carried by each step's gradients; 1.0 without a scaler
     skipped: list[bool] = field(default_factory=list)

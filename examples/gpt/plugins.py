@@ -14,7 +14,6 @@ PLUGINS = {
     "zero2": lambda: plugin.LowLevelZeroPlugin(stage=2),
 }
 STYLES = ("gpipe", "1f1b", "interleaved", "zbv")
-CHUNKS = {"interleaved": 2, "zbv": 2}  # parts of the model on each process; one in the other styles
 HYBRID = {"tp": 1, "pp": 1, "zero_stage": 0, "pp_style": "1f1b", "microbatches": None}  # the options and their defaults
 
 
@@ -25,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pp", type=int, metavar="N", help="stages of the pipeline (default: 1)")
     group.add_argument("--zero-stage", type=int, choices=(0, 1, 2), help="what is sharded (default: 0, nothing)")
     group.add_argument("--pp-style", choices=STYLES, help="schedule of the pipeline (default: 1f1b)")
-    group.add_argument(
-        "--microbatches", type=int, metavar="N", help="per batch and process (default: 2 for each stage)"
-    )
+    group.add_argument("--microbatches", type=int, metavar="N", help="per batch and process (default: the stages)")
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -49,8 +46,8 @@ def make_plugin(args: argparse.Namespace) -> plugin.Plugin:
         pp_size=args.pp,
         zero_stage=args.zero_stage,
         pp_style=args.pp_style,
-        num_model_chunks=CHUNKS.get(args.pp_style, 1),
-        num_microbatches=args.microbatches or (2 * args.pp if args.pp > 1 else 1),
+        num_model_chunks=2 if args.pp_style == "interleaved" else 1,
+        num_microbatches=args.microbatches,
         tp_plan=GPT_PLAN if args.model == "gpt" else None,  # None: derived from timm's modules
     )
 

@@ -35,9 +35,14 @@ def train(b: Booster, model: torch.nn.Module, splits: Splits, args: argparse.Nam
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
     lr_scheduler = CosineAnnealingWarmupLR(optimizer, total_steps=args.steps, warmup_steps=args.steps // 10)
 
+    num_parameters = num_held(model)
+
     model, optimizer, criterion, loader, lr_scheduler = b.boost(model, optimizer, cross_entropy, loader, lr_scheduler)
 
-    history = History(f"{describe(args)}, {args.precision}", {name: str(value) for name, value in vars(args).items()})
+    share = num_held(model) / num_parameters
+    show(f"{describe(args)}, {args.precision}: rank 0 holds {share:.0%} of {num_parameters:,} parameters")
+    options = {name: str(value) for name, value in vars(args).items()}
+    history = History(f"{describe(args)}, {args.precision}", options, share)
     start = time.perf_counter()
     batches = iter(loader)
     model.train()
@@ -71,6 +76,11 @@ def validate(b: Booster, model: torch.nn.Module, criterion: object, splits: Spli
     batches = iter(loader)
     losses = [b.execute_pipeline(batches, model, criterion, return_loss=True)["loss"] for _ in range(len(loader))]
     return b.reduce(torch.stack(losses).mean()).item()
+
+
+def num_held(model: torch.nn.Module) -> int:
+    """How many numbers of the parameters are on this process: of a distributed tensor, its local part."""
+    return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters())
 
 
 def parse_args() -> argparse.Namespace:

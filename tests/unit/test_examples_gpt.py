@@ -1,0 +1,254 @@
+"""The parts of the GPT example: its text is what the README claims, its model is causal, its batches do not depend on ranks."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from booster.data import prepare_dataloader
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+CORPUS = EXAMPLES / "data" / "jargon_file"
+MODULES = {path.stem for path in (EXAMPLES / "gpt").glob("*.py")}
+
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def gpt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Import a module of the GPT example by name; the names are forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES / "gpt"), *sys.path])
+    yield import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+# --------------------------------------------------------------------- the text
+
+
+def test_the_embedded_text_is_small_and_says_where_it_is_from() -> None:
+    readme = (CORPUS / "README.md").read_text()
+    text = (CORPUS / "jargon_h_to_o.txt").read_bytes()
+
+    assert "in the public domain" in readme
+    assert f"{len(text):,} bytes" in readme
+    assert f"{text.decode().count(chr(10) + ':') + 1} entries" in readme
+    assert len(text) < 400_000
+
+
+def test_the_excerpt_drops_margins_tables_coarse_words_and_the_lists_of_each_letter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(CORPUS), *sys.path])
+    excerpt = import_module("make_excerpt").excerpt
+    sys.modules.pop("make_excerpt")
+    entries = {
+        "g": "before",
+        "h": "one\N{NO-BREAK SPACE}two\n\n   three",
+        "hell": "a rape of grammar",
+        "i": "│ cell │\n\n  J\n\n   jack in\n",
+        "jack in": "last\n\n  P\n\n   P.O.D.\n",
+        "P.O.D.": "after",
+    }
+    text = "".join(f"\n   :{name}:\n\n   {body}\n" for name, body in entries.items())
+
+    assert excerpt(text) == ":h:\n\none two\n\nthree\n\n:jack in:\n\nlast\n"
+
+
+def test_a_target_is_the_input_one_byte_later(gpt: Load) -> None:
+    splits = gpt("data").load_text(16)
+
+    for split in (splits.train, splits.validation):
+        inputs, target = split[len(split) - 1]
+        assert inputs.shape == target.shape == (16,)
+        assert torch.equal(inputs[1:], target[:-1])
+
+
+def test_validation_reads_text_that_training_does_not(gpt: Load) -> None:
+    text = (CORPUS / "jargon_h_to_o.txt").read_bytes()
+    splits = gpt("data").load_text(64)
+
+    last, after = splits.train[len(splits.train) - 1][1], splits.validation[0][0]
+    assert bytes(last[-4:].tolist()) + bytes(after[:4].tolist()) in text
+    assert len(splits.train) + 64 == round(0.9 * len(text))
+    assert len(splits.validation) == (len(text) - round(0.9 * len(text)) - 1) // 64
+
+
+def test_windows_of_validation_do_not_overlap(gpt: Load) -> None:
+    windows = gpt("data").Windows(torch.arange(10, dtype=torch.uint8), length=3, stride=3)
+
+    assert [window[0].tolist() for window in map(windows.__getitem__, range(len(windows)))] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+
+
+def test_a_text_shorter_than_a_window_is_refused(gpt: Load) -> None:
+    with pytest.raises(ValueError, match="a text of 16 bytes has no window of 16 and one more"):
+        gpt("data").Windows(torch.zeros(16, dtype=torch.uint8), length=16, stride=1)
+
+
+def test_the_images_are_normalised_and_labelled(gpt: Load) -> None:
+    images = gpt("data").load_images()
+
+    assert (len(images.train), len(images.validation)) == (10_000, 4_000)
+    pixels, labels = images.train.tensors
+    assert pixels.shape == (10_000, 1, 28, 28)
+    assert abs(pixels.mean()) < 0.05
+    assert abs(pixels.std() - 1) < 0.05
+    assert labels.bincount().tolist() == [1000] * 10
+
+
+# --------------------------------------------------------------------- batches
+
+
+def test_every_sample_is_drawn_once_before_any_comes_again(gpt: Load) -> None:
+    samples = gpt("data").drawn(range(10), 25, seed=3)
+
+    order = [samples[index] for index in range(25)]
+    assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+    assert order[:10] != order[10:20]
+    assert order != [gpt("data").drawn(range(10), 25, seed=4)[index] for index in range(25)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_ranks_together_see_the_batch_that_one_process_sees(gpt: Load, world_size: int) -> None:
+    samples = gpt("data").drawn(range(100), 24, seed=3)
+
+    def batches(rank: int, of: int) -> list[list[int]]:
+        loader = prepare_dataloader(samples, 8 // of, rank=rank, world_size=of)
+        return [batch.tolist() for batch in loader]
+
+    shares = zip(*(batches(rank, world_size) for rank in range(world_size)), strict=True)
+    assert [sorted(sum(share, [])) for share in shares] == [sorted(batch) for batch in batches(0, 1)]
+
+
+# --------------------------------------------------------------------- the model
+
+
+def test_the_default_model_has_four_blocks_and_0_9_million_parameters(gpt: Load) -> None:
+    model = gpt("model").GPT()
+
+    assert len(model.blocks) == 4
+    assert sum(param.numel() for param in model.parameters()) == 867_072
+    assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 256)
+
+
+def test_a_prediction_depends_on_what_came_before_alone(gpt: Load) -> None:
+    torch.manual_seed(0)
+    model = gpt("model").GPT(width=16, num_blocks=2, num_heads=2, context=8)
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+
+    before, after = model(tokens)[0], model(changed)[0]
+
+    torch.testing.assert_close(before[:5], after[:5], rtol=0, atol=0)
+    assert (before[5:] != after[5:]).any(dim=-1).all()
+
+
+def test_a_process_with_half_of_the_projections_computes_half_of_the_heads(gpt: Load) -> None:
+    torch.manual_seed(0)
+    attention = gpt("model").CausalAttention(width=8, num_heads=4)
+    x = torch.randn(2, 3, 8)
+    whole = attention(x) - attention.out_proj.bias
+
+    halves = []
+    for part in (slice(0, 4), slice(4, 8)):
+        half = gpt("model").CausalAttention(width=8, num_heads=4)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            projection, full = getattr(half, name), getattr(attention, name)
+            projection.weight, projection.bias = (
+                torch.nn.Parameter(full.weight[part].detach()),
+                torch.nn.Parameter(full.bias[part].detach()),
+            )
+        half.out_proj.weight = torch.nn.Parameter(attention.out_proj.weight[:, part].detach())
+        torch.nn.init.zeros_(half.out_proj.bias)
+        halves.append(half(x))
+
+    torch.testing.assert_close(sum(halves), whole)
+
+
+def test_a_tied_head_predicts_with_the_weights_of_the_embedding(gpt: Load) -> None:
+    model = gpt("model").GPT(width=16, num_blocks=1, num_heads=2, tied_head=True)
+
+    assert model.head.weight is model.embed.token.weight
+    assert "head.weight" not in dict(model.named_parameters())
+
+
+def test_a_width_that_does_not_divide_into_heads_is_refused(gpt: Load) -> None:
+    with pytest.raises(ValueError, match="width=10 does not divide by num_heads=4"):
+        gpt("model").GPT(width=10, num_heads=4)
+
+
+def test_every_linear_layer_of_a_block_is_in_the_plan_of_six_lines(gpt: Load) -> None:
+    module = gpt("model")
+    block = module.GPT(width=16, num_blocks=1, num_heads=2).blocks[0]
+
+    linear = {f"blocks.*.{name}" for name, child in block.named_modules() if isinstance(child, torch.nn.Linear)}
+    assert set(module.GPT_PLAN) == linear
+    assert len(linear) == 6
+
+
+def test_the_loss_is_the_mean_over_all_predictions_of_text_and_of_images(gpt: Load) -> None:
+    cross_entropy = gpt("model").cross_entropy
+
+    logits = torch.randn(2, 3, 5)
+    target = torch.randint(5, (2, 3))
+    rows = [cross_entropy(logits[b, t][None], target[b, t][None]) for b in range(2) for t in range(3)]
+    torch.testing.assert_close(cross_entropy(logits, target), torch.stack(rows).mean())
+
+
+# --------------------------------------------------------------------- flags, history, picture
+
+
+def flags(**given: object) -> argparse.Namespace:
+    names = ("tp", "pp", "zero_stage", "pp_style", "microbatches")
+    return argparse.Namespace(**{"model": "gpt", "plugin": "hybrid", **dict.fromkeys(names), **given})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("tp", 2), ("pp", 2), ("zero_stage", 1), ("pp_style", "gpipe"), ("microbatches", 2)]
+)
+def test_an_option_of_the_hybrid_is_refused_with_another_plugin(gpt: Load, option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} has no effect with --plugin ddp"):
+        gpt("plugins").check_arguments(flags(plugin="ddp", **{option: value}))
+
+
+def test_runs_that_differ_have_different_names(gpt: Load) -> None:
+    chosen = [{}, {"tp": 2}, {"pp": 2}, {"pp": 2, "pp_style": "zbv"}, {"zero_stage": 2}, {"plugin": "ddp"}]
+    names = []
+    for given in chosen:
+        args = flags(**given)
+        gpt("plugins").check_arguments(args)
+        names.append(gpt("plugins").describe(args))
+
+    assert len(set(names)) == len(chosen)
+
+
+def test_two_runs_are_drawn_over_one_another_and_their_distance_is_printed(gpt: Load, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, loss in (("a", [3.0, 2.0, 1.5]), ("b", [3.0, 2.25, 1.5])):
+        gpt("history").History(name, {}, loss=loss, validation_loss=1.4).save(tmp_path / f"{name}.json")
+
+    command = [sys.executable, str(EXAMPLES / "gpt" / "plot.py"), "a.json", "b.json", "--output", "new/c.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert "b: 3 steps, loss 1.5000, at most 0.25 from a (mean 0.083)" in done.stdout
+    assert (tmp_path / "new" / "c.png").stat().st_size > 10_000
+
+
+def test_a_file_that_is_no_history_is_refused(gpt: Load, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"loss": []}))
+
+    with pytest.raises(ValueError, match=r"other\.json is not a history"):
+        gpt("history").History.load(tmp_path / "other.json")
