@@ -1,0 +1,205 @@
+"""What a plugin returns for a model that lies on several pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_map
+
+from booster.casting import HALF_DTYPES
+from booster.interface.transparent import PlacedModule
+from booster.micro_batch import MicroBatch
+from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
+from booster.plugin.pipeline.route import Route
+from booster.plugin.pipeline.schedule import Runner, Shape, check_count
+from booster.plugin.pipeline.stage import Stage
+from booster.plugin.pipeline.tied import TiedWeights
+
+if TYPE_CHECKING:
+    from booster.plugin.pipeline.plan import PipelinePlan
+
+
+class Pipeline(PlacedModule):
+    """This rank's stages of a model. It is not called, but run over micro-batches by all ranks of the pipeline together.
+
+    Parameters and state dict keys are those of the user's model that this rank has.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        stages: Sequence[Stage],
+        *,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        boundary: Callable[[Shape], Shape] | None,
+    ) -> None:
+        super().__init__(plan.model)
+        self._plan = plan
+        self._stages = tuple(stages)
+        self._rank = rank
+        self._group = group
+        self._device = device
+        self._boundary = boundary
+        self._mine = {stage.index: stage for stage in self._stages}
+        self._runners: dict[bool, tuple[Any, tuple[Runner, Route]]] = {}
+        self._criterion: Callable[[Any, Any], torch.Tensor] | None = None
+        self._factor: Any = None
+        self._keep_outputs = False
+        self._losses: list[torch.Tensor] = []
+        self._outputs: list[Any] = []
+        own = self.own_parameters()
+        ranks = {
+            name: tuple(sorted({plan.ranks[stage] for _, stage in held}))
+            for name, held in plan.holders.items()
+            if len({plan.ranks[stage] for _, stage in held}) > 1
+        }
+        self._copies = {name: len(held) for name, held in ranks.items()}
+        self._tied = TiedWeights(
+            {name: param for name, param in own.items() if name in ranks}, ranks, rank=rank, group=group
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "the model lies on several pipeline stages, and no rank can compute it alone; write "
+            "booster.execute_pipeline(data_iter, model, criterion, optimizer), with optimizer=None to evaluate"
+        )
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        criterion: Callable[[Any, Any], torch.Tensor],
+        *,
+        seed: Any,
+        return_outputs: bool = True,
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        """(losses, outputs) of the micro-batches, detached, on the rank of the last stage, and two empty lists elsewhere.
+
+        micro_batches: of one shape, the same on all ranks of the pipeline. criterion: (output, target) -> loss of one
+        element. seed: what the gradient of the mean loss is multiplied with, a float or 0-dim tensor; None runs no backward
+        and no gradient. return_outputs: False keeps no outputs. Enter the precision's context around it: boundaries
+        between stages have the dtypes of that.
+
+        Side effects: gradients accumulate; one forward of each stage for each micro-batch. Sends and receives between
+        neighbours. Raises RuntimeError, on all ranks alike, for a forward that uses on one stage what lies on another.
+        """
+        backward = seed is not None
+        check_count(self._plan.style, self._plan.pp_size, len(micro_batches))
+        self._match_modes()
+        with torch.set_grad_enabled(backward), nullcontext() if backward else fast_path_off():
+            runner, route = self._runner(micro_batches, backward)
+            self._criterion, self._keep_outputs = criterion, return_outputs
+            self._factor = seed / len(micro_batches) if backward else None
+            for stage in self._stages:
+                stage.begin(route, micro_batches)
+            try:
+                with self._tied.summed() if backward else nullcontext():
+                    runner.run()
+                return self._losses, self._outputs
+            finally:
+                for stage in self._stages:
+                    stage.finish()
+                self._losses, self._outputs = [], []
+                self._criterion = self._factor = None
+
+    def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+        """The 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
+        last = self._plan.ranks[-1]
+        value = torch.zeros((), device=device) if self._rank != last or loss is None else loss.detach().float()
+        source = dist.get_global_rank(self._group or dist.group.WORLD, last)  # type: ignore[arg-type]
+        dist.broadcast(value, src=source, group=self._group)
+        return value
+
+    def own_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that this rank has, by their first names in the whole model.
+
+        A tied weight whose first name is on another stage is listed by it, though `named_parameters` has another name.
+        """
+        own: dict[str, torch.Tensor] = {}
+        for first, held in self._plan.holders.items():
+            here = {
+                id(param): param
+                for name, stage in held
+                if stage in self._mine
+                for param in [self._mine[stage].module.get_parameter(name)]
+            }
+            if len(here) > 1:
+                raise ValueError(
+                    f"the weight {first} is tied across stages of one rank, {[name for name, _ in held]}, and sharding made "
+                    "different tensors of it; untie it, or use a schedule with one stage on each rank"
+                )
+            own.update((first, param) for param in here.values())
+        return own
+
+    def num_copies(self, param: torch.Tensor) -> int:
+        """On how many ranks of the pipeline `param`, one of this rank's, lies: 1 if it is not tied across ranks."""
+        return next((self._copies.get(name, 1) for name, own in self.own_parameters().items() if own is param), 1)
+
+    def _runner(self, micro_batches: Sequence[MicroBatch], backward: bool) -> tuple[Runner, Route]:
+        """The schedule for micro-batches of this shape, and their route; the last one of its kind is kept."""
+        first = micro_batches[0]
+        key = (len(micro_batches), *self._signature(first))
+        if backward not in self._runners or self._runners[backward][0] != key:
+            route = rehearse(self._plan.skeleton, self._plan.split, first.args, first.kwargs)
+            runner = Runner(
+                self._plan.style,
+                self._stages,
+                route,
+                len(micro_batches),
+                loss_of=self._loss_of,
+                backward=backward,
+                boundary=self._boundary,
+                group=self._group,
+                device=self._device,
+            )
+            self._runners[backward] = (key, (runner, route))
+        return self._runners[backward][1]
+
+    def _signature(self, micro_batch: MicroBatch) -> tuple[Any, ...]:
+        """What shapes and dtypes between stages depend on."""
+        leaves, spec = tree_flatten((micro_batch.args, micro_batch.kwargs))
+        described = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
+            for leaf in leaves
+        )
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return described, spec, autocast, self.module.training
+
+    def _match_modes(self) -> None:
+        """Bring the copies of modules into the mode, training or evaluation, of the user's."""
+        for name in self._plan.split.ancestors():
+            mode = self.module.get_submodule(name).training
+            for stage in self._stages:
+                stage.module.get_submodule(name).training = mode
+        modes = {name: module.training for name, module in self.module.named_modules()}
+        for name, module in self._plan.skeleton.module.named_modules():
+            module.training = modes.get(name, self.module.training)
+
+    def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
+        """The loss of one micro-batch, as its backward starts from it."""
+        assert self._criterion is not None
+        loss = self._criterion(output, target)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ValueError(f"the loss must be a real tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
+        loss = (loss.float() if loss.dtype in HALF_DTYPES else loss).reshape(())
+        self._losses.append(loss.detach())
+        if self._keep_outputs:
+            self._outputs.append(tree_map(_detached, output))
+        if self._factor is None:
+            return loss
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
+            )
+        return loss * self._factor
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

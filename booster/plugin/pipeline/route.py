@@ -1,0 +1,92 @@
+"""What crosses from stage to stage for micro-batches of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from booster.plugin.pipeline.skeleton import is_fake
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The arguments that the first block of a stage gets from the stages before it.
+
+    positions: among the leaves of its (args, kwargs). specs: what they are. relays: for each, the tensor that the sending
+    stage itself got at its beginning and passes on, by its number there, or None for one that it computes.
+    """
+
+    positions: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+    relays: tuple[int | None, ...]
+
+
+@dataclass
+class Route:
+    """boundaries: one between each two stages. slots: by position of a block, the leaves of its arguments that are
+    received, as (leaf, number of the received tensor). replays: by position of a block, what it returns where it is not."""
+
+    boundaries: list[Boundary] = field(default_factory=list)
+    slots: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    replays: dict[int, Replay] = field(default_factory=dict)
+
+
+class Replay:
+    """Returns what a module returned once, with fake tensors in place of what depends on parameters.
+
+    A leaf of the result that was an argument is taken from the arguments of the call at hand.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, output: Any, to_fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """to_fake: makes a real tensor of the result fake, which otherwise would seem to be known everywhere."""
+        given = {id(leaf): number for number, leaf in enumerate(tree_flatten((args, kwargs))[0]) if _has_identity(leaf)}
+        leaves, self._spec = tree_flatten(output)
+        self._passed = [given.get(id(leaf)) if _has_identity(leaf) else None for leaf in leaves]
+        self._leaves: list[Any] = [
+            to_fake(leaf) if isinstance(leaf, torch.Tensor) and passed is None else (leaf if passed is None else None)
+            for leaf, passed in zip(leaves, self._passed, strict=True)
+        ]
+        made_fake = [
+            new if isinstance(old, torch.Tensor) and not is_fake(old) and passed is None else old
+            for old, new, passed in zip(leaves, self._leaves, self._passed, strict=True)
+        ]
+        self.output = tree_unflatten(made_fake, self._spec)
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        given = tree_flatten((args, kwargs))[0]
+        leaves = [
+            given[passed] if passed is not None else (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+            for leaf, passed in zip(self._leaves, self._passed, strict=True)
+        ]
+        return tree_unflatten(leaves, self._spec)
+
+
+def substitute(args: Any, kwargs: Any, slots: list[tuple[int, int]], received: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(args, kwargs) with received tensors in the places that `slots` says."""
+    leaves, spec = tree_flatten((args, kwargs))
+    for leaf, number in slots:
+        leaves[leaf] = received[number]
+    return unflatten_call(leaves, spec)
+
+
+def unflatten_call(leaves: list[Any], spec: TreeSpec) -> tuple[Any, Any]:
+    """(args, kwargs) of their leaves."""
+    args, kwargs = tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def _has_identity(leaf: Any) -> bool:
+    return leaf is not None and not isinstance(leaf, (bool, int, float, str))

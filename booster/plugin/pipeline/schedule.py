@@ -1,0 +1,172 @@
+"""torch's pipeline schedules, over stages that know which micro-batch they are at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from booster.plugin.pipeline.route import Route, TensorSpec
+from booster.plugin.pipeline.stage import Stage
+
+Shape = tuple[int, ...]
+STYLES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def check_style(style: str, pp_size: int, num_model_chunks: int) -> int:
+    """The number of stages on each rank; raises ValueError if the three do not go together."""
+    if style not in STYLES:
+        raise ValueError(f"style={style!r} is unknown; choose one of {list(STYLES)}")
+    if pp_size < 1 or num_model_chunks < 1:
+        raise ValueError(f"pp_size={pp_size} and num_model_chunks={num_model_chunks} must be at least 1")
+    if style == "zbv":
+        if num_model_chunks not in (1, 2):
+            raise ValueError(f"style='zbv' has 2 model chunks, got num_model_chunks={num_model_chunks}; leave it out")
+        return 2
+    if (style == "interleaved") != (num_model_chunks > 1):
+        raise ValueError(
+            f"num_model_chunks={num_model_chunks} does not go with style={style!r}; 'interleaved' has at least 2 on each rank, "
+            "'gpipe' and '1f1b' have 1"
+        )
+    return num_model_chunks
+
+
+def stage_ranks(style: str, pp_size: int, num_model_chunks: int) -> tuple[int, ...]:
+    """The pipeline rank of every stage: around and around, or, for "zbv", there and back."""
+    loop = range(pp_size)
+    if style == "zbv":
+        return (*loop, *reversed(loop))
+    return tuple(loop) * num_model_chunks
+
+
+def check_count(style: str, pp_size: int, num_micro_batches: int) -> None:
+    """Raise ValueError if the schedule cannot run so many micro-batches."""
+    if style in ("1f1b", "interleaved") and num_micro_batches < pp_size:
+        raise ValueError(
+            f"{num_micro_batches} micro-batches are too few for {style!r} on {pp_size} pipeline ranks; use at least {pp_size}, "
+            "or 'gpipe'"
+        )
+    rounds = max(1, num_micro_batches // pp_size)
+    if style == "interleaved" and num_micro_batches % rounds:
+        raise ValueError(
+            f"'interleaved' cannot run {num_micro_batches} micro-batches on {pp_size} pipeline ranks; use a multiple of {pp_size}"
+        )
+
+
+class Runner:
+    """A schedule of `num_micro_batches` micro-batches of one shape, forward and backward or forward alone.
+
+    loss_of: (output, target) -> 0-dim loss to run backward from; called on the last stage.
+    """
+
+    def __init__(
+        self,
+        style: str,
+        stages: Sequence[Stage],
+        route: Route,
+        num_micro_batches: int,
+        *,
+        loss_of: Callable[[Any, Any], torch.Tensor],
+        backward: bool,
+        boundary: Callable[[Shape], Shape] | None,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._backward = backward
+        self._numbers = torch.arange(num_micro_batches)
+        num_stages = len(route.boundaries) + 1
+        self._has_first = stages[0].index == 0
+        chunks = []
+        for stage in stages:
+            here = _metas(route, stage.index - 1, boundary)
+            there = _metas(route, stage.index, boundary)
+            chunks.append(_Chunk(stage, num_stages, device, here, there, group, loss_of))
+        options = {"n_microbatches": num_micro_batches, "loss_fn": _is_the_loss, "scale_grads": False}
+        several = style in ("interleaved", "zbv")
+        self._schedule = STYLES[style](chunks if several else chunks[0], **options)
+
+    def run(self) -> None:
+        """Run it once, on what the stages were given; gradients accumulate."""
+        # All that the schedule hands around is numbers of micro-batches; stages look up the rest.
+        args = (self._numbers,) if self._has_first else ()
+        run = self._schedule.step if self._backward else self._schedule.eval
+        run(*args, target=self._numbers, return_outputs=False)
+
+
+class _Chunk(PipelineStage):
+    """Says to its `Stage` which micro-batch it is at, and turns what the last stage returns into its loss.
+
+    The loss is made here and not by the schedule, because torch expects a last stage to return tensors alone.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        num_stages: int,
+        device: torch.device,
+        inputs: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
+        group: dist.ProcessGroup | None,
+        loss_of: Callable[[Any, Any], torch.Tensor],
+    ) -> None:
+        super().__init__(
+            stage.module, stage.index, num_stages, device, input_args=inputs, output_args=outputs, group=group
+        )
+        self._own = stage
+        self._loss_of = loss_of
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._own.current = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *received: torch.Tensor) -> Any:
+        output = self._own.compute(received)
+        return self._loss_of(output, self._own.target) if self.is_last else output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self._own.current = bwd_chunk_id
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # torch's V-shaped schedule hands gradients to the other stage of a rank in evaluation too, where there are none.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _metas(route: Route, number: int, boundary: Callable[[Shape], Shape] | None) -> tuple[torch.Tensor, ...]:
+    """The tensors of a boundary, for declaration; for the ends of the pipeline, a number and a loss."""
+    if number < 0:
+        return (torch.empty(1, dtype=torch.int64, device="meta"),)
+    if number == len(route.boundaries):
+        return (torch.empty((), device="meta", requires_grad=True),)
+    return tuple(_meta(spec, boundary) for spec in route.boundaries[number].specs)
+
+
+def _meta(spec: TensorSpec, boundary: Callable[[Shape], Shape] | None) -> torch.Tensor:
+    shape = spec.shape if boundary is None else boundary(spec.shape)
+    return torch.empty(shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad)
+
+
+def _is_the_loss(output: Any, target: Any) -> Any:
+    return output

@@ -1,0 +1,187 @@
+"""Where a model is cut into pipeline stages, and which stage owns which of its modules and parameters."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Cuts between the children of one module, the container of the model's blocks.
+
+    container: its qualified name, "" for the model itself. children: the names of its children in it, in order. starts: the
+    positions among them that begin the second and later stages.
+    """
+
+    container: str
+    children: tuple[str, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.starts) + 1
+
+    def stage_of(self, child: int) -> int:
+        """The stage of the child at a position."""
+        return bisect_right(self.starts, child)
+
+    def name_of(self, child: int) -> str:
+        """The qualified name of the child at a position."""
+        return qualified(self.container, self.children[child])
+
+    def ancestors(self) -> list[str]:
+        """The modules that hold parts of several stages: from the model itself, "", down to the container."""
+        parts = self.container.split(".") if self.container else []
+        return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+
+
+def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | None = None) -> Split:
+    """Cut `model` into `num_stages` stages, evenly by blocks, the earlier stages taking what does not divide.
+
+    The blocks are the longest row of modules of one class in a ModuleList or Sequential; rows inside a block of a row that
+    is long enough do not count. split_points: names of the modules that begin the second and later stages, in order,
+    all children of one module. Raises ValueError if there are fewer blocks than stages, or split points are not legal.
+    """
+    if split_points is not None:
+        return _split_at(model, num_stages, list(split_points))
+    rows = _rows(model)
+    outer: list[tuple[str, list[int]]] = []
+    for name, blocks in rows:
+        if not any(len(row) >= num_stages and _inside(name, other) for other, row in outer):
+            outer.append((name, blocks))
+    name, blocks = max(outer, key=lambda entry: len(entry[1]), default=("", []))
+    if len(blocks) < num_stages:
+        found = f"the longest row is {name or 'the model itself'} with {len(blocks)}" if blocks else "there is no row"
+        raise ValueError(
+            f"{type(model).__name__} does not divide into {num_stages} pipeline stages by its blocks, modules of one class in a "
+            f"ModuleList or Sequential: {found}; use fewer stages, or name the modules that begin stages with split_points"
+        )
+    size, longer = divmod(len(blocks), num_stages)
+    ends = [size * stage + min(stage, longer) for stage in range(1, num_stages)]
+    return Split(name, _children(model.get_submodule(name)), tuple(blocks[end] for end in ends))
+
+
+def owners(model: nn.Module, split: Split) -> dict[str, int]:
+    """The stage of each topmost module that belongs to one stage alone, by qualified name.
+
+    Children of the container go by the cuts; what is registered before it, in the modules around it, goes to the first
+    stage, and what is registered after it to the last. Modules without parameters and running statistics belong to all
+    stages and are not listed.
+    """
+    owned: dict[str, int] = {}
+    chain = split.ancestors()
+    for parent, on_path in zip(chain, chain[1:], strict=False):
+        before = True
+        for name, child in _named_children(model.get_submodule(parent)):
+            full = qualified(parent, name)
+            if full == on_path:
+                before = False
+            elif holds_state(child):
+                owned[full] = 0 if before else split.num_stages - 1
+    for position, (_, child) in enumerate(_named_children(model.get_submodule(split.container))):
+        if holds_state(child):
+            owned[split.name_of(position)] = split.stage_of(position)
+    return owned
+
+
+def holders(model: nn.Module, split: Split) -> dict[str, list[tuple[str, int]]]:
+    """For each parameter, by its first name in the model: all its names, each with the stage that has it by that name."""
+    owned = owners(model, split)
+    first: dict[int, str] = {}
+    held: dict[str, list[tuple[str, int]]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        stage = next((owned[prefix] for prefix in _prefixes(name) if prefix in owned), 0)
+        held.setdefault(first.setdefault(id(param), name), []).append((name, stage))
+    return held
+
+
+def holds_state(module: nn.Module) -> bool:
+    """Whether `module` has parameters or running statistics, so that one stage has to own it."""
+    return any(True for _ in module.parameters()) or any(
+        getattr(child, "track_running_stats", False) for child in module.modules()
+    )
+
+
+def qualified(parent: str, name: str) -> str:
+    """The name in the model of the child `name` of `parent`."""
+    return f"{parent}.{name}" if parent else name
+
+
+def _split_at(model: nn.Module, num_stages: int, points: list[str]) -> Split:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parents = {point.rpartition(".")[0] for point in points}
+    unknown = [point for point in points if not point or point not in modules]
+    if unknown or len(parents) != 1:
+        wrong = f"there is no module named {unknown}" if unknown else f"they lie in several modules, {sorted(parents)}"
+        raise ValueError(f"split_points={points!r}: {wrong}; {_legal_points(model)}")
+    if len(points) != num_stages - 1:
+        raise ValueError(
+            f"split_points={points!r} make {len(points) + 1} stages, but there are {num_stages}; name {num_stages - 1} modules"
+        )
+    container = parents.pop()
+    children = _children(modules[container])
+    starts = [children.index(point.rpartition(".")[2]) for point in points]
+    if sorted(set(starts)) != starts or starts[0] == 0:
+        raise ValueError(
+            f"split_points={points!r} must be in the order of the model, without repetition, and leave something to the "
+            f"first stage; {_legal_points(model)}"
+        )
+    stateless = [point for point in points if not holds_state(modules[point])]
+    if stateless:
+        raise ValueError(f"split_points names {stateless}, which have no parameters; {_legal_points(model)}")
+    return Split(container, children, tuple(starts))
+
+
+def _legal_points(model: nn.Module) -> str:
+    rows = [
+        [qualified(name, _children(model.get_submodule(name))[block]) for block in blocks]
+        for name, blocks in _rows(model)
+    ]
+    longest = max(rows, key=len, default=[])
+    return f"legal are children of one module that have parameters, such as {longest[1:]}"
+
+
+def _rows(model: nn.Module) -> list[tuple[str, list[int]]]:
+    """Containers with two or more blocks, outer ones first, and the positions of their blocks."""
+    rows = []
+    for name, module in model.named_modules():
+        if not isinstance(module, _CONTAINERS):
+            continue
+        children = [child for _, child in _named_children(module)]
+        if len({id(child) for child in children}) < len(children):
+            continue  # a module that is called several times has no place in a pipeline
+        classes = Counter(type(child) for child in children if any(True for _ in child.parameters()))
+        if classes:
+            block_class, count = classes.most_common(1)[0]
+            if count >= 2:
+                blocks = [
+                    position
+                    for position, child in enumerate(children)
+                    if type(child) is block_class and holds_state(child)
+                ]
+                rows.append((name, blocks))
+    return rows
+
+
+def _named_children(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _children(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, _ in _named_children(module))
+
+
+def _inside(name: str, container: str) -> bool:
+    return name != container and (not container or name.startswith(container + "."))
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))

@@ -1,0 +1,169 @@
+"""One pipeline stage: the user's own forward, from the block where the stage begins to the one where the next begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from booster.micro_batch import MicroBatch
+from booster.plugin.pipeline.rehearsal import StageEnd
+from booster.plugin.pipeline.route import Route, substitute
+from booster.plugin.pipeline.skeleton import Skeleton, is_fake
+from booster.plugin.pipeline.split import Split
+
+
+class Stage:
+    """What the modules of one stage share: the micro-batches at hand, and what was received for each of them.
+
+    module: the model as this stage has it. index: of the stage. current: the micro-batch that is computed, or whose
+    activations are recomputed in its backward.
+    """
+
+    def __init__(self, index: int, split: Split, skeleton: Skeleton) -> None:
+        self.index = index
+        self.module: nn.Module = nn.Identity()
+        self.current = 0
+        self._split = split
+        self._skeleton = skeleton
+        self._route: Route | None = None
+        self._feeds: Sequence[MicroBatch] = ()
+        self._received: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._running = False
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self._split.num_stages - 1
+
+    @property
+    def target(self) -> Any:
+        """That of the current micro-batch."""
+        return self._feeds[self.current].target
+
+    def begin(self, route: Route, feeds: Sequence[MicroBatch]) -> None:
+        """Make ready for a run over micro-batches of one shape."""
+        self._route, self._feeds = route, feeds
+        self._received.clear()
+
+    def finish(self) -> None:
+        """Forget the micro-batches."""
+        self._route, self._feeds = None, ()
+        self._received.clear()
+
+    def compute(self, received: tuple[torch.Tensor, ...]) -> Any:
+        """Forward of the current micro-batch: what the next stage receives, as a tuple, or what the model returns.
+
+        received: of the stage before; ignored by the first.
+        """
+        if self.index:
+            self._received[self.current] = received
+        feed = self._feeds[self.current]
+        return self.module(*feed.args, **feed.kwargs)
+
+    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The forward of `module`, where `forward` is the user's."""
+        if self._route is None:
+            raise RuntimeError(
+                f"the model lies on several pipeline stages, and this is stage {self.index}; "
+                "run it by booster.execute_pipeline(...)"
+            )
+        mode = self._skeleton.mode
+        self._running = True
+        # From here on, a fake tensor that meets a real one stands for something that this stage needs and does not have.
+        mode.allow_non_fake_inputs = self.index > 0
+        try:
+            output = forward(*args, **kwargs)
+        except StageEnd as end:
+            return end.values
+        except AssertionError as error:
+            if "convert all Tensors to FakeTensors" in str(error):
+                raise RuntimeError(
+                    f"stage {self.index} of the pipeline uses what lies on another stage, and did not in the first micro-batch "
+                    "of this shape: the forward differs from run to run"
+                ) from error
+            raise
+        finally:
+            self._running = False
+            mode.allow_non_fake_inputs = True
+        if not self.is_last:
+            raise self._missed(self._split.starts[self.index])
+        if any(is_fake(leaf) for leaf in tree_leaves(output)):
+            raise self._missed(self._split.starts[self.index - 1])
+        return output
+
+    def arm(self, position: int, block: nn.Module) -> None:
+        """Let `block`, the child of the container at `position`, take what was received. Call it after every other hook on
+        inputs is there: those are to see what was received."""
+
+        def receive(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            slots = self._route.slots.get(position) if self._route is not None else None
+            if not slots:
+                return None
+            if self._running:
+                self._skeleton.mode.allow_non_fake_inputs = False
+            return substitute(args, kwargs, slots, self._received[self.current])
+
+        block.register_forward_pre_hook(receive, with_kwargs=True, prepend=True)
+
+    def elsewhere(self, position: int, args: Any, kwargs: Any) -> Any:
+        """The forward of a child of the container that another stage has."""
+        if self._route is None:
+            raise RuntimeError(
+                f"{self._split.name_of(position)} is on another pipeline stage; run the model by booster.execute_pipeline(...)"
+            )
+        if self._split.stage_of(position) < self.index:
+            if position not in self._route.replays:
+                raise RuntimeError(
+                    f"{self._split.name_of(position)} was not called in the first micro-batch of this shape: the forward "
+                    "differs from run to run"
+                )
+            return self._route.replays[position](args, kwargs)
+        boundary = self._route.boundaries[self.index]
+        leaves = tree_leaves((args, kwargs))
+        if position != self._split.starts[self.index] or boundary.positions[-1] >= len(leaves):
+            raise self._missed(self._split.starts[self.index])
+        received = self._received.get(self.current, ())
+        values = tuple(
+            # A tensor of its own: one that only passes through is a leaf here, and would be detached after backward.
+            (leaves[leaf] if relay is None else received[relay].clone()).contiguous()
+            for leaf, relay in zip(boundary.positions, boundary.relays, strict=True)
+        )
+        for number, (value, spec) in enumerate(zip(values, boundary.specs, strict=True)):
+            if is_fake(value) or value.dtype != spec.dtype:
+                raise RuntimeError(
+                    f"{self._split.name_of(position)} should get a tensor of {spec.dtype} as number {number} of what crosses "
+                    f"to its pipeline stage, and gets {'none' if is_fake(value) else value.dtype}: the forward differs from "
+                    "run to run"
+                )
+        raise StageEnd(values)
+
+    def _missed(self, position: int) -> RuntimeError:
+        return RuntimeError(
+            f"stage {self.index} of the pipeline did not come to {self._split.name_of(position)} as it did in the first "
+            "micro-batch of this shape: the forward differs from run to run, as layers that are dropped at random do"
+        )
+
+
+class StageForward:
+    """Takes the place of the forward of a stage's outermost module."""
+
+    def __init__(self, forward: Callable[..., Any], stage: Stage) -> None:
+        self.forward = forward
+        self._stage = stage
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage.forward(self.forward, args, kwargs)
+
+
+class Elsewhere:
+    """Takes the place of the forward of a block that another stage has."""
+
+    def __init__(self, stage: Stage, position: int) -> None:
+        self._stage = stage
+        self._position = position
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage.elsewhere(self._position, args, kwargs)

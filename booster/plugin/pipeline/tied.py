@@ -1,0 +1,109 @@
+"""Weights that several pipeline stages hold, whose gradients are summed over the ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+class TiedWeights:
+    """Copies of a weight on several ranks of a pipeline, such as an embedding that is the output layer too.
+
+    params: this rank's copies by name. ranks: by name, the pipeline ranks that have one, for all tied weights of the model.
+    A collective over `group` if there are any. Raises ValueError on all ranks if copies are not laid out alike.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, torch.Tensor],
+        ranks: Mapping[str, tuple[int, ...]],
+        *,
+        rank: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._params = dict(sorted(params.items()))
+        self._ranks = dict(ranks)
+        self._rank = rank
+        self._group = group
+        if ranks:
+            self._check()
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Context around the backward passes whose gradients are summed; those of before are kept as they are."""
+        before = {name: param.grad for name, param in self._params.items()}
+        for param in self._params.values():
+            param.grad = None
+        try:
+            yield
+        finally:
+            made = {name: param.grad for name, param in self._params.items()}
+            for name, param in self._params.items():
+                param.grad = before[name]
+        self._exchange(made)
+
+    def _exchange(self, made: dict[str, torch.Tensor | None]) -> None:
+        parts: dict[str, dict[int, torch.Tensor]] = {}
+        operations = []
+        for name, param in self._params.items():
+            own = _local_gradient(param, made[name])
+            parts[name] = {self._rank: own}
+            for peer in self._ranks[name]:
+                if peer == self._rank or not own.numel():
+                    continue
+                parts[name][peer] = torch.empty_like(own)
+                there = dist.get_global_rank(self._group or dist.group.WORLD, peer)  # type: ignore[arg-type]
+                operations.append(dist.P2POp(dist.isend, own, there, self._group))
+                operations.append(dist.P2POp(dist.irecv, parts[name][peer], there, self._group))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for name, param in self._params.items():
+            # In the order of ranks on each of them, so that copies stay equal in every bit.
+            total = torch.stack([parts[name][rank] for rank in sorted(parts[name])]).sum(0).to(param.dtype)
+            _accumulate(param, total)
+
+    def _check(self) -> None:
+        mine = {name: _layout(param) for name, param in self._params.items()}
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
+        for name in self._ranks:
+            layouts = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
+            if len(set(layouts.values())) > 1:
+                raise ValueError(
+                    f"the weight {name} is tied across pipeline stages, and its copies are laid out differently, by rank: "
+                    f"{layouts}; give both of its modules the same tensor-parallel style"
+                )
+
+
+def _local_gradient(param: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        return torch.zeros_like(param.to_local() if isinstance(param, DTensor) else param.detach())
+    if isinstance(gradient, DTensor):
+        gradient = gradient.redistribute(placements=param.placements).to_local()  # type: ignore[attr-defined]
+    return gradient.contiguous()
+
+
+def _accumulate(param: torch.Tensor, local: torch.Tensor) -> None:
+    total = local
+    if isinstance(param, DTensor):
+        total = DTensor.from_local(
+            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        )
+    if param.grad is None:
+        param.grad = total
+    elif isinstance(param.grad, DTensor) and param.grad.placements != total.placements:  # type: ignore[attr-defined]
+        param.grad = param.grad.redistribute(placements=param.placements) + total  # type: ignore[attr-defined]
+    else:
+        param.grad += total
+
+
+def _layout(param: torch.Tensor) -> tuple[Any, ...]:
+    if isinstance(param, DTensor):
+        local = param.to_local()
+        return tuple(local.shape), str(local.dtype), str(param.placements)
+    return tuple(param.shape), str(param.dtype), ""
