@@ -161,6 +161,16 @@ def test_an_output_layer_tied_to_an_embedding_that_stays_whole_stays_whole(trans
     assert "transformer.h.0.attn.c_attn" in plan
 
 
+def test_a_plan_that_a_transformers_model_brings_and_that_cannot_be_used_is_said_to_be_its_own(transformers):
+    config = transformers.GPT2Config(vocab_size=8, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    model._tp_plan = {"lm_head": "mla_kv_a_proj"}
+    assert message(ValueError, model) == (
+        "the plan that GPT2LMHeadModel brings cannot be used: tp_plan gives 'lm_head' the style 'mla_kv_a_proj'; choose one "
+        f"of {NAMES}, or a ParallelStyle"
+    )
+
+
 def test_a_module_in_two_places_is_divided_once():
     model = Net()
     model.layers[1] = model.layers[0]

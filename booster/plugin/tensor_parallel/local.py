@@ -75,13 +75,8 @@ class PartForward:
 
 
 def shard_parameter(param: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """`param`, which all ranks have alike, as a DTensor parameter; the memory of the other parts is let go."""
+    """`param`, which all ranks have alike, as a DTensor parameter; a part has memory of its own."""
     sharded = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
-    local = sharded.to_local()
-    if local.untyped_storage().nbytes() > local.nbytes and not param.is_meta:
-        sharded = DTensor.from_local(
-            local.clone(), mesh, [placement], run_check=False, shape=sharded.shape, stride=sharded.stride()
-        )
     return nn.Parameter(sharded, requires_grad=param.requires_grad)
 
 

@@ -67,7 +67,10 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         own = _own_plan(module)
         if own:
             prefix = f"{name}." if name else ""
-            found = _expand(module, own, strict=False)
+            try:
+                found = _expand(module, own, strict=False)
+            except ValueError as error:
+                raise ValueError(f"the plan that {type(module).__name__} brings cannot be used: {error}") from error
             plan |= {f"{prefix}{key}": style for key, style in found.items()}
             if not name:
                 break
