@@ -9,28 +9,45 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.interface.transparent import PlacedModule, bare
+
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter of `model` by its qualified name; a tied parameter has one entry, its first name."""
     return dict(model.named_parameters())
 
 
-def rebind(optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
+def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter that this rank has of a placed model, by the name that it has in the whole model."""
+    return placed.own_parameters() if isinstance(placed, PlacedModule) else named_parameters(bare(placed))
+
+
+def rebind(
+    optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], *, partial: bool = False
+) -> None:
     """Make `optimizer` hold `new[name]` wherever it held `old[name]`, and move its state along.
 
     Groups are edited in place, because LR schedulers hold them. State of the parameter's shape goes to the new
-    parameter's device. Parameters in neither mapping stay. Raises RuntimeError, with nothing changed, if a parameter
-    has no counterpart.
+    parameter's device. Parameters in neither mapping stay. partial: those without a counterpart are on other ranks, and
+    leave the optimizer. Otherwise raises RuntimeError, with nothing changed, if a parameter has no counterpart.
     """
     names = {id(param): name for name, param in old.items()}
-    missing = [
-        names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)
-    ]
+    missing = (
+        []
+        if partial
+        else [
+            names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)
+        ]
+    )
     if missing:
         raise RuntimeError(
             f"after placing the model there is no parameter named {missing}; its optimizer would not train it"
         )
     for group in optimizer.param_groups:
+        gone = {id(p): p for p in group["params"] if id(p) in names and names[id(p)] not in new}
+        for param in gone.values():
+            optimizer.state.pop(param, None)
+        group["params"][:] = [p for p in group["params"] if id(p) not in gone]
         for index, param in enumerate(group["params"]):
             if id(param) not in names:
                 continue

@@ -131,13 +131,21 @@ class TransparentModule(nn.Module):
 
 
 class PlacedModule(nn.Module):
-    """Base of what a plugin wraps around the user's model, which is `module`; names are those of the user's model."""
+    """Base of what a plugin wraps around the user's model, which is `module`; names are those of the user's model.
+
+    is_partial: whether other ranks hold layers that this one lacks.
+    """
 
     module: nn.Module
+    is_partial = False
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+    def own_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters on this rank, by their first names in the user's whole model."""
+        return dict(bare(self.module).named_parameters())
 
 
 def bare(module: nn.Module) -> nn.Module:

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.transparent import PlacedModule
 from booster.loss_scaler import LossScaler, NoScale
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
-from booster.params import named_parameters, rebind
+from booster.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
 from booster.update.base import Update
 from booster.update.compiled import can_compile
@@ -160,14 +161,14 @@ class MixedPrecision:
         boosted_criterion = self._wrap_criterion(criterion, placement.device)
         if optimizer is None:
             return boosted, None, boosted_criterion
-        rebind(optimizer, before, named_parameters(boosted))
+        after = placed_parameters(placed)
+        rebind(optimizer, before, after, partial=isinstance(placed, PlacedModule) and placed.is_partial)
         compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
         if options.fused_optimizer and not compiled:
             switch_to_fused(optimizer, boosted)
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):
             names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
-        after = named_parameters(boosted)
         shards = placement.shards(optimizer)
         with shards.local():
             names |= {shards.part_of(param): name for name, param in after.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,11 +17,13 @@ from torch.optim import Optimizer
 
 from booster.interface.transparent import bare
 from booster.launch import environment_world_size
-from booster.mixed_precision.policy import DtypePolicy
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Pipeline, Plugin
 from booster.plugin.blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import broadcast, shard_module
 from booster.plugin.meta import check_meta, materialise
+from booster.plugin.pipeline import Pipeline as StagePipeline
+from booster.plugin.pipeline import PipelinePlan, plan_pipeline
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from booster.plugin.tensor_parallel.plan import TPPlan
 from booster.shards.fully_sharded import FullyShardedShards
@@ -103,6 +106,7 @@ class HybridParallelPlugin(Plugin):
         self._reduce_dtype = reduce_dtype
         self._meshes: dict[str, DeviceMesh] = {}
         self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._pipelines: weakref.WeakSet[StagePipeline] = weakref.WeakSet()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.check_device(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
@@ -156,12 +160,16 @@ class HybridParallelPlugin(Plugin):
 
     def make_shards(self, optimizer: Optimizer) -> FullyShardedShards:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        modules = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
-        return FullyShardedShards(optimizer, modules, group=self.group, num_stages=self.pp_size)
+        roots = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
+        pipelines = list(self._pipelines)
+
+        def num_holders(param: torch.Tensor) -> int:
+            return max((pipeline.num_copies(param) for pipeline in pipelines), default=1)
+
+        return FullyShardedShards(optimizer, roots, group=self.group, num_stages=self.pp_size, num_holders=num_holders)
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
-        mesh = self._mesh(device.type)
-        model = bare(module)
+        mesh, model = self._mesh(device.type), bare(module)
         tensor_parallel: dict[str, Any] = {
             "mesh": mesh["tp"],
             "tp_plan": self._tp_plan,
@@ -169,23 +177,50 @@ class HybridParallelPlugin(Plugin):
             "policy": policy,
         }
         check_tensor_parallel(model, **tensor_parallel)
-        blocks = block_names(model, self._wrap_policy)
         check_meta(model)
+        blocks = block_names(model, self._wrap_policy)
+        plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         materialise(reversed(list(model.modules())), device)
         module.to(device)
         broadcast([*model.parameters(), *model.buffers()], self.group, device)
         apply_tensor_parallel(model, **tensor_parallel)
-        placed = shard_module(
-            module,
-            policy,
-            mesh=mesh["replicate", "shard"],
-            device=device,
-            blocks=blocks,
-            reshard_after_forward=False,
-            reduce_dtype=self._reduce_dtype,
+        roots = [module] if plan is None else plan.cut(self.pipeline_rank)
+        for root in roots:
+            # What lies on other stages has stand-ins without parameters here.
+            shard_module(
+                root,
+                dataclasses.replace(policy, fp32_modules=frozenset(_with_parameters(root, policy.fp32_modules))),
+                mesh=mesh["replicate", "shard"],
+                device=device,
+                blocks=_with_parameters(root, blocks),
+                reshard_after_forward=False,
+                reduce_dtype=self._reduce_dtype,
+            )
+            self._placed.add(bare(root))
+        if plan is None:
+            return module
+        pipeline = plan.pipeline(
+            group=mesh["pp"].get_group(), device=device, boundary=self._boundary if self._sequence_parallelism else None
         )
-        self._placed.add(model)
-        return placed
+        self._pipelines.add(pipeline)
+        return pipeline
+
+    def _plan_pipeline(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> PipelinePlan:
+        # Stages compute in `param`, whatever their shards are stored in.
+        computed = dataclasses.replace(policy, store=None)
+        return plan_pipeline(
+            module,
+            pp_size=self.pp_size,
+            style=self._pp_style,
+            num_model_chunks=self._num_model_chunks,
+            split_points=self._split_points,
+            device=device,
+            prepare=lambda skeleton: cast_parameters(skeleton, computed),
+        )
+
+    def _boundary(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an activation (batch, sequence, ...) that crosses between stages, divided along the sequence."""
+        return shape if len(shape) < 3 else (shape[0], shape[1] // self.tp_size, *shape[2:])
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         model = bare(module)
@@ -218,7 +253,12 @@ class HybridParallelPlugin(Plugin):
         return batch_size // self._microbatch_size
 
     def pipeline(self, module: nn.Module) -> Pipeline | None:
-        return None
+        return module if isinstance(module, StagePipeline) else None
+
+
+def _with_parameters(root: nn.Module, names: Iterable[str]) -> list[str]:
+    model = bare(root)
+    return [name for name in names if next(model.get_submodule(name).parameters(), None) is not None]
 
 
 def _check_counts(**counts: Any) -> None:

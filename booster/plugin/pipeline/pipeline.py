@@ -29,6 +29,8 @@ class Pipeline(PlacedModule):
     Parameters and state dict keys are those of the user's model that this rank has.
     """
 
+    is_partial = True
+
     def __init__(
         self,
         plan: PipelinePlan,
@@ -187,7 +189,9 @@ class Pipeline(PlacedModule):
         loss = self._criterion(output, target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ValueError(f"the loss must be a real tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
+            raise ValueError(
+                f"the loss must be a real tensor of one element, got {shape}; reduce it first, e.g. loss.mean()"
+            )
         loss = (loss.float() if loss.dtype in HALF_DTYPES else loss).reshape(())
         self._losses.append(loss.detach())
         if self._keep_outputs:
