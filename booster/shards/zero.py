@@ -45,6 +45,7 @@ class ZeroShards(Shards):
         self._reduced = reduced
         self._parts: dict[torch.Tensor, torch.Tensor] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
+        self._versions: dict[torch.Tensor, int] = {}  # of parameters, when `local` was last entered
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
         self._lay_down()
 
@@ -56,6 +57,7 @@ class ZeroShards(Shards):
         self._lay_down()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]
+        self._versions = {param: param._version for params in lists for param in params}
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         try:
             for params in lists:
@@ -120,10 +122,10 @@ class ZeroShards(Shards):
                 own = [param for param in bucket.params if param in owned]
                 if own:
                     works += bucket.gather(layout.group)
-                changed += [p for p in own if not self.part_of(p).numel() and self._has_gradient(p)]
+                changed += [p for p in own if self._has_gradient(p) and p._version == self._versions.get(p)]
         for work in works:
             work.wait()
-        # A graph that was kept over the step is as stale here as on the ranks that wrote these weights.
+        # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
         torch.autograd.graph.increment_version(changed)
 
     def clear_gradients(self, set_to_none: bool) -> None:

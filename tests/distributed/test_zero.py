@@ -37,7 +37,9 @@ FUSED = {
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-2),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.03, momentum=0.9),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(
+        [param for param in params if param.requires_grad], lr=1e-2, initial_accumulator_value=0.1
+    ),
 }
 
 
@@ -273,3 +275,405 @@ def test_an_overflow_in_the_first_step_leaves_every_fused_optimizer_sound(ranks2
     for precision in ("fp16", "fp16_naive"):
         first, second = ranks2(overflow, precision, stage, optimizer, 0)
         assert same(first, second)
+
+
+# ---- between backward and step ----
+
+
+def whole_gradients(rank, world_size, stage, make_scale_differ):
+    """Unscaled and clamped gradients against DDP's, and what a second backward adds to them."""
+    jobs = [Job("fp16", TorchDDPPlugin()), Job("fp16", zero(stage))]
+    shards = jobs[1].optimizer._update.shards
+    for job in jobs:
+        job.backward(*batch(0, rank, world_size))
+        if make_scale_differ == "unscale":
+            job.optimizer.unscale_grads()
+        elif make_scale_differ == "value":
+            job.optimizer.clip_grad_by_value(1e-3)
+    params = [dict(job.model.named_parameters()) for job in jobs]
+    for part in ("first", "second"):
+        for name, param in params[0].items():
+            if not param.requires_grad:
+                continue
+            if stage == 1:
+                assert torch.equal(params[1][name].grad, param.grad), f"{name} after the {part} backward"
+            mine = jobs[1].parts()[name][1]
+            if mine is not None:
+                expected = shards.cut(param.grad, params[1][name])
+                # DDP averages the old gradient, which is the same everywhere, again.
+                assert torch.allclose(mine, expected, rtol=1e-6, atol=1e-6 * SCALE), f"{name} after the {part} backward"
+        for job in jobs:
+            job.backward(*batch(1, rank, world_size))
+    for job in jobs:
+        job.step()
+    assert all(torch.allclose(jobs[1].weights()[n], w, atol=1e-6) for n, w in jobs[0].weights().items())
+
+
+@stages
+@pytest.mark.parametrize("make_scale_differ", ["no", "unscale", "value"])
+def test_gradients_are_those_of_ddp_when_read_clamped_or_added_to(ranks2, stage, make_scale_differ):
+    ranks2(whole_gradients, stage, make_scale_differ)
+
+
+def accumulating(rank, world_size, precision, stage, how):
+    jobs = [Job(precision, TorchDDPPlugin()), Job(precision, zero(stage))]
+    for step in range(4):
+        micro = [batch(4 * step + index, rank, world_size) for index in range(3)]
+        for job in jobs:
+            if how == "accumulate":
+                with job.booster.accumulate(job.model, job.optimizer, num_micro_batches=3):
+                    for x, y in micro:
+                        job.backward(x, y)
+            else:
+                with job.booster.no_sync(job.model, job.optimizer):
+                    for x, y in micro[:2]:
+                        job.backward(x, y)
+                grads = [param.grad.clone() for param in job.model.parameters() if param.grad is not None]
+                mine, other = [torch.empty_like(grads[-1]) for _ in range(2)], grads[-1]
+                torch.distributed.all_gather(mine, other)
+                assert not torch.equal(*mine), "gradients are those of one rank until they are synchronised"
+                job.backward(*micro[2])
+            job.step()
+        assert same(*(job.weights() for job in jobs)), f"step {step}"
+
+
+@stages
+@pytest.mark.parametrize("how", ["accumulate", "no_sync"])
+def test_accumulated_gradients_equal_ddp_to_the_bit(ranks2, stage, how):
+    for precision in ("fp32", "fp16_naive"):
+        ranks2(accumulating, precision, stage, how)
+
+
+def zeroing(rank, world_size, stage):
+    for zero_by in ("optimizer", "model", "model to zeros", "optimizer to zeros"):
+        job, fresh = Job("fp32", zero(stage), make=FUSED["SGD"]), Job("fp32", zero(stage), make=FUSED["SGD"])
+        job.backward(*batch(0, rank, world_size))
+        who = job.optimizer if zero_by.startswith("optimizer") else job.model
+        who.zero_grad(set_to_none="zeros" not in zero_by)
+        for each in (job, fresh):
+            each.backward(*batch(1, rank, world_size))
+            each.step()
+        assert same(job.weights(), fresh.weights()), zero_by
+
+
+@stages
+def test_gradients_are_forgotten_by_optimizer_and_model(ranks2, stage):
+    ranks2(zeroing, stage)
+
+
+# ---- parameters of all kinds ----
+
+
+class Branches(nn.Module):
+    """A branch that rank 0 alone uses, one that nobody uses, and BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.norm = nn.BatchNorm1d(DIM)
+        self.sometimes = nn.Linear(DIM, DIM)
+        self.never = nn.Linear(DIM, DIM)
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def forward(self, x, use=False):
+        x = self.norm(self.first(x))
+        return self.head(self.sometimes(x) if use else x)
+
+
+def with_branches(rank, world_size, precision, stage):
+    jobs = []
+    for plugin in (TorchDDPPlugin(find_unused_parameters=True), zero(stage, find_unused_parameters=stage == 1)):
+        torch.manual_seed(0)
+        job = Job(precision, plugin, Branches())
+        jobs.append(job)
+        for step in range(6):
+            x, y = batch(step, rank, world_size)
+            loss = F.cross_entropy(job.model(x, use=rank == 0 and step % 2 == 1), y)
+            job.booster.backward(loss, job.optimizer)
+            job.step()
+        job.model.eval()(x)  # a forward gives buffers of rank 0 to all
+    assert same(*(job.weights() for job in jobs))
+    buffers = [{name: b.clone() for name, b in job.model.named_buffers()} for job in jobs]
+    assert same(*buffers)
+    state = jobs[1].optimizer.state_dict()
+    assert same(state, jobs[0].optimizer.state_dict())
+    assert [name for name, _ in jobs[1].model.named_parameters()][6] == "never.weight"
+    assert 6 not in state["state"], "a parameter that no rank uses is not stepped"
+    assert state["state"][4]["step"] == 3, "one that any rank uses is"
+    return buffers[1]
+
+
+@stages
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_unused_parameters_and_buffers_are_as_under_ddp(ranks2, stage):
+    for precision in ("fp32", "fp16_naive"):
+        assert same(*ranks2(with_branches, precision, stage))
+
+
+def groups_of(model, **more):
+    """Weights, biases and a single scalar in groups of their own."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad and not name.startswith("head")}
+    groups = [[p for p in params.values() if p.dim() > 1], [p for p in params.values() if p.dim() == 1], [model.scale]]
+    options = [{"lr": 1e-2}, {"lr": 3e-2, "weight_decay": 0.0}, {"lr": 5e-2}]
+    return torch.optim.AdamW([{"params": g, **o} for g, o in zip(groups, options, strict=True)], **more)
+
+
+def with_groups(rank, world_size, precision, stage):
+    jobs = []
+    for plugin in (TorchDDPPlugin(), zero(stage)):
+        model = net()
+        optimizer = groups_of(model)
+        job = Job(precision, plugin, model, make=lambda _, optimizer=optimizer: optimizer)
+        job.train(range(3), rank, world_size)
+        job.model.zero_grad()  # that of parameters which the optimizer did not yet have
+        job.optimizer.add_param_group({"params": list(job.model.head.parameters()), "lr": 0.1})
+        job.train(range(3, 6), rank, world_size)
+        jobs.append(job)
+        held = [param for group in job.optimizer.param_groups for param in group["params"]]
+        assert {id(p) for p in held} == {id(p) for p in job.model.parameters() if p.requires_grad}, "groups hold the parameters at rest"
+    assert same(*(job.weights() for job in jobs))
+    assert same(*(job.optimizer.state_dict() for job in jobs))
+    with jobs[1].optimizer._update.shards.local():
+        return [sum(p.numel() for p in group["params"]) for group in jobs[1].optimizer.param_groups]
+
+
+@stages
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
+def test_groups_and_a_group_added_later_equal_ddp_to_the_bit(ranks2, precision, stage):
+    sizes = ranks2(with_groups, precision, stage)
+    assert sorted(size[2] for size in sizes) == [0, 1], "one rank holds nothing of the group of the scalar"
+    assert sum(size[0] for size in sizes) == sum(p.numel() for p in groups_of(net()).param_groups[0]["params"])
+
+
+# ---- optimizers ----
+
+
+class PerTensor(nn.Module):
+    """Matrices of unequal size, for optimizers that take nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(DIM, 3 * DIM), nn.Linear(3 * DIM, DIM), nn.Linear(DIM, CLASSES)])
+        self.requires_grad_(False)
+        for layer in self.layers:
+            layer.weight.requires_grad_()
+
+    def forward(self, x):
+        return self.layers[2](torch.tanh(self.layers[1](torch.tanh(self.layers[0](x)))))
+
+
+def whole_tensors(rank, world_size, precision, stage, name):
+    jobs = []
+    for plugin in (TorchDDPPlugin(**SMALL), zero(stage)):
+        torch.manual_seed(0)
+        model = PerTensor()
+        make = getattr(torch.optim, name)
+        job = Job(precision, plugin, model, make=lambda _, m=model, make=make: make([p.weight for p in m.layers], lr=1e-2))
+        jobs.append(job.train(range(STEPS), rank, world_size, clip=0.5))
+    for key, weight in jobs[0].weights().items():
+        assert torch.allclose(jobs[1].weights()[key], weight, atol=TOLERANCE[precision]), key
+    parts = jobs[1].parts()
+    params = dict(jobs[1].model.named_parameters())
+    held = {key for key, (part, _) in parts.items() if part.numel()}
+    assert all(parts[key][0].shape == params[key].shape for key in held), "whole tensors"
+    wide, of_ddp = (job.optimizer.state_dict()["state"] for job in reversed(jobs))
+    assert wide.keys() == of_ddp.keys()
+    for index, own in of_ddp.items():
+        assert {k: getattr(v, "shape", None) for k, v in wide[index].items()} == {
+            k: getattr(v, "shape", None) for k, v in own.items()
+        }
+    return held, jobs[1].weights()
+
+
+@stages
+@pytest.mark.parametrize("name", [name for name in ("Muon", "Adafactor") if hasattr(torch.optim, name)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
+def test_optimizers_of_whole_tensors_get_whole_tensors(ranks2, precision, stage, name):
+    (first, weights), (second, other_weights) = ranks2(whole_tensors, precision, stage, name)
+    assert first and second and not first & second, "each tensor has one owner, and each rank some"
+    assert len(first | second) == 3
+    assert same(weights, other_weights)
+
+
+class Unknown(torch.optim.SGD):
+    pass
+
+
+def unknown_optimizer(rank, world_size, stage):
+    def make(params):
+        return Unknown(params, lr=0.1, momentum=0.9)
+
+    for optimizer in (make, lambda params: torch.optim.LBFGS(params)):
+        with pytest.raises(ValueError, match=r"call booster.register_elementwise\((Unknown|LBFGS)\) before boost"):
+            Job("fp32", zero(stage), make=optimizer)
+
+    class Registered(torch.optim.SGD):
+        pass
+
+    booster.register_elementwise(Registered)
+    job = Job("fp32", zero(stage), make=lambda params: Registered(params, lr=0.1, momentum=0.9))
+    like = Job("fp32", TorchDDPPlugin(), make=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False))
+    for each in (job, like):
+        each.train(range(3), rank, world_size)
+    assert all(torch.allclose(job.weights()[name], weight, atol=1e-6) for name, weight in like.weights().items())
+
+
+@stages
+def test_an_optimizer_of_unknown_kind_raises_and_a_registered_one_trains(ranks2, stage):
+    ranks2(unknown_optimizer, stage)
+
+
+# ---- checkpoints ----
+
+
+def interrupted(rank, world_size, precision, stage, optimizer):
+    """States after 4 steps, and weights after 8, with and without an interruption in between."""
+    job = Job(precision, zero(stage), make=FUSED[optimizer]).train(range(4), rank, world_size)
+    saved = copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()))
+    job.train(range(4, 8), rank, world_size)
+    final = job.weights(), job.optimizer.state_dict()
+    resumed = {}
+    for name, plugin in (("zero", zero(stage)), ("other stage", zero(3 - stage)), ("ddp", TorchDDPPlugin())):
+        other = Job(precision, plugin, net(seed=1), make=FUSED[optimizer])
+        other.model.load_state_dict(saved[0])
+        other.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        assert same(other.optimizer.state_dict(), saved[1]), name
+        other.train(range(4, 8), rank, world_size)
+        resumed[name] = other.weights(), other.optimizer.state_dict()
+    for name, result in resumed.items():
+        assert same(result, final), name
+    return saved, final[0]
+
+
+@precisions
+@stages
+def test_a_state_dict_resumes_bitwise_here_and_under_ddp_and_in_one_process(ranks2, precision, stage):
+    (saved, weights), (other_saved, _) = ranks2(interrupted, precision, stage, "AdamW")
+    assert same(saved, other_saved), "every rank has the whole state"
+    job = Job(precision, None, net(seed=1))
+    job.model.load_state_dict(saved[0])
+    job.optimizer.load_state_dict(saved[1])
+    for step in range(4, 8):
+        for part in range(2):
+            job.backward(*batch(step, part, 2), factor=0.5)
+        job.step()
+    for name, weight in job.weights().items():
+        assert (weight.float() - weights[name].float()).abs().max() <= TOLERANCE[precision], name
+
+
+@stages
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_state_of_other_optimizers_resumes_too(ranks2, optimizer, stage):
+    assert same(*ranks2(interrupted, "fp16_naive", stage, optimizer))
+
+
+def from_four_to_two(rank, world_size, stage, saved):
+    job = Job("fp16_naive", zero(stage), net(seed=1))
+    if saved is None:
+        job.train(range(4), rank, world_size)
+    else:
+        job.model.load_state_dict(saved[0])
+        job.optimizer.load_state_dict(saved[1])
+    return copy.deepcopy((job.model.state_dict(), job.optimizer.state_dict()))
+
+
+@stages
+def test_a_state_dict_of_four_ranks_loads_on_two(run_on_ranks, stage):
+    saved = run_on_ranks(from_four_to_two, 4, stage, None)[0]
+    for loaded in run_on_ranks(from_four_to_two, 2, stage, saved):
+        assert same(loaded, saved)
+
+
+def of_whole_tensors(rank, world_size, stage):
+    def job():
+        torch.manual_seed(0)
+        model = PerTensor()
+        return Job(
+            "fp16_naive", zero(stage), model, make=lambda _: torch.optim.Adafactor([p.weight for p in model.layers])
+        )
+
+    first = job().train(range(3), rank, world_size)
+    second = job()
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+    for each in (first, second):
+        each.train(range(3, 6), rank, world_size)
+    assert same(first.weights(), second.weights())
+    assert same(first.optimizer.state_dict(), second.optimizer.state_dict())
+
+
+@stages
+def test_states_of_whole_tensors_in_shapes_of_their_own_resume_bitwise(ranks2, stage):
+    ranks2(of_whole_tensors, stage)
+
+
+def wrong_states(rank, world_size, stage):
+    job = Job("fp16_naive", zero(stage))
+    state = copy.deepcopy(job.optimizer.state_dict())
+    before = copy.deepcopy(state)
+    weights = state["booster"]["masters"]["weights"]
+    weights["head.weight"] = weights["head.weight"][:1]
+    with pytest.raises(ValueError, match="head.weight"):
+        job.optimizer.load_state_dict(state)
+    weights["nowhere"] = weights.pop("head.weight")
+    with pytest.raises(ValueError, match="nowhere"):
+        job.optimizer.load_state_dict(state)
+    assert same(job.optimizer.state_dict(), before)
+
+
+@stages
+def test_masters_that_do_not_fit_are_refused_on_every_rank(ranks2, stage):
+    ranks2(wrong_states, stage)
+
+
+# ---- weights that somebody else writes ----
+
+
+def written_weights(rank, world_size, precision, stage):
+    jobs = [Job(precision, TorchDDPPlugin()), Job(precision, zero(stage))]
+    for job in jobs:
+        job.train(range(2), rank, world_size)
+        job.model.load_state_dict({name: value * 0.5 for name, value in job.model.state_dict().items()})
+        job.train(range(2, 4), rank, world_size)
+    assert same(*(job.weights() for job in jobs))
+    before = jobs[1].weights()
+    for param in jobs[1].model.parameters():  # as weight averages do that are swapped in and out
+        param.data = param.detach().clone() * 2
+    jobs[1].train(range(1), rank, world_size)
+    for name, weight in jobs[1].weights().items():
+        assert (weight - 2 * before[name]).abs().max() <= 0.02, name
+    return jobs[1].weights()
+
+
+@stages
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_naive"])
+def test_weights_that_are_loaded_or_replaced_are_taken_over(ranks2, precision, stage):
+    assert same(*ranks2(written_weights, precision, stage))
+
+
+def changed_dtype(rank, world_size, stage):
+    job = Job("fp16_naive", zero(stage))
+    job.backward(*batch(0, rank, world_size))
+    job.model.float()
+    with pytest.raises(RuntimeError, match="Convert the model before boost"):
+        job.optimizer.step()
+
+
+def kept_graph(rank, world_size, stage):
+    job = Job("fp32", zero(stage))
+    x, y = batch(0, rank, world_size)
+    loss = F.cross_entropy(job.model(x), y)
+    job.booster.backward(loss, job.optimizer, retain_graph=True)
+    job.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        job.booster.backward(loss, job.optimizer)
+
+
+@stages
+def test_a_graph_kept_over_a_step_is_stale_on_every_rank(ranks2, stage):
+    ranks2(kept_graph, stage)
+
+
+@stages
+def test_a_model_converted_after_boost_is_refused(ranks2, stage):
+    ranks2(changed_dtype, stage)
