@@ -1,7 +1,10 @@
 """The pipeline engine: a model in stages trains as it does in one process, whatever it is made of."""
 
 import copy
-from contextlib import nullcontext
+import importlib.util
+import warnings
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,7 +94,9 @@ def build(model, rank, world_size, style, split_points=None, group=None, **optio
     return plan.pipeline(group=group, device=CPU, **options)
 
 
-def compare(model, batch, rank, world_size, style, criterion=loss_of, num=4, context=nullcontext, tolerance=1e-6, **options):
+def compare(
+    model, batch, rank, world_size, style, criterion=loss_of, num=4, context=nullcontext, tolerance=1e-6, **options
+):
     """Run `model` in one process and in stages, and compare losses, and the gradients of what this rank has."""
     losses, outputs, gradients, _ = alone(model, batch, criterion, num, context, seed=8.0)
     pipeline = build(model, rank, world_size, style, **options)
@@ -131,3 +136,206 @@ def test_stages_train_as_one_process_does_under_every_schedule_on_two_ranks(rank
 @pytest.mark.slow
 def test_stages_train_as_one_process_does_under_every_schedule_on_four_ranks(ranks4):
     ranks4(every_style)
+
+
+# ---------------------------------------------------------------------------------------------- kinds of model
+
+
+class Chain(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Embedding(WORDS, DIM),
+            *(nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True) for _ in range(3)),
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, WORDS),
+        )
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, whose loop over layers is in its forward, with a padding mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, DIM)
+        layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, norm=nn.LayerNorm(DIM))
+        self.head = nn.Linear(DIM, WORDS)
+
+    def forward(self, tokens):
+        return self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0))
+
+
+class Translator(nn.Module):
+    """Every decoder block gets the encoder's memory, which comes from before the cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, DIM)
+        self.encoder = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True)
+        layer = nn.TransformerDecoderLayer(DIM, HEADS, 2 * DIM, dropout=0.0, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 6)
+        self.head = nn.Linear(DIM, WORDS)
+
+    def forward(self, tokens):
+        memory = self.encoder(self.embedding(tokens))
+        return self.head(self.decoder(self.embedding(tokens.flip(1)), memory))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x, scale=1.0):
+        return x + torch.tanh(self.linear(x)) * scale, x.detach().mean()
+
+
+class Tuples(nn.Module):
+    """Blocks that return a tuple and are called by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, DIM)
+        self.layers = nn.ModuleList(Pair() for _ in range(4))
+        self.head = nn.Linear(DIM, WORDS)
+
+    def forward(self, *, features, labels=None):
+        x = self.stem(features)
+        for layer in self.layers:
+            x = layer(x=x, scale=0.5)[0]
+        return {"logits": self.head(x), "features": features}
+
+
+class Convolutions(nn.Module):
+    """BatchNorm in every block, and values of the statistics that only the stage itself may write."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4, affine=False)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4))
+        )
+        self.head = nn.Linear(4, WORDS)
+
+    def forward(self, images):
+        return self.head(self.layers(self.norm(self.stem(images))).mean((2, 3)))
+
+
+def classes(logits, target):
+    return F.cross_entropy(logits.float(), target)
+
+
+def own_kinds(rank, world_size, style):
+    torch.manual_seed(0)
+    for model in (Chain(), Encoder(), Translator(), GPT(checkpointed=True), GPT(num_blocks=7)):
+        if style in ("gpipe", "1f1b") or not isinstance(model, Chain):
+            compare(model, text(), rank, world_size, style)
+    features = torch.randn(8, 5, 4)
+    batch = {"features": features, "labels": torch.randint(WORDS, (8, 5))}
+
+    def by_keyword(output, target):
+        return loss_of(output["logits"], target["labels"]) + output["features"].mean()
+
+    compare(Tuples(), batch, rank, world_size, style, by_keyword)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_forward_of_the_users_own_runs_on_every_stage(ranks2, style):
+    ranks2(own_kinds, style)
+
+
+def statistics(rank, world_size):
+    torch.manual_seed(0)
+    model = Convolutions()
+    batch = torch.randn(8, 3, 5, 5), torch.randint(WORDS, (8,))
+    *_, reference = alone(model, batch, classes, 4)
+    pipeline, _ = compare(model, batch, rank, world_size, "1f1b", classes)
+    state = pipeline.module.state_dict()
+    assert ("norm.running_mean" in state) == (rank == 0)
+    for name, value in state.items():
+        torch.testing.assert_close(value, reference.state_dict()[name], msg=name)
+    return sorted(state)
+
+
+def test_running_statistics_belong_to_one_stage_and_see_each_micro_batch_once(ranks2):
+    first, second = ranks2(statistics)
+    assert not set(first) & set(second)
+    assert sorted(first + second) == sorted(Convolutions().state_dict())
+
+
+def tied(rank, world_size):
+    for style in STYLES:
+        torch.manual_seed(0)
+        model = GPT(num_blocks=2 * world_size, tied=True)
+        pipeline, own = compare(model, text(), rank, world_size, style)
+        weight = pipeline.own_parameters().get("embedding.weight")
+        across = style != "zbv"  # there, the rank of the first stage has the last one too
+        assert (weight is not None) == (rank in ((0, world_size - 1) if across else (0,)))
+        if weight is not None:
+            assert pipeline.num_copies(weight) == (2 if across else 1)
+        others = [param for name, param in pipeline.own_parameters().items() if name != "embedding.weight"]
+        assert {pipeline.num_copies(param) for param in others} == {1}
+        # A second run adds to the gradients, and sums its own alone.
+        before = {name: param.grad.clone() for name, param in pipeline.own_parameters().items()}
+        pipeline.run(pieces(text()), loss_of, seed=8.0)
+        for name, param in pipeline.own_parameters().items():
+            torch.testing.assert_close(param.grad, 2 * before[name], msg=name)
+
+
+def test_gradients_of_tied_weights_are_summed_over_their_stages(ranks2):
+    ranks2(tied)
+
+
+def packages():
+    """timm and transformers, also where torchvision's compiled operators do not load."""
+    path = Path(__file__).parents[2] / "examples" / "vit" / "torchvision_ops.py"
+    spec = importlib.util.spec_from_file_location("torchvision_ops", path)
+    module = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        spec.loader.exec_module(module)
+        with suppress(ModuleNotFoundError):
+            module.import_torchvision()
+        import timm
+        import transformers
+    return timm, transformers
+
+
+def library_models(rank, world_size):
+    timm, transformers = packages()
+    torch.manual_seed(0)
+    vit = timm.models.vision_transformer.VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=DIM, depth=4, num_heads=HEADS, num_classes=WORDS
+    )
+    images = torch.randn(8, 3, 8, 8), torch.randint(WORDS, (8,))
+    compare(vit, images, rank, world_size, "1f1b", classes)
+    sizes = {"vocab_size": WORDS, "num_hidden_layers": 4, "hidden_size": DIM, "num_attention_heads": HEADS}
+    llama = transformers.LlamaConfig(**sizes, intermediate_size=2 * DIM, num_key_value_heads=1)
+    gpt2 = transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    bert = transformers.BertConfig(
+        **sizes, intermediate_size=2 * DIM, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+    )
+    ids, _ = text()
+    batch = {"input_ids": ids, "attention_mask": (torch.arange(LENGTH) < 5).expand(8, -1).long(), "labels": ids}
+
+    def own_loss(output, target):
+        return output.loss
+
+    for config in (llama, gpt2, bert):
+        for attention in ("sdpa", "eager"):
+            config._attn_implementation = attention
+            model = {
+                "llama": transformers.LlamaForCausalLM,
+                "gpt2": transformers.GPT2LMHeadModel,
+                "bert": transformers.BertForMaskedLM,
+            }[config.model_type](config)
+            compare(model, batch, rank, world_size, "1f1b", own_loss)
+    model = transformers.LlamaForCausalLM(llama)
+    model.gradient_checkpointing_enable()
+    compare(model, batch, rank, world_size, "interleaved", own_loss)
+    compare(transformers.GPT2LMHeadModel(gpt2), batch, rank, world_size, "zbv", own_loss)
+
+
+def test_models_of_timm_and_transformers_need_no_change(ranks2, timm, transformers):
+    ranks2(library_models)

@@ -124,7 +124,9 @@ class _Rehearsal:
             raise RuntimeError(
                 f"{name} is called before {first}, which begins its pipeline stage; name other split_points"
             )
-        slots = [(leaf, self._stand_ins[id(value)]) for leaf, value in enumerate(leaves) if id(value) in self._stand_ins]
+        slots = [
+            (leaf, self._stand_ins[id(value)]) for leaf, value in enumerate(leaves) if id(value) in self._stand_ins
+        ]
         if slots:
             self._route.slots[position] = slots
             for leaf, number in slots:
@@ -188,9 +190,7 @@ class _Rehearsal:
         self._route.boundaries.append(
             Boundary(
                 tuple(positions),
-                tuple(
-                    TensorSpec(tuple(t.shape), t.dtype, t.requires_grad and t.is_floating_point()) for t in specs
-                ),
+                tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad and t.is_floating_point()) for t in specs),
                 tuple(relays),
             )
         )

@@ -140,6 +140,10 @@ class _Chunk(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                grad.contiguous() if isinstance(grad, torch.Tensor) else grad for grad in self.bwd_cache[bwd_chunk_id]
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id

@@ -54,7 +54,9 @@ class Skeleton:
             child._backward_hooks.clear()
             child._compiled_call_impl = None
 
-    def fake(self, shape: Any, dtype: torch.dtype, device: torch.device, *, requires_grad: bool = False) -> torch.Tensor:
+    def fake(
+        self, shape: Any, dtype: torch.dtype, device: torch.device, *, requires_grad: bool = False
+    ) -> torch.Tensor:
         """A new fake tensor."""
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
