@@ -377,6 +377,22 @@ def test_so_it_is_on_four_ranks(ranks4, name):
     ranks4(check_case, name)
 
 
+def check_nested(rank, world_size):
+    model, args, _ = encoder()
+    model.use_nested_tensor = True  # as the constructor does by default
+    padding = torch.arange(TIME) >= torch.tensor([[TIME], [5], [3]])
+    reference = copy.deepcopy(model).eval()
+    reference.use_nested_tensor = False
+    divide(model, tp_mesh(world_size)).eval()
+    with torch.no_grad():
+        out, expected = (each(*args, src_key_padding_mask=padding) for each in (model, reference))
+    assert distance(out[~padding], expected[~padding]) <= 1e-6
+
+
+def test_an_encoder_that_would_use_nested_tensors_in_evaluation_computes_without(ranks2):
+    ranks2(check_nested)
+
+
 # ---- frozen and tied weights, one rank ----
 
 
@@ -479,6 +495,17 @@ def check_autocast(rank, world_size, name, dtype, tolerance):
 @pytest.mark.parametrize("name", ["strings", "styles", "timm rich", "encoder sequence", "llama sequence", "gpt2"])
 def test_autocast_is_that_of_one_process(ranks2, name, dtype, tolerance):
     ranks2(check_autocast, name, dtype, tolerance)
+
+
+def check_autocast_dtype(rank, world_size):
+    for plan in ({"0": "colwise", "1": "rowwise"}, {"0": "rowwise_split_input", "1": "colwise_gather_output"}):
+        model = divide(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tp_mesh(world_size), plan)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model[0](torch.ones(2, 4)).dtype == model(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+def test_under_autocast_divided_layers_return_half(ranks2):
+    ranks2(check_autocast_dtype)
 
 
 def check_half(rank, world_size, name, dtype, cast_first):
@@ -601,6 +628,33 @@ def test_fully_shard_divides_a_divided_model_again(ranks4, name, replicate):
 
 
 # ---- what raises ----
+
+
+def check_twice(rank, world_size):
+    model = divide(gpt()[0], tp_mesh(world_size), STRINGS)
+    with pytest.raises(RuntimeError) as error:
+        divide(model, tp_mesh(world_size), STRINGS)
+    assert str(error.value) == (
+        "'embed.weight' is a DTensor already: the model was divided before; pass it as it was then"
+    )
+
+
+def test_a_model_is_divided_once(ranks2):
+    ranks2(check_twice)
+
+
+def check_weights_wanted(rank, world_size):
+    model, args, _ = other_widths()
+    divide(model, tp_mesh(world_size), {"attn": "colwise", "attn.out_proj": "rowwise"})
+    with pytest.raises(ValueError) as error:
+        model.attn(*args)
+    assert str(error.value) == (
+        "attention weights are not available under tensor parallelism; call with need_weights=False"
+    )
+
+
+def test_attention_weights_are_refused(ranks2):
+    ranks2(check_weights_wanted)
 
 
 def check_uneven_sequence(rank, world_size):

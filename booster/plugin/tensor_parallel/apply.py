@@ -71,6 +71,9 @@ def _resolve(
         raise ValueError(f"tensor parallelism needs a mesh of one dimension, got {mesh.ndim}; pass mesh['tp']")
     if mesh.size() == 1 and tp_plan is None:
         return {}
+    divided = [name for name, param in model.named_parameters() if isinstance(param, DTensor)]
+    if divided:
+        raise RuntimeError(f"{divided[0]!r} is a DTensor already: the model was divided before; pass it as it was then")
     plan = resolve_plan(model, tp_plan, tp_size=mesh.size(), sequence_parallelism=sequence_parallelism)
     return {} if mesh.size() == 1 else plan
 
