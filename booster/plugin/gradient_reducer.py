@@ -14,6 +14,7 @@ from booster.casting import tensors
 from booster.interface.transparent import PlacedModule
 from booster.masters.layout import flat_like
 from booster.shards.flat import FlatParameters, Layout
+from booster.shards.zero import SPARSE
 
 # torch 2.13 renamed the collective and warns about the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -89,10 +90,7 @@ class GradientReducer:
             if param.grad is None:
                 continue
             if param.grad.is_sparse:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} has a sparse gradient, which cannot be divided among ranks; "
-                    "build its module with sparse=False, or use TorchDDPPlugin"
-                )
+                raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
             bucket.view(values, position).copy_(flat_like(param.grad.detach(), param))
             self._reached[self._index[param]] = 1.0
             param.grad = None

@@ -17,6 +17,12 @@ from booster.shards.exchange import Holding, gather_states
 from booster.shards.flat import Layout, stretch
 
 
+SPARSE = (
+    "a parameter of shape {shape} has a sparse gradient, which cannot be divided among ranks; build its module with "
+    "sparse=False, or use TorchDDPPlugin"
+)
+
+
 class ZeroShards(Shards):
     """This rank's slices of the flat buckets of `layouts`, which hold the parameters of `optimizer`.
 
@@ -224,6 +230,8 @@ class ZeroShards(Shards):
                     f"a parameter of shape {tuple(param.shape)} has a gradient, but was frozen when the model was boosted, so "
                     "ranks do not share it; call requires_grad_() before boost()"
                 )
+        elif param.grad is not None and param.grad.is_sparse:
+            raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
         elif param in state:
             own = state.pop(param)
             if part.numel():
@@ -241,11 +249,6 @@ class ZeroShards(Shards):
             return grad if grad is None or part.dim() == 1 else shaped_like(grad, param)
         if param.grad is None:
             return None
-        if param.grad.is_sparse:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} has a sparse gradient, which cannot be divided among ranks; "
-                "build its module with sparse=False, or use TorchDDPPlugin"
-            )
         if param.grad.stride() != param.stride() and not (param.grad.is_contiguous() and param.is_contiguous()):
             param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
         return self.cut(param.grad, param).detach()

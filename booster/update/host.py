@@ -40,7 +40,8 @@ class HostUpdate(Update):
 
     def blame(self) -> Callable[[], tuple[str, ...]]:
         bad: list[int] = next((norm.nonfinite for norm in self._measured if norm.nonfinite), [])
-        names = self.culprits(bad, self.params())
+        with self.shards.local():  # of a step that another optimizer may have begun
+            names = self.culprits(bad, self.params())
         return lambda: names
 
     def clip_value(self, clip_value: float) -> None:

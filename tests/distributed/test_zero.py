@@ -1,6 +1,7 @@
 """LowLevelZeroPlugin on gloo ranks: gradients and weights are DistributedDataParallel's, states and masters are divided."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ class Job:
         model = net() if model is None else model
         strategy = PRECISIONS[precision]() if isinstance(precision, str) else precision
         self.booster = Booster("cpu", strategy, plugin, **options)
-        optimizer = make([p for p in model.parameters()] if callable(make) else None)
+        optimizer = make(list(model.parameters()))
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.losses, self.results = [], []
 
@@ -194,7 +195,9 @@ def test_on_four_ranks_only_the_order_of_summation_differs_from_ddp(ranks4, prec
         for name, weight in weights.items():
             assert (weight.float() - weights_of_ddp[name].float()).abs().max() <= TOLERANCE[precision], name
         if stage == 1:
-            assert same(weights, weights_of_ddp), "stage 1 leaves the reduction to DDP, whose order hangs on its buckets"
+            assert same(weights, weights_of_ddp), (
+                "stage 1 leaves the reduction to DDP, whose order hangs on its buckets"
+            )
 
 
 # ---- equal to one process ----
@@ -430,7 +433,9 @@ def with_groups(rank, world_size, precision, stage):
         job.train(range(3, 6), rank, world_size)
         jobs.append(job)
         held = [param for group in job.optimizer.param_groups for param in group["params"]]
-        assert {id(p) for p in held} == {id(p) for p in job.model.parameters() if p.requires_grad}, "groups hold the parameters at rest"
+        assert {id(p) for p in held} == {id(p) for p in job.model.parameters() if p.requires_grad}, (
+            "groups hold the parameters at rest"
+        )
     assert same(*(job.weights() for job in jobs))
     assert same(*(job.optimizer.state_dict() for job in jobs))
     with jobs[1].optimizer._update.shards.local():
@@ -468,7 +473,9 @@ def whole_tensors(rank, world_size, precision, stage, name):
         torch.manual_seed(0)
         model = PerTensor()
         make = getattr(torch.optim, name)
-        job = Job(precision, plugin, model, make=lambda _, m=model, make=make: make([p.weight for p in m.layers], lr=1e-2))
+        job = Job(
+            precision, plugin, model, make=lambda _, m=model, make=make: make([p.weight for p in m.layers], lr=1e-2)
+        )
         jobs.append(job.train(range(STEPS), rank, world_size, clip=0.5))
     for key, weight in jobs[0].weights().items():
         assert torch.allclose(jobs[1].weights()[key], weight, atol=TOLERANCE[precision]), key
@@ -490,7 +497,9 @@ def whole_tensors(rank, world_size, precision, stage, name):
 @pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
 def test_optimizers_of_whole_tensors_get_whole_tensors(ranks2, precision, stage, name):
     (first, weights), (second, other_weights) = ranks2(whole_tensors, precision, stage, name)
-    assert first and second and not first & second, "each tensor has one owner, and each rank some"
+    assert first
+    assert second
+    assert not first & second, "each tensor has one owner, and each rank some"
     assert len(first | second) == 3
     assert same(weights, other_weights)
 
@@ -512,7 +521,9 @@ def unknown_optimizer(rank, world_size, stage):
 
     booster.register_elementwise(Registered)
     job = Job("fp32", zero(stage), make=lambda params: Registered(params, lr=0.1, momentum=0.9))
-    like = Job("fp32", TorchDDPPlugin(), make=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False))
+    like = Job(
+        "fp32", TorchDDPPlugin(), make=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)
+    )
     for each in (job, like):
         each.train(range(3), rank, world_size)
     assert all(torch.allclose(job.weights()[name], weight, atol=1e-6) for name, weight in like.weights().items())
@@ -677,3 +688,244 @@ def test_a_graph_kept_over_a_step_is_stale_on_every_rank(ranks2, stage):
 @stages
 def test_a_model_converted_after_boost_is_refused(ranks2, stage):
     ranks2(changed_dtype, stage)
+
+
+# ---- memory ----
+
+
+def wide_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(DIM, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, CLASSES))
+
+
+def bytes_of(job):
+    """Bytes of storage a parameter: of weights, of gradients after backward, and of masters and states."""
+    update = job.optimizer._update
+    params = list(job.model.parameters())
+    kept = [value for own in job.optimizer.optimizer.state.values() for value in own.values()]
+    kept += [bucket.rest for bucket in update.masters.buckets] if hasattr(update, "masters") else []
+    grads = [param.grad for param in params]
+    grads += [bucket.gradient for layout in getattr(update.shards, "_layouts", []) for bucket in layout.buckets]
+    total = sum(param.numel() for param in params)
+
+    def size(tensors):
+        stored = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values()) / total
+
+    return {"weights": size(params), "gradients": size(grads), "masters and states": size(kept)}
+
+
+def memory(rank, world_size, precision, stage):
+    plugin = TorchDDPPlugin() if stage == 0 else LowLevelZeroPlugin(stage=stage, bucket_cap_mb=0.1)
+    job = Job(precision, plugin, wide_net()).train(range(2), rank, world_size)
+    job.backward(*batch(3, rank, world_size))
+    return bytes_of(job)
+
+
+@precisions
+def test_ranks_divide_masters_and_states_and_in_stage_2_gradients(run_on_ranks, precision):
+    for world_size in (2, 4):
+        whole = run_on_ranks(memory, world_size, precision, 0)[0]
+        for stage in STAGES:
+            ranks = run_on_ranks(memory, world_size, precision, stage)
+            share = {key: max(rank[key] for rank in ranks) for key in whole}
+            print(f"{precision} ZeRO-{stage} on {world_size}:", {key: round(value, 2) for key, value in share.items()})
+            slack = 1.05  # boundaries at multiples of 64 elements, and step counters
+            assert share["weights"] <= whole["weights"] * slack
+            assert share["masters and states"] <= whole["masters and states"] / world_size * slack
+            assert share["gradients"] <= whole["gradients"] / (world_size if stage == 2 else 1) * slack
+            assert sum(rank["masters and states"] for rank in ranks) >= whole["masters and states"] * 0.99
+
+
+# ---- options and refusals ----
+
+
+def test_a_stage_that_does_not_exist_is_refused():
+    for stage in (0, 3, "1", True, None):
+        with pytest.raises(ValueError, match=r"stage=.* is not legal; choose 1 .* or 2"):
+            LowLevelZeroPlugin(stage=stage)
+
+
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "static_graph"])
+def test_options_of_ddp_are_refused_in_stage_2(option):
+    LowLevelZeroPlugin(stage=1, **{option: True})
+    with pytest.raises(ValueError, match=f"{option}=True is an option of DistributedDataParallel.*use stage=1"):
+        LowLevelZeroPlugin(stage=2, **{option: True})
+
+
+def test_other_options_are_checked_as_those_of_ddp():
+    with pytest.raises(ValueError, match="bucket_cap_mb=0 is not legal"):
+        LowLevelZeroPlugin(bucket_cap_mb=0)
+    with pytest.raises(ValueError, match="sync_batchnorm=True needs CUDA"):
+        Booster("cpu", plugin=LowLevelZeroPlugin(sync_batchnorm=True))
+    with pytest.raises(TypeError, match="precision belongs to Booster alone"):
+        LowLevelZeroPlugin(stage=2, fp16=True)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        LowLevelZeroPlugin(stag=2)
+
+
+@stages
+@precisions
+def test_a_world_of_one_is_plain_training(precision, stage):
+    jobs = [Job(precision, plugin).train(range(4), 0, 1) for plugin in (None, zero(stage))]
+    assert same(*(job.weights() for job in jobs))
+    assert same(*(job.optimizer.state_dict() for job in jobs))
+
+
+class ReducedInFloat32(FP16NaiveMixedPrecision):
+    def policy_for(self, model):
+        return dataclasses.replace(super().policy_for(model), reduce=torch.float32)
+
+
+def reduced(rank, world_size):
+    """Errors of the averaged gradients, in ulps of float16, where they are summed in float32 and in float16."""
+    with pytest.raises(ValueError, match="not in reduce=torch.float32"):
+        Job(ReducedInFloat32(), zero(1))
+    jobs = [Job(each, zero(2)) for each in (ReducedInFloat32(), FP16NaiveMixedPrecision())]
+    local = Job(FP16NaiveMixedPrecision(), None)
+    for job in (local, *jobs):
+        job.backward(*batch(0, rank, world_size))
+    errors = [0.0, 0.0]
+    for name, param in local.model.named_parameters():
+        if param.grad is None:
+            continue
+        exact = param.grad.double() / world_size
+        torch.distributed.all_reduce(exact)
+        for index, job in enumerate(jobs):
+            part = job.parts()[name][1]
+            if part is not None:
+                expected = job.optimizer._update.shards.cut(exact, dict(job.model.named_parameters())[name])
+                ulp = 2.0 ** (expected.abs().clamp(min=2.0**-14).log2().floor() - 10)
+                errors[index] = max(errors[index], float(((part - expected).abs() / ulp).max()))
+    return errors
+
+
+def test_stage_2_reduces_in_the_dtype_of_the_policy(ranks4):
+    in_float32, in_float16 = (max(errors) for errors in zip(*ranks4(reduced), strict=True))
+    assert in_float32 <= 0.501, "rounded once"
+    assert in_float16 > 0.6, "rounded at every sum"
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, CLASSES, sparse=True)
+
+    def forward(self, x):
+        return self.table(x[:, 0].long().clamp(0, 7))
+
+
+def sparse_gradient(rank, world_size, stage):
+    job = Job("fp32", zero(stage), Sparse(), make=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(RuntimeError, match="sparse gradient, which cannot be divided among ranks"):
+        job.train(range(1), rank, world_size)
+
+
+@stages
+def test_sparse_gradients_are_refused(ranks2, stage):
+    ranks2(sparse_gradient, stage)
+
+
+def frozen_then_not(rank, world_size, stage):
+    job = Job("fp32", zero(stage))
+    job.model.frozen.requires_grad_(True)
+    job.backward(*batch(0, rank, world_size))
+    with pytest.raises(RuntimeError, match=r"frozen when the model was boosted.*requires_grad_\(\) before boost"):
+        job.optimizer.step()
+
+
+@stages
+def test_a_parameter_that_was_frozen_at_boost_cannot_be_trained_unsynchronised(ranks2, stage):
+    ranks2(frozen_then_not, stage)
+
+
+# ---- unusual backward passes ----
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant, shared):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(2)])
+        if shared:
+            self.blocks[1] = self.blocks[0]
+        self.head = nn.Linear(DIM, CLASSES)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+def checkpointed(rank, world_size):
+    for use_reentrant, shared in ((False, True), (True, False)):
+        jobs = []
+        for plugin in (TorchDDPPlugin(), zero(2)):
+            torch.manual_seed(0)
+            model = Checkpointed(use_reentrant, shared)
+            jobs.append(Job("bf16_naive", plugin, model).train(range(4), rank, world_size))
+        assert same(*(job.weights() for job in jobs)), f"use_reentrant={use_reentrant}"
+    job = Job("fp32", zero(2), Checkpointed(use_reentrant=True, shared=True))
+    with pytest.raises(RuntimeError, match="second gradient in one backward.*use_reentrant=False"):
+        job.train(range(1), rank, world_size)
+
+
+def test_activation_checkpointing_in_stage_2(ranks2):
+    ranks2(checkpointed)
+
+
+def penalised(rank, world_size, stage):
+    jobs = [Job("fp16", TorchDDPPlugin()), Job("fp16", zero(stage))]
+    for job in jobs:
+        for step in range(3):
+            x, y = batch(step, rank, world_size)
+            loss = F.cross_entropy(job.model(x), y) + 1e-2 * sum(p.square().sum() for p in job.model.parameters())
+            job.booster.backward(loss, job.optimizer)
+            job.step()
+    assert same(*(job.weights() for job in jobs))
+
+
+@stages
+def test_a_penalty_on_the_weights_themselves_equals_ddp(ranks2, stage):
+    ranks2(penalised, stage)
+
+
+def failed_backward(rank, world_size):
+    job, fresh = Job("fp32", zero(2)), Job("fp32", zero(2))
+    x, y = batch(0, rank, world_size)
+    output = job.model(x)
+    output.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("user's hook")))
+    with pytest.raises(KeyError):
+        job.booster.backward(F.cross_entropy(output, y), job.optimizer)
+    job.optimizer.zero_grad()
+    for each in (job, fresh):
+        each.train(range(3), rank, world_size)
+    assert same(job.weights(), fresh.weights())
+
+
+def test_training_goes_on_after_a_backward_that_raised(ranks2):
+    ranks2(failed_backward)
+
+
+def two_models(rank, world_size, stage):
+    """A GAN's two optimizers: one inf in one rank's part of either makes both skip."""
+    jobs, plugin = [], zero(stage)
+    booster_ = Booster("cpu", FP16TorchMixedPrecision(init_scale=SCALE), plugin)
+    for seed in (0, 1):
+        model = net(seed)
+        jobs.append(booster_.boost(model, FUSED["SGD"](model.parameters()))[:2])
+    x, y = batch(0, rank, world_size)
+    (first, opt_a), (second, opt_b) = jobs
+    loss = F.cross_entropy(first(x), y) + F.cross_entropy(second(x), y)
+    booster_.backward(loss, [opt_a, opt_b])
+    with opt_b._update.shards.local():
+        mine = [p for p in opt_b.param_groups[0]["params"] if p.grad is not None]
+        if rank == 0:
+            mine[0].grad.fill_(float("inf"))
+    return bool(opt_a.step()), bool(opt_b.step()), opt_a.loss_scale, opt_b.loss_scale
+
+
+@stages
+def test_optimizers_that_share_a_backward_skip_together_on_all_ranks(ranks2, stage):
+    assert ranks2(two_models, stage) == [(False, False, SCALE / 2, SCALE / 2)] * 2
