@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from booster.casting import HALF_DTYPES, tensors
 from booster.interface.transparent import bare
@@ -26,6 +26,7 @@ from booster.plugin.meta import check_meta, materialise
 from booster.shards.fully_sharded import reshard
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
+ShardPlacement = Callable[[nn.Parameter], Shard | None]
 
 
 def shard_module(
@@ -39,6 +40,7 @@ def shard_module(
     cpu_offload: bool = False,
     reduce_dtype: torch.dtype | None = None,
     synchronise: Synchronise | None = None,
+    shard_placement: ShardPlacement | None = None,
 ) -> nn.Module:
     """Shard the parameters of `module` over `mesh`, in place, and return it.
 
@@ -50,6 +52,7 @@ def shard_module(
     reduce_dtype: of gradient collectives; None means what `policy.reduce` says, or float32 where the model is read in
     half precision, or the dtype of the parameters. synchronise: called with the tensors of one group after the other,
     before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
+    shard_placement: along which dimension a parameter is divided; None, or where it says None, the first.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
     gathered parameters and buffers are `policy.param`; modules of `policy.fp32_modules` are float32 throughout, see
@@ -94,9 +97,11 @@ def shard_module(
             reshard_after_forward=None if is_root and reshard_after_forward else reshard_after_forward,
             mp_policy=_mixed_precision(policy, group.pinned, reduce_dtype),
             offload_policy=offload,
+            shard_placement_fn=shard_placement,
         )
     install_pins(model, policy)
     model.register_load_state_dict_pre_hook(_shard_loaded)
+    model.register_forward_pre_hook(_admit_unfrozen)
     if reshard_after_forward:
         model.register_forward_hook(_reshard_unless_backward_follows)
     return module
@@ -172,11 +177,11 @@ class _Own(torch.autograd.Function):
     """The same values in the same memory, but no view: a tensor with a history of its own."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
@@ -190,6 +195,15 @@ def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     if type(output) is dict:
         return {key: _own_outputs(module, args, value) for key, value in output.items()}
     return output
+
+
+def _admit_unfrozen(module: nn.Module, args: Any) -> None:
+    # torch settles in the first forward pass in which dtype a group's gradients arrive, for a frozen group in none.
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            for group in child._get_fsdp_state()._fsdp_param_groups:
+                if getattr(group, "_orig_dtype", True) is None:
+                    group._init_mp_dtypes()
 
 
 def _reshard_unless_backward_follows(module: nn.Module, args: Any, output: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -177,6 +177,38 @@ def test_hybrid_sharding_on_two_by_two_ranks_equals_one_process(ranks4, precisio
     for other_losses, other_norms, *_ in ranks4(train, precision, 0.5, {"replicate_size": 2}):
         assert (other_losses - losses).abs().max() <= tolerance(precision)
         assert other_norms.tolist() == pytest.approx(norms.tolist(), rel=20 * tolerance(precision))
+
+
+def offloaded(rank, world_size):
+    _, model, _ = boost(world_size, options={"cpu_offload": True})
+    # On CPU offloading changes nothing else that could be seen.
+    return [
+        type(group.offload_policy).__name__
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+
+
+def test_cpu_offload_reaches_every_group(ranks2):
+    assert ranks2(offloaded) == [["CPUOffloadPolicy"] * 4] * 2
+
+
+def other_method(rank, world_size):
+    model = transformer()
+    expected = model.embedding.weight[:3].detach().clone()
+    Transformer.rows = lambda self, count: self.embedding.weight[:count] * 1.0
+    try:
+        booster, model, _ = boost(world_size, "fp32", model)
+        register_fsdp_forward_method(booster.unwrap(model), "rows")
+        with torch.no_grad():
+            return torch.equal(model.rows(3), expected)
+    finally:
+        del Transformer.rows
+
+
+def test_a_method_that_torch_is_told_of_gathers_parameters(ranks2):
+    assert ranks2(other_method) == [True, True]
 
 
 def placements(rank, world_size, options):
@@ -379,6 +411,29 @@ def test_frozen_parameters_stay_and_half_ones_take_half_the_memory(ranks2, preci
         assert also_moved >= moved - {"blocks.1.qkv.bias"}
         assert dtypes["embedding.weight"] == (torch.bfloat16 if half else torch.float32)
         assert dtypes["blocks.1.up.weight"] == torch.float32
+
+
+def unfrozen(rank, world_size, precision):
+    """A block that is frozen as a whole at first, and joins in later."""
+    model = transformer()
+    model.blocks[0].requires_grad_(False)
+    booster, model, optimizer = boost(world_size, precision, model, sgd)
+    losses = []
+    for step in range(8):
+        if step == 3:
+            model.blocks[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.blocks[0].parameters())})
+        losses.append(one_step(booster, model, optimizer, step, rank, world_size)[0])
+    return torch.stack(losses), whole(model.blocks[0].up.weight)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_a_frozen_block_trains_once_it_is_unfrozen(ranks2, precision):
+    losses, weight = unfrozen(0, 1, precision)
+    assert not torch.equal(weight, transformer().blocks[0].up.weight)
+    for other, other_weight in ranks2(unfrozen, precision):
+        assert (other - losses).abs().max() <= tolerance(precision)
+        assert (other_weight - weight).abs().max() <= tolerance(precision)
 
 
 def nothing_to_train(rank, world_size):
