@@ -24,7 +24,7 @@ from booster.plugin.fully_sharded import broadcast, shard_module
 from booster.plugin.meta import check_meta, materialise
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
-from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan
 from booster.shards.fully_sharded import FullyShardedShards
 
@@ -195,6 +195,7 @@ class HybridParallelPlugin(Plugin):
                 blocks=_with_parameters(root, blocks),
                 reshard_after_forward=False,
                 reduce_dtype=self._reduce_dtype,
+                shard_placement=fsdp_placement,
             )
             self._placed.add(bare(root))
         if plan is None:
