@@ -206,6 +206,60 @@ def test_tied_and_frozen_weights_groups_schedules_and_checkpointing(run_on_ranks
     check_close(held, expected, 2e-5)
 
 
+# ---------------------------------------------------------------------- schedules
+
+
+def encoder():
+    layer = torch.nn.TransformerEncoderLayer(DIM, 4, 2 * DIM, dropout=0.0, batch_first=True, norm_first=True)
+    return torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+def scheduled(rank, world_size, precision, options):
+    """Losses and norms of an encoder whose plan is known; evaluation at the end, with outputs."""
+    torch.manual_seed(7)
+    booster = Booster("cpu", precision, plugin(rank, world_size, **options, tp_plan=None) if options else None)
+    model = encoder()
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, made, criterion, _, _ = booster.boost(model, made, torch.nn.MSELoss())
+    losses, norms = [], []
+    draw = torch.Generator().manual_seed(5)
+    count, mine = booster.plugin.data_parallel_size, booster.plugin.data_parallel_rank
+    for _ in range(5):
+        x, y = (torch.randn(BATCH, 6, DIM, generator=draw).chunk(count)[mine] for _ in range(2))
+        out = booster.execute_pipeline(iter([(x, y)]), model, criterion, made)
+        losses.append(float(booster.reduce(out["loss"])))
+        made.clip_grad_by_norm(0.3)
+        norms.append(made.step().grad_norm)
+        made.zero_grad()
+    model.eval()
+    out = booster.execute_pipeline(iter([(x, y)]), model, criterion, return_outputs=True)
+    losses.append(float(booster.reduce(out["loss"])))
+    shape = None if out["outputs"] is None else tuple(out["outputs"].shape)
+    return losses, norms, shape
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("fp16", 3e-3), ("bf16_naive", 1e-2)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp_size": 2, "pp_size": 2, "sequence_parallelism": True},
+        {"tp_size": 1, "pp_size": 2, "pp_style": "gpipe", "microbatch_size": 1},
+        {"tp_size": 1, "pp_size": 2, "pp_style": "zbv", "num_microbatches": 4, "zero_stage": 1},
+        {"tp_size": 1, "pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2, "num_microbatches": 4},
+    ],
+    ids=lambda options: options.get("pp_style", "sequence"),
+)
+def test_schedules_and_sequence_parallelism_train_like_one_process(run_on_ranks, precision, tolerance, options):
+    losses, norms, _ = scheduled(0, 1, precision, None)
+    results = run_on_ranks(scheduled, 4, precision, options)
+    for other_losses, other_norms, _ in results:
+        assert other_losses == pytest.approx(losses, abs=tolerance)
+        assert other_norms == pytest.approx(norms, rel=max(tolerance, 1e-5))
+    shapes = {shape for _, _, shape in results}
+    share = BATCH // (4 // (options["tp_size"] * 2))
+    assert shapes == {None, (share, 6, DIM)}  # outputs are on the last stage
+
+
 # ---------------------------------------------------------------------- data
 
 
