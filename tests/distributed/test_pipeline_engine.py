@@ -3,17 +3,22 @@
 import copy
 import importlib.util
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from booster.micro_batch import divide
+from booster.mixed_precision.attention import Float32Attention
 from booster.plugin.pipeline import plan_pipeline
 
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
@@ -80,7 +85,7 @@ def alone(model, batch, criterion, num, context=nullcontext, seed=1.0):
         for part in pieces(batch, num):
             output = model(*part.args, **part.kwargs)
             loss = criterion(output, part.target)
-            (loss.float() * (seed / num)).backward()
+            torch.autograd.backward(loss.float() * (seed / num))
             losses.append(loss.detach())
             outputs.append(output)
     return losses, outputs, {name: param.grad for name, param in model.named_parameters()}, model
@@ -332,10 +337,336 @@ def library_models(rank, world_size):
             }[config.model_type](config)
             compare(model, batch, rank, world_size, "1f1b", own_loss)
     model = transformers.LlamaForCausalLM(llama)
-    model.gradient_checkpointing_enable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its newer name is not in every version
+        model.gradient_checkpointing_enable()
     compare(model, batch, rank, world_size, "interleaved", own_loss)
     compare(transformers.GPT2LMHeadModel(gpt2), batch, rank, world_size, "zbv", own_loss)
 
 
 def test_models_of_timm_and_transformers_need_no_change(ranks2, timm, transformers):
     ranks2(library_models)
+
+
+# ---------------------------------------------------------------------------------------------- precision
+
+
+def bf16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def bf16_and_attention():
+    stack = ExitStack()
+    stack.enter_context(bf16())
+    stack.enter_context(Float32Attention("cpu"))
+    return stack
+
+
+class Recorder(nn.Module):
+    """A block that says which dtype it gets."""
+
+    def __init__(self, dtypes):
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.dtypes = dtypes
+
+    def __deepcopy__(self, memo):
+        clone = Recorder([])  # copies do not report
+        clone.linear = copy.deepcopy(self.linear, memo)
+        return clone
+
+    def forward(self, x):
+        self.dtypes.append(x.dtype)
+        return self.linear(x)
+
+
+def precisions(rank, world_size):
+    for style in STYLES:
+        torch.manual_seed(0)
+        for context in (bf16, bf16_and_attention):
+            compare(GPT(), text(), rank, world_size, style, context=context)
+        compare(GPT().bfloat16(), text(), rank, world_size, style)
+        compare(GPT(checkpointed=True), text(), rank, world_size, style, context=bf16_and_attention)
+    compare(GPT(num_blocks=2).half(), text(), rank, world_size, "1f1b")
+    dtypes = []
+    model = nn.Sequential(*(Recorder(dtypes) for _ in range(4)))
+    batch = torch.randn(8, DIM), torch.randn(8, DIM)
+    compare(model, batch, rank, world_size, "1f1b", F.mse_loss, context=bf16)
+    first = torch.float32 if rank == 0 else torch.bfloat16
+    assert dtypes == [first, torch.bfloat16] * 4
+    with bf16():  # the weight is not cast, so a stage that guessed the dtype of the context would be wrong
+        compare(nn.Sequential(*(Block16() for _ in range(4))), batch, rank, world_size, "1f1b", F.mse_loss)
+
+
+class Block16(nn.Module):
+    """Ends in float32 under autocast, as a residual stream does."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x):
+        return x + self.norm(x).float()
+
+
+def test_activations_cross_in_the_dtype_that_the_precision_makes(ranks2):
+    ranks2(precisions)
+
+
+def overflow(rank, world_size):
+    """The scale is applied once, in float32, and reported losses do not have it."""
+    torch.manual_seed(0)
+    model = GPT(num_blocks=2).bfloat16()
+    losses, _, gradients, _ = alone(model, text(), loss_of, 2)
+    pipeline = build(model, rank, world_size, "gpipe")
+    got, _ = pipeline.run(pieces(text(), 2), lambda out, y: loss_of(out, y).bfloat16(), seed=torch.tensor(2.0**16))
+    for mine, whole in zip(got, losses, strict=False):
+        torch.testing.assert_close(mine, whole.bfloat16().float())
+        assert mine.dtype == torch.float32
+    for name, param in pipeline.own_parameters().items():
+        torch.testing.assert_close(
+            param.grad.float() / 2.0**16, gradients[name].float(), rtol=0.05, atol=1e-3, msg=name
+        )
+
+
+def test_a_loss_scale_is_applied_once_and_not_reported(ranks2):
+    ranks2(overflow)
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+def shapes(rank, world_size):
+    for style in STYLES:
+        torch.manual_seed(0)
+        model = GPT(dropout=0.3)
+        whole = copy.deepcopy(model)
+        pipeline = build(model, rank, world_size, style)
+        blocks = [block for block in model.blocks if any(True for _ in block.parameters())]
+        assert len(blocks) == 4 // world_size
+        model.eval(), whole.eval()
+        last = 0 if style == "zbv" else world_size - 1
+        calls = 0
+        for size, length in ((8, LENGTH), (4, LENGTH), (8, 3), (8, LENGTH)):
+            batch = text(size, length, seed=size + length)
+            losses, outputs = pipeline.run(pieces(batch), loss_of, seed=None)
+            expected = [whole(*part.args) for part in pieces(batch)]
+            if rank == last:
+                torch.testing.assert_close(outputs, expected)
+                torch.testing.assert_close(
+                    losses, [loss_of(out, part.target) for out, part in zip(expected, pieces(batch), strict=True)]
+                )
+                assert not any(out.requires_grad for out in (*outputs, *losses))
+            else:
+                assert (losses, outputs) == ([], [])
+            calls += 4
+            assert [block.num_calls for block in blocks] == [calls] * len(blocks)
+        assert all(param.grad is None for param in model.parameters())
+        model.train()
+        state = torch.get_rng_state() if rank else None
+        pipeline.run(pieces(text()), loss_of, seed=1.0, return_outputs=False)
+        assert [block.num_calls for block in blocks] == [calls + 4] * len(blocks)
+        assert all(param.grad is not None for param in model.parameters())
+        assert state is None or not torch.equal(state, torch.get_rng_state()), "dropout of own blocks is at work"
+        model.eval()
+        again, _ = pipeline.run(pieces(batch), loss_of, seed=None)
+        model.train()
+        assert all(torch.equal(a, b) for a, b in zip(again, losses, strict=True))
+
+
+def test_evaluation_and_changing_shapes_run_each_block_once_for_a_micro_batch(ranks2):
+    ranks2(shapes)
+
+
+def randomness(rank, world_size):
+    """Blocks that are elsewhere, and finding out shapes, draw nothing."""
+    torch.manual_seed(0)
+    model = GPT(dropout=0.5)
+    model.dropout = nn.Dropout(0.5)
+    for block in model.blocks[2:] if rank == 0 else model.blocks[:2]:
+        block.attention.dropout = 0.9
+    if rank == 1:
+        for block in model.blocks[2:]:
+            block.attention.dropout = 0.0
+    pipeline = build(model, rank, world_size, "1f1b")
+    state = torch.get_rng_state()
+    pipeline.run(pieces(text()), loss_of, seed=1.0)
+    assert torch.equal(state, torch.get_rng_state()) == (rank == 1)
+
+
+def test_what_is_on_other_stages_draws_no_random_numbers(ranks2):
+    ranks2(randomness)
+
+
+def frozen(rank, world_size):
+    for style in STYLES:
+        torch.manual_seed(0)
+        model = GPT(checkpointed=style == "1f1b")
+        for part in (model.embedding, *model.blocks[:3]):
+            part.requires_grad_(False)
+        model.position.requires_grad_(False)
+        compare(model, text(), rank, world_size, style)
+
+
+def test_stages_may_be_frozen(ranks2):
+    ranks2(frozen)
+
+
+def one_rank(rank, world_size):
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    for style in ("gpipe", "1f1b", "interleaved", "zbv"):
+        torch.manual_seed(0)
+        compare(GPT(), text(), 0, 1, style, group=alone)
+    model = GPT(tied=True)
+    compare(model, text(), 0, 1, "1f1b", group=alone)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_a_pipeline_of_one_rank_runs_too(ranks2):
+    ranks2(one_rank)
+
+
+def shared_loss(rank, world_size):
+    for style in ("1f1b", "zbv"):
+        torch.manual_seed(0)
+        pipeline = build(GPT(), rank, world_size, style)
+        losses, _ = pipeline.run(pieces(text()), loss_of, seed=None)
+        loss = torch.stack(losses).mean() if losses else None
+        shared = pipeline.share(loss, CPU)
+        assert loss is None or torch.equal(loss, shared)
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, float(shared))
+        assert everyone[0] == everyone[1] > 0
+
+
+def test_every_rank_can_learn_the_loss(ranks2):
+    ranks2(shared_loss)
+
+
+# ---------------------------------------------------------------------------------------------- with other parallelisms
+
+
+def sharded(rank, world_size, mesh_shape, style):
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("pp", "dp"))
+    stages, (stage, shard) = mesh_shape[0], mesh.get_coordinate()
+    group = mesh["pp"].get_group()
+    for policy, is_tied, resharding in ((None, style == "1f1b", True), (torch.bfloat16, False, False)):
+        torch.manual_seed(0)
+        model = GPT(num_blocks=stages * STYLES[style], tied=is_tied)
+        reference = copy.deepcopy(model)
+        tolerance = 1e-6 if policy is None else 2e-2
+        plan = plan_pipeline(
+            model,
+            pp_size=stages,
+            style=style,
+            num_model_chunks=STYLES[style],
+            prepare=None if policy is None else lambda skeleton: skeleton.bfloat16(),
+        )
+        options = {
+            "mesh": mesh["dp"],
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=policy, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            "reshard_after_forward": resharding,
+        }
+        for root in plan.cut(stage):
+            for block in root.blocks:
+                if any(True for _ in block.parameters()):
+                    fully_shard(block, **options)
+            fully_shard(root, **options)
+        pipeline = plan.pipeline(group=group, device=CPU)
+        if policy is not None:
+            reference = reference.bfloat16()
+        expected = {}
+        for peer in range(mesh_shape[1]):
+            _, _, gradients, _ = alone(reference, text(seed=peer), loss_of, 4)
+            for name, grad in gradients.items():
+                expected[name] = expected.get(name, 0) + grad.float() / mesh_shape[1]
+        for times in (1, 2):  # gradients accumulate
+            pipeline.run(pieces(text(seed=shard)), loss_of, seed=1.0)
+            for name, param in pipeline.own_parameters().items():
+                torch.testing.assert_close(
+                    param.grad.full_tensor(),
+                    times * expected[name],
+                    rtol=tolerance * 10,
+                    atol=tolerance,
+                    msg=f"{name} {times} {policy}",
+                )
+        with torch.no_grad():
+            whole = torch.stack([loss_of(reference(part.args[0]), part.target) for part in pieces(text(seed=shard))])
+        losses, _ = pipeline.run(pieces(text(seed=shard)), loss_of, seed=None)
+        if losses:
+            torch.testing.assert_close(torch.stack(losses), whole, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_stages_may_be_sharded_over_the_data_parallel_ranks(ranks4, style):
+    ranks4(sharded, (2, 2), style)
+
+
+def one_data_parallel_rank(rank, world_size):
+    for style in STYLES:
+        sharded(rank, world_size, (2, 1), style)
+
+
+def test_stages_may_be_sharded_over_one_rank_for_the_sake_of_its_dtypes(ranks2):
+    ranks2(one_data_parallel_rank)
+
+
+def tensor_parallel(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stage, _ = mesh.get_coordinate()
+    for style in STYLES:
+        torch.manual_seed(0)
+        model = GPT(tied=True)
+        losses, _, gradients, _ = alone(model, text(), loss_of, 4)
+        plan = plan_pipeline(model, pp_size=2, style=style, num_model_chunks=STYLES[style])
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], styles)
+        plan.cut(stage)
+        pipeline = plan.pipeline(group=mesh["pp"].get_group(), device=CPU)
+        got, _ = pipeline.run(pieces(text()), loss_of, seed=1.0)
+        for mine, whole in zip(got, losses, strict=False):
+            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
+        for name, param in pipeline.own_parameters().items():
+            grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+            torch.testing.assert_close(grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_model_may_be_tensor_parallel_before_it_is_cut(ranks4):
+    ranks4(tensor_parallel)
+
+
+class Halves(nn.Module):
+    """Takes a part of the sequence when `divided`, as sequence parallelism leaves it between blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.divided = False
+
+    def forward(self, x):
+        x = self.stem(x)
+        if self.divided:
+            x = x[:, : x.shape[1] // 2]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def half_sequence(rank, world_size):
+    torch.manual_seed(0)
+    model = Halves()
+    plan = plan_pipeline(model, pp_size=2)
+    plan.cut(rank)
+    pipeline = plan.pipeline(group=None, device=CPU, boundary=lambda shape: (shape[0], shape[1] // 2, *shape[2:]))
+    model.divided = True
+    x = torch.randn(4, 6, DIM)
+    _, outputs = pipeline.run(pieces((x, x), 2), lambda out, target: out.square().mean(), seed=1.0)
+    return [tuple(out.shape) for out in outputs]
+
+
+def test_what_crosses_may_have_another_shape_than_it_had_when_the_model_was_whole(ranks2):
+    assert ranks2(half_sequence) == [[], [(2, 3, DIM)] * 2]

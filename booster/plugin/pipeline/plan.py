@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from booster.interface.transparent import bare
 from booster.plugin.pipeline.pipeline import Pipeline
@@ -95,6 +96,10 @@ class PipelinePlan:
                 full = self.split.name_of(position)
                 if full in self.owners and self.split.stage_of(position) == stage.index:
                     stage.arm(position, stage.module.get_submodule(qualified(container, name)))
+            for module in stage.module.modules() if self.style == "zbv" else ():
+                if isinstance(module, FSDPModule):
+                    # Gradients of weights are asked for by the parameters that are there before backward gathers any.
+                    module.set_reshard_after_forward(False, recurse=False)
         return Pipeline(self, self._stages, rank=self._rank, group=group, device=device, boundary=boundary)
 
     def _copy(self) -> nn.Module:

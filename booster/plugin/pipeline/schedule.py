@@ -137,9 +137,14 @@ class _Chunk(PipelineStage):
         output = self._own.compute(received)
         return self._loss_of(output, self._own.target) if self.is_last else output
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        # torch.autograd.grad, by which gradients of inputs and weights are computed apart, leaves torch function modes, so
+        # activations would be computed again without the precision's. Then both are computed here, and no weights later.
+        full_backward = full_backward or torch._C._len_torch_function_stack() > 0
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
             self.bwd_cache[bwd_chunk_id] = tuple(
                 grad.contiguous() if isinstance(grad, torch.Tensor) else grad for grad in self.bwd_cache[bwd_chunk_id]
@@ -147,7 +152,8 @@ class _Chunk(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if bwd_chunk_id in self.backward_state:
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     # torch's V-shaped schedule hands gradients to the other stage of a rank in evaluation too, where there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
