@@ -83,6 +83,8 @@ def drawn(dataset: Dataset[Sample], num_samples: int, seed: int) -> Subset[Sampl
     return Subset(dataset, torch.cat(rounds)[:num_samples].tolist())
 
 
-def first(dataset: Dataset[Sample], num_samples: int) -> Subset[Sample]:
-    """The first `num_samples` of `dataset`, or all if it has fewer."""
-    return Subset(dataset, range(min(num_samples, len(dataset))))  # type: ignore[arg-type]
+def spread(dataset: Dataset[Sample], num_samples: int) -> Subset[Sample]:
+    """`num_samples` of `dataset` at even distances, in order, or all if it has fewer."""
+    size = len(dataset)  # type: ignore[arg-type]
+    num_samples = min(num_samples, size)
+    return Subset(dataset, [index * size // num_samples for index in range(num_samples)])

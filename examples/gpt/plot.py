@@ -1,6 +1,6 @@
 """Draw the loss curves of several runs of train.py over one another, and print how far apart they are.
 
-python examples/gpt/plot.py runs/gpt/gpt-none-fp16.json runs/gpt/gpt-hybrid-tp2-pp2-fp16.json
+python examples/gpt/plot.py runs/gpt/gpt-single-fp16.json runs/gpt/gpt-hybrid-tp2-pp2-fp16.json
 
 The first run is the one that the others are compared with.
 """

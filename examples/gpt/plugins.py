@@ -55,7 +55,7 @@ def make_plugin(args: argparse.Namespace) -> plugin.Plugin:
 def describe(args: argparse.Namespace) -> str:
     """The plugin of the flags, in a few words that also make a file name."""
     if args.plugin != "hybrid":
-        return args.plugin
+        return "single" if args.plugin == "none" else args.plugin
     words = ["hybrid", f"tp{args.tp}", f"pp{args.pp}"]
     if args.pp > 1 and args.pp_style != HYBRID["pp_style"]:
         words.append(args.pp_style)

@@ -4,7 +4,7 @@ python examples/gpt/train.py                                                    
 booster run --nproc_per_node 2 examples/gpt/train.py --plugin fsdp --precision fp16
 booster run --nproc_per_node 4 examples/gpt/train.py --plugin hybrid --tp 2 --pp 2 --precision fp16
 booster run --nproc_per_node 4 examples/gpt/train.py --plugin hybrid --tp 2 --pp 2 --model vit
-python examples/gpt/plot.py runs/gpt/gpt-none-fp16.json runs/gpt/gpt-hybrid-tp2-pp2-fp16.json
+python examples/gpt/plot.py runs/gpt/gpt-single-fp16.json runs/gpt/gpt-hybrid-tp2-pp2-fp16.json
 """
 
 import argparse
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from data import Splits, drawn, first, load_images, load_text
+from data import Splits, drawn, load_images, load_text, spread
 from history import History
 from model import GPT, cross_entropy, make_vit
 from plugins import add_arguments, check_arguments, describe, make_plugin
@@ -39,10 +39,9 @@ def train(b: Booster, model: torch.nn.Module, splits: Splits, args: argparse.Nam
 
     model, optimizer, criterion, loader, lr_scheduler = b.boost(model, optimizer, cross_entropy, loader, lr_scheduler)
 
-    share = num_held(model) / num_parameters
-    show(f"{describe(args)}, {args.precision}: rank 0 holds {share:.0%} of {num_parameters:,} parameters")
     options = {name: str(value) for name, value in vars(args).items()}
-    history = History(f"{describe(args)}, {args.precision}", options, share)
+    history = History(f"{describe(args)}, {args.precision}", options, num_held(model) / num_parameters)
+    show(f"{history.label}: rank 0 holds {history.share:.0%} of {num_parameters:,} parameters")
     start = time.perf_counter()
     batches = iter(loader)
     model.train()
@@ -68,8 +67,8 @@ def train(b: Booster, model: torch.nn.Module, splits: Splits, args: argparse.Nam
 
 
 def validate(b: Booster, model: torch.nn.Module, criterion: object, splits: Splits, batch_size: int) -> float:
-    """The mean loss over some batches of the validation split."""
-    samples = first(splits.validation, VALIDATION_BATCHES * batch_size)
+    """The mean loss over batches from all over the validation split."""
+    samples = spread(splits.validation, VALIDATION_BATCHES * batch_size)
     # Pipelines know the shape of a batch beforehand, so the last, smaller one is dropped.
     loader = b.prepare_dataloader(samples, batch_size // b.plugin.data_parallel_size, drop_last=True)
     model.eval()
@@ -97,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", type=_positive, default=16, help="samples per step over all processes (default: 16)"
     )
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak of the learning rate (default: 2e-3)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="peak of the learning rate (default: 4e-3)")
     parser.add_argument("--seed", type=int, default=1024)
     parser.add_argument(
         "--output", type=Path, default=Path("runs/gpt"), help="folder of the history (default: runs/gpt)"

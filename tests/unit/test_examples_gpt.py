@@ -131,6 +131,11 @@ def test_the_ranks_together_see_the_batch_that_one_process_sees(gpt: Load, world
     assert [sorted(sum(share, [])) for share in shares] == [sorted(batch) for batch in batches(0, 1)]
 
 
+@pytest.mark.parametrize(("number", "chosen"), [(3, [0, 3, 6]), (10, list(range(10))), (99, list(range(10)))])
+def test_validation_samples_come_from_all_over_the_split(gpt: Load, number: int, chosen: list[int]) -> None:
+    assert list(gpt("data").spread(range(10), number)) == chosen
+
+
 # --------------------------------------------------------------------- the model
 
 
