@@ -1,0 +1,188 @@
+"""What small jobs hold and send is what the formulas of docs/scaling.md say, to the byte."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import scaling_bytes
+from scaling_job import cases, hybrid_plugin
+from scaling_memory import accumulated_bytes, layer_activations
+from scaling_model import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, stage_parameters, zero
+from scaling_traffic import sent_bytes
+
+from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+
+HALF = "naive, fp32 masters"
+
+# One of each kind of formula; the others run in the full job.
+QUICK = {
+    2: {
+        ("DDP", "naive, split"),
+        ("ZeRO-1", "fp32"),
+        ("ZeRO-2", "naive, no masters"),
+        ("FSDP", "autocast"),
+        ("FSDP, kept", HALF),
+        ("FSDP, 2 micro-batches", HALF),
+        ("TP 2", "autocast"),
+        ("TP 2, checkpointed", HALF),
+        ("PP 2, interleaved", HALF),
+    },
+    4: {
+        ("ZeRO-1", HALF),
+        ("HSDP 2 x 2", HALF),
+        ("TP 2 SP x dp 2, stage 1", HALF),
+        ("PP 2 x TP 2, SP", HALF),
+    },
+}
+
+
+def marked(world_size):
+    for index, case in enumerate(cases(world_size)):
+        quick = (case.name, case.precision) in QUICK[world_size]
+        marks = [] if quick else [pytest.mark.slow]
+        yield pytest.param(index, id=f"{case.name}-{case.precision}".replace(" ", "_"), marks=marks)
+
+
+def check(rank, world_size, index):
+    torch.set_num_threads(1)
+    scaling_bytes.check_case(cases(world_size)[index])
+
+
+@pytest.mark.parametrize("index", list(marked(2)))
+def test_two_ranks_hold_and_send_what_the_formulas_say(ranks2, index):
+    ranks2(check, index)
+
+
+@pytest.mark.parametrize("index", list(marked(4)))
+def test_four_ranks_hold_and_send_what_the_formulas_say(ranks4, index):
+    ranks4(check, index)
+
+
+def test_every_quick_case_exists():
+    for world_size, quick in QUICK.items():
+        assert quick <= {(case.name, case.precision) for case in cases(world_size)}
+
+
+def check_disagreement(rank, world_size):
+    for said, done, what in ((1, 2, "gradients"), (2, 1, "held")):
+        case = scaling_bytes.Case("wrong", zero(world_size, said), HALF, LowLevelZeroPlugin, {"stage": done})
+        with pytest.raises(AssertionError, match=rf"{what} \d+, by the formula"):
+            scaling_bytes.check_case(case)
+    case = scaling_bytes.Case("wrong", fsdp(world_size), HALF, TorchFSDPPlugin, {"reshard_after_forward": False})
+    with pytest.raises(AssertionError, match=r"messages .*'all_gather', 'dp'"):
+        scaling_bytes.check_case(case)
+
+
+def test_a_plan_that_is_not_what_the_plugin_does_is_noticed(ranks2):
+    ranks2(check_disagreement)
+
+
+# ---- gradients that wait
+
+
+def check_waiting(rank, world_size, case):
+    torch.set_num_threads(1)
+    precision, parameters = PRECISIONS[case.precision], stage_parameters(scaling_bytes.SMALL, case.plan)
+    formula = accumulated_bytes(parameters, case.plan, precision)
+    if case.plan.gradient_shards == 1:  # they wait where the result will lie
+        formula = parameters * precision.gradient
+    measured = scaling_bytes.measure_waiting(case)
+    assert measured == formula
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        scaling_bytes.Case("DDP", ddp(2), HALF, TorchDDPPlugin),
+        scaling_bytes.Case("ZeRO-2", zero(2, 2), HALF, LowLevelZeroPlugin, {"stage": 2}),
+        scaling_bytes.Case("FSDP", fsdp(2), HALF, TorchFSDPPlugin),
+        scaling_bytes.Case("FSDP", fsdp(2), "fp32", TorchFSDPPlugin),
+    ],
+    ids=lambda case: f"{case.name}-{case.precision}".replace(" ", "_"),
+)
+def test_accumulated_gradients_wait_whole_on_every_rank(ranks2, case):
+    ranks2(check_waiting, case)
+
+
+# ---- activations
+
+LLAMA = Model(hidden=256, layers=2, heads=4, ffn=512, vocabulary=256, sequence=64)
+GPT = Model(hidden=256, layers=2, heads=4, ffn=1024, vocabulary=256, sequence=64, gated=False, dropout=True)
+
+
+def check_activations(rank, world_size, model, precision, options):
+    torch.set_num_threads(1)
+    sequence_parallel = options.get("sequence_parallelism", False)
+    plan = hybrid(2, tp=2, sequence_parallel=sequence_parallel) if options else Plan()
+    plugin, given = hybrid_plugin(options["tp_size"], 1, **options) if options else (SingleDevice, {})
+    case = scaling_bytes.Case("activations", plan, precision, plugin, given)
+    numbers, tokens = PRECISIONS[precision], scaling_bytes.MICRO_BATCH * model.sequence
+    formula = layer_activations(
+        model, numbers, tokens, tp=plan.tp, sequence_parallel=sequence_parallel, stored_scores=model.dropout
+    )
+    formula += numbers.copy * model.layer_matrices // plan.tp
+    measured = scaling_bytes.measure_activations(case, model)
+    statistics = 16 * tokens + 4 * tokens * model.heads
+    assert 0 <= measured - formula <= statistics
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "options"),
+    [
+        (LLAMA, "naive, split", {}),
+        (LLAMA, "fp32", {}),
+        (LLAMA, "autocast", {}),
+        (GPT, "naive, split", {}),
+        (LLAMA, HALF, {"tp_size": 2}),
+        (LLAMA, HALF, {"tp_size": 2, "sequence_parallelism": True}),
+        (LLAMA, "autocast", {"tp_size": 2, "sequence_parallelism": True}),
+    ],
+)
+def test_a_layer_keeps_the_activations_of_the_formula_and_statistics(ranks2, model, precision, options):
+    ranks2(check_activations, model, precision, options)
+
+
+def check_copies(rank, world_size):
+    """Under fully_shard too, autocast's half copies of all weights live from forward to backward."""
+    torch.set_num_threads(1)
+    case = scaling_bytes.Case("FSDP", fsdp(world_size), "autocast", TorchFSDPPlugin)
+    kept = scaling_bytes.measure_activations(case, LLAMA)
+    whole = PRECISIONS["autocast"].copy * LLAMA.layer_matrices
+    formula = layer_activations(LLAMA, PRECISIONS["autocast"], scaling_bytes.MICRO_BATCH * LLAMA.sequence)
+    assert 0 <= kept - formula - whole <= 20 * scaling_bytes.MICRO_BATCH * LLAMA.sequence * LLAMA.heads
+
+
+def test_autocast_keeps_half_copies_of_weights_that_are_sharded(ranks2):
+    ranks2(check_copies)
+
+
+# ---- bytes on the wire
+
+
+def check_sockets(rank, world_size):
+    whole = torch.ones(2**20)
+    part = torch.ones(2**20 // world_size)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    for kind, run in (
+        ("all_reduce", lambda: dist.all_reduce(whole)),
+        ("all_gather", lambda: gather(whole, part)),
+    ):
+        run()  # connections are made at the first use
+        dist.barrier()
+        before = scaling_bytes.socket_bytes()
+        run()
+        after = scaling_bytes.socket_bytes()
+        dist.barrier()
+        formula = sent_bytes(kind, world_size, whole.nbytes)
+        assert formula <= after - before <= 1.01 * formula, kind
+
+
+def test_a_ring_sends_what_the_formula_says(ranks4):
+    if scaling_bytes.socket_bytes() is None:
+        pytest.skip("this kernel does not count the bytes of a connection")
+    ranks4(check_sockets)
