@@ -16,7 +16,6 @@ from booster.shards.base import Shards, State
 from booster.shards.exchange import Holding, gather_states
 from booster.shards.flat import Layout, stretch
 
-
 SPARSE = (
     "a parameter of shape {shape} has a sparse gradient, which cannot be divided among ranks; build its module with "
     "sparse=False, or use TorchDDPPlugin"
