@@ -99,6 +99,13 @@ class NaiveMixedPrecision(MixedPrecision):
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         if placement.stores_float32 and self._store is None:
             return {}
+        unmade = [name for name, param in model.named_parameters() if param.is_meta]
+        if unmade:
+            raise ValueError(
+                f"{type(self).__name__} makes masters of the weights that a model arrives with, and {unmade[:5]} are on "
+                "the meta device; give the model its weights before boost(), or use a plugin that shards, with "
+                "master_weights='auto'"
+            )
         model.to(placement.device)
         placement.synchronise(model)
         wide = (torch.float32, torch.float64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableSet
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -105,6 +106,26 @@ def shard_module(
     if reshard_after_forward:
         model.register_forward_hook(_reshard_unless_backward_follows)
     return module
+
+
+def without_reduction(module: nn.Module, held: MutableSet[nn.Module]) -> AbstractContextManager[Any]:
+    """Context in which backward passes leave gradients of a sharded `module` unreduced. held: of whom that is so now."""
+    model = bare(module)
+    # Inside another such context, leaving this one must not switch synchronisation on.
+    if not isinstance(model, FSDPModule) or model in held:
+        return nullcontext()
+    return _without_reduction(model, held)
+
+
+@contextmanager
+def _without_reduction(model: Any, held: MutableSet[nn.Module]) -> Iterator[None]:
+    held.add(model)
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        held.discard(model)
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from booster.interface.transparent import bare
@@ -20,7 +19,7 @@ from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Pipeline, Plugin
 from booster.plugin.blocks import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fully_sharded import broadcast, shard_module
+from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
 from booster.plugin.meta import check_meta, materialise
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
@@ -224,21 +223,7 @@ class HybridParallelPlugin(Plugin):
         return shape if len(shape) < 3 else (shape[0], shape[1] // self.tp_size, *shape[2:])
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        model = bare(module)
-        # Inside another such context, leaving this one must not switch synchronisation on.
-        if not isinstance(model, FSDPModule) or model in self._unsynchronised:
-            return nullcontext()
-        return self._without_reduction(model)
-
-    @contextmanager
-    def _without_reduction(self, model: Any) -> Iterator[None]:
-        self._unsynchronised.add(model)
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-            self._unsynchronised.discard(model)
+        return without_reduction(module, self._unsynchronised)
 
     # ------------------------------------------------------------------ micro-batches
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from booster.interface.transparent import bare
@@ -19,7 +17,7 @@ from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Plugin
 from booster.plugin.blocks import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fully_sharded import broadcast, shard_module
+from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
 from booster.plugin.meta import check_meta, materialise
 from booster.shards import Shards
 from booster.shards.fully_sharded import FullyShardedShards
@@ -146,21 +144,7 @@ class TorchFSDPPlugin(Plugin):
         return FullyShardedShards(optimizer, modules, group=self.group)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        model = bare(module)
-        # Inside another such context, leaving this one must not switch synchronisation on.
-        if not isinstance(model, FSDPModule) or model in self._unsynchronised:
-            return nullcontext()
-        return self._without_reduction(model)
-
-    @contextmanager
-    def _without_reduction(self, model: Any) -> Iterator[None]:
-        self._unsynchronised.add(model)
-        model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            model.set_requires_gradient_sync(True)
-            self._unsynchronised.discard(model)
+        return without_reduction(module, self._unsynchronised)
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         if device_type not in self._meshes:

@@ -154,7 +154,10 @@ class DTensorShards(Shards):
         part = self._parts.get(param)
         if part is None or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.dim() == 0:
             return value
-        return _like(value, param) if value.shape == part.shape else value
+        if value.shape != part.shape:
+            return value
+        # A view into a bucket of states would drag the bucket along, and torch.save refuses a DTensor of one.
+        return _like(value.clone() if value.storage_offset() else value, param)
 
     def _cut_entry(self, value: Any, param: torch.Tensor | None) -> Any:
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
