@@ -50,7 +50,7 @@ class Pipeline(PlacedModule):
         self._boundary = boundary
         self._mine = {stage.index: stage for stage in self._stages}
         self._runners: dict[bool, tuple[Any, tuple[Runner, Route]]] = {}
-        self._criterion: Callable[[Any, Any], torch.Tensor] | None = None
+        self._criterion: Callable[[Any, Any], torch.Tensor] = _no_criterion
         self._factor: Any = None
         self._keep_outputs = False
         self._losses: list[torch.Tensor] = []
@@ -107,7 +107,7 @@ class Pipeline(PlacedModule):
                 for stage in self._stages:
                     stage.finish()
                 self._losses, self._outputs = [], []
-                self._criterion = self._factor = None
+                self._criterion, self._factor = _no_criterion, None
 
     def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """The 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
@@ -185,7 +185,6 @@ class Pipeline(PlacedModule):
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
         """The loss of one micro-batch, as its backward starts from it."""
-        assert self._criterion is not None
         loss = self._criterion(output, target)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex():
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -207,3 +206,7 @@ class Pipeline(PlacedModule):
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _no_criterion(output: Any, target: Any) -> torch.Tensor:
+    raise RuntimeError("a pipeline stage was computed outside Pipeline.run")

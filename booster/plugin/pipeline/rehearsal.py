@@ -183,8 +183,8 @@ class _Rehearsal:
             relays.append(relay)
         if not positions:
             raise RuntimeError(
-                f"{self._split.name_of(position)} gets no tensor that depends on what comes before it, so no pipeline stage can "
-                "begin there; name other split_points"
+                f"{self._split.name_of(position)} gets no tensor that depends on what comes before it, so no pipeline "
+                "stage can begin there; name other split_points"
             )
         specs = [self._received[r] if r is not None else leaves[p] for p, r in zip(positions, relays, strict=True)]
         self._route.boundaries.append(

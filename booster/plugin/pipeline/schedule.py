@@ -63,7 +63,8 @@ def check_count(style: str, pp_size: int, num_micro_batches: int) -> None:
     rounds = max(1, num_micro_batches // pp_size)
     if style == "interleaved" and num_micro_batches % rounds:
         raise ValueError(
-            f"'interleaved' cannot run {num_micro_batches} micro-batches on {pp_size} pipeline ranks; use a multiple of {pp_size}"
+            f"'interleaved' cannot run {num_micro_batches} micro-batches on {pp_size} pipeline ranks; use a multiple of "
+            f"{pp_size}"
         )
 
 

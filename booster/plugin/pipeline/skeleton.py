@@ -117,7 +117,8 @@ def _structure(model: nn.Module, device: torch.device | None) -> nn.Module:
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to(device or buffer.device, copy=True)
+        there = buffer.device if buffer.is_meta or device is None else device
+        memo[id(buffer)] = buffer.detach().to(there, copy=True)
     for module in model.modules():
         for value in module.__dict__.values():
             if isinstance(value, (dist.ProcessGroup, torch.Generator)):
@@ -126,8 +127,8 @@ def _structure(model: nn.Module, device: torch.device | None) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} cannot be copied, which cutting it into pipeline stages needs: {error}. Keep what does not "
-            "copy out of the model's attributes"
+            f"{type(model).__name__} cannot be copied, which cutting it into pipeline stages needs: {error}. Keep what does "
+            "not copy out of the model's attributes"
         ) from error
 
 

@@ -60,8 +60,8 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
     if len(blocks) < num_stages:
         found = f"the longest row is {name or 'the model itself'} with {len(blocks)}" if blocks else "there is no row"
         raise ValueError(
-            f"{type(model).__name__} does not divide into {num_stages} pipeline stages by its blocks, modules of one class in a "
-            f"ModuleList or Sequential: {found}; use fewer stages, or name the modules that begin stages with split_points"
+            f"{type(model).__name__} does not divide into {num_stages} pipeline stages by its blocks, modules of one class in "
+            f"a ModuleList or Sequential: {found}; use fewer stages, or name the modules that begin stages with split_points"
         )
     size, longer = divmod(len(blocks), num_stages)
     ends = [size * stage + min(stage, longer) for stage in range(1, num_stages)]
