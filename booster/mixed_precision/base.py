@@ -100,6 +100,11 @@ class MixedPrecision:
         """A new loss scaler; every boosted optimizer gets its own."""
         return NoScale()
 
+    def check_loss_id(self, loss_id: int) -> None:
+        """Raise unless there is a loss scaler of that number."""
+        if loss_id != 0:
+            raise ValueError(f"loss_id={loss_id} is not legal; {type(self).__name__} keeps one loss scaler, number 0")
+
     def check(self, model: nn.Module) -> None:
         """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
 
@@ -152,7 +157,7 @@ class MixedPrecision:
         policy = self.policy_for(model)
         kept = {} if optimizer is None else self.keep_weights(model, placement)
         placed = placement.place(self.convert(model), policy)
-        boosted = ModelWrapper(placed, self, input_dtype=self.input_dtype)
+        boosted = self.wrap_model(placed)
         boosted_criterion = self._wrap_criterion(criterion, placement.device)
         if optimizer is None:
             return boosted, None, boosted_criterion
@@ -176,6 +181,10 @@ class MixedPrecision:
             make_update=self.make_update(optimizer, names, weights, compiled=compiled),
         )
         return boosted, boosted_optimizer, boosted_criterion
+
+    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
+        """The boosted model around a placed one."""
+        return ModelWrapper(placed, self, input_dtype=self.input_dtype)
 
     def _wrap_criterion(
         self, criterion: Callable[..., Any] | None, device: torch.device

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster.casting import HALF_DTYPES
+from booster.update.backward_pass import BackwardPass
 from booster.update.joint import JointDecision
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ def run_backward(
     optimizers: Sequence[OptimizerWrapper],
     *,
     divisor: float = 1.0,
+    loss_id: int = 0,
+    delayed: bool = False,
     inputs: Any = None,
     retain_graph: bool = False,
     create_graph: bool = False,
@@ -26,7 +29,8 @@ def run_backward(
     """Accumulate the gradients of `loss / divisor`, scaled for all of `optimizers` by the smallest of their scales.
 
     loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. Optimizers
-    given together step together: one decision for all. Side effect: the plugin's gradient collectives run inside.
+    given together step together: one decision for all. loss_id, delayed: see `BackwardPass`. Side effect: the plugin's
+    gradient collectives run inside. If the pass raises, gradients that were set aside for it come back.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -38,15 +42,16 @@ def run_backward(
             "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
         )
     updates = [optimizer._update for optimizer in optimizers]
-    scaled = [update.next_scale for update in updates if update.scaler.enabled]
+    scaled = [update.scale_for(loss_id) for update in updates if update.scaler.enabled]
     scale: Any = _smallest(scaled) if scaled else 1.0
     if len(updates) > 1:
         joined = {id(member): member for update in updates for member in update.joint.updates}
         decision = JointDecision(list(joined.values()))
         for update in decision.updates:
             update.joint = decision
+    this = BackwardPass(updates, loss_id=loss_id, delayed=delayed)
     for update in updates:
-        update.before_backward(scale)
+        update.before_backward(scale, this)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
@@ -56,15 +61,26 @@ def run_backward(
         gradient = None
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
-    with optimizers[0].backward_context():
-        _run_engine(loss, gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+    try:
+        with optimizers[0].backward_context():
+            run_engine(loss, gradient, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+    except BaseException:
+        for update in updates:
+            update.abandon_backward()
+        raise
     for update in updates:
         update.after_backward(loss)
 
 
-def _run_engine(
-    loss: torch.Tensor, gradient: torch.Tensor | None, *, retain_graph: bool, create_graph: bool, inputs: Any
+def run_engine(
+    loss: torch.Tensor,
+    gradient: torch.Tensor | None,
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    inputs: Any = None,
 ) -> None:
+    """`torch.autograd.backward`, but torch function modes that are active stay so while activations are recomputed."""
     if torch._C._len_torch_function_stack() == 0:
         torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
         return

@@ -19,15 +19,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
+from booster.update.backward_pass import BackwardPass
+from booster.update.errors import BARE_BACKWARD, CLOSURE_UNDER_SCALE
 from booster.update.fused import start_late_momentum
 from booster.update.joint import JointDecision
 from booster.update.step_result import StepFields, StepResult
-
-BARE_BACKWARD = (
-    "there are gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler those of a bare "
-    "loss.backward() are not scaled, and those of the last step have been used. Call booster.backward(loss, optimizer) "
-    "instead, and name every optimizer that will step on that loss: booster.backward(loss, [optimizer_a, optimizer_b])"
-)
 
 
 class Update(ABC):
@@ -83,8 +79,15 @@ class Update(ABC):
     def next_scale(self) -> Any:
         """The scale for the next loss: a float, or a 0-dim tensor where it lives on a device."""
 
-    def before_backward(self, scale: Any) -> None:
-        """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them."""
+    def scale_for(self, loss_id: int) -> Any:
+        """The scale for the next loss of that number, as `next_scale`."""
+        return self.next_scale
+
+    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
+        """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them.
+
+        this: the pass that begins; None means one for this update alone, of loss 0, complete.
+        """
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)
         self._scale = self._loss_scale = scale
@@ -97,6 +100,9 @@ class Update(ABC):
         self._num_backwards += 1
         if self._check:
             self.losses.append(loss.detach())
+
+    def abandon_backward(self) -> None:
+        """The pass that `before_backward` announced raised; `after_backward` is not called."""
 
     # ------------------------------------------------------------------ between backward and step
 
@@ -225,6 +231,17 @@ class Update(ABC):
         """Parameters that have a gradient, in the order of the groups."""
         return [param for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
 
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients that `step` will use, one for each of `params()`; writing to them counts."""
+        return gradient_values(self.params())
+
+    @property
+    def closure_refusal(self) -> str | None:
+        """Why `step(closure)` cannot run; None if it can."""
+        if not self.scaler.enabled:
+            return None
+        return CLOSURE_UNDER_SCALE.format(optimizer=type(self.optimizer).__name__)
+
     def check_known(self, params: list[torch.Tensor]) -> None:
         """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
         if self._group is not None and any(param not in self._names for param in params):
@@ -245,7 +262,7 @@ class Update(ABC):
     def _true_norm(self, norm_type: float) -> Any:
         """Norm of the gradients as they would be unscaled, clips applied: one read of them."""
         with torch.no_grad():
-            measured = self._measure(gradient_values(self.params()), norm_type)
+            measured = self._measure(self.gradients(), norm_type)
         self._measured.append(measured)
         norm = measured.total * self._pending / self._known_scale
         if self._reported_norm is None:
@@ -257,7 +274,7 @@ class Update(ABC):
         self.optimizer.step()
 
     def _multiply(self, ratio: Any) -> None:
-        values = gradient_values(self.params())
+        values = self.gradients()
         if values:
             with torch.no_grad():
                 torch._foreach_mul_(values, ratio)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD, Optimizer
 
-from booster.grads import agree_on, clamp_values, gradient_values, tensor_norms
+from booster.grads import agree_on, clamp_values, tensor_norms
 from booster.update.base import Update
 from booster.update.step_result import StepFields, StepResult
 
@@ -52,7 +52,7 @@ class DeviceUpdate(Update):
         self._require_backward()
         self._check = True
         self.unscale()
-        values = gradient_values(self.params())
+        values = self.gradients()
         each = self._measured[-1].each
         clamp_values(values, clip_value)
         # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to.

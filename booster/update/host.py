@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from booster.grads import agree_on, clamp_values, gradient_values, nonfinite_indices, tensor_norms
+from booster.grads import agree_on, clamp_values, nonfinite_indices, tensor_norms
+from booster.update.backward_pass import BackwardPass
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
 from booster.update.step_result import StepFields, StepResult
@@ -28,8 +29,8 @@ class HostUpdate(Update):
     def next_scale(self) -> float:
         return self.scaler.scale
 
-    def before_backward(self, scale: Any) -> None:
-        super().before_backward(float(scale))
+    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
+        super().before_backward(float(scale), this)
 
     def found(self) -> bool:
         if not self._measured:
@@ -50,7 +51,7 @@ class HostUpdate(Update):
         if self.found() or self._pending == 0.0:
             return
         bound = clip_value * self._known_scale / self._pending
-        values = gradient_values(params)
+        values = self.gradients()
         clamp_values(values, bound)
 
     def _decide_and_apply(self) -> StepResult:
