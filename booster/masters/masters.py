@@ -163,6 +163,20 @@ class Masters:
         values = [joined[piece.offset : piece.offset + piece.size] for piece, joined in parts]
         return shaped_like(torch.cat(values), param)
 
+    def values(self) -> Weights:
+        """The masters by parameter, float32 in its shape: themselves where one is kept in one piece, else copies."""
+        self.adopt()
+        self.follow_weights()
+        parts: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
+        for bucket in self.buckets:
+            held = bucket.rest is not None and bucket.rest.dtype == torch.float32
+            joined: Any = bucket.rest if held else bucket.joined()
+            for piece in bucket.pieces:
+                part = joined[piece.offset : piece.offset + piece.size]
+                parts.setdefault(piece.param, []).append((piece.start, part))
+        pieces = {param: [part for _, part in sorted(found, key=lambda f: f[0])] for param, found in parts.items()}
+        return {p: shaped_like(own[0] if len(own) == 1 else torch.cat(own), p) for p, own in pieces.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """The masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
         self.adopt()

@@ -1,0 +1,257 @@
+"""The optimization levels of apex.amp as a precision."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.loss_scaler import LossScaler
+from booster.masters.masters import Masters
+from booster.masters.options import MasterOptions
+from booster.mixed_precision.apex.functions import CastFunctions, Table, active_modes, disable_casts, make_table, region
+from booster.mixed_precision.apex.master_update import ApexMasterUpdate
+from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
+from booster.mixed_precision.apex.options import check_rest, resolve
+from booster.mixed_precision.apex.scale import ApexScale, ApexScales
+from booster.mixed_precision.apex.update import ApexUpdate
+from booster.mixed_precision.apex.user_functions import Kind, Registered
+from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.policy import DtypePolicy, half_policy
+from booster.update.base import Update
+
+_logger = logging.getLogger(__name__)
+
+
+class FP16ApexMixedPrecision(MixedPrecision):
+    """The levels O0 to O3 of NVIDIA's apex.amp, on CPU and CUDA, whether apex is installed or not.
+
+    opt_level: "O0" float32; "O1" float32 weights, casts around torch functions; "O2" half weights, float32 BatchNorm and
+    masters; "O3" half. cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale ("dynamic", or
+    a static number): None takes the level's default. cast_model_outputs: dtype of what models return; None is float32
+    for a model that is cast, else what it computes. num_losses: loss scales, see `Booster.backward(loss_id=...)`.
+    verbosity: 1 logs the options and every skipped step, 0 does not. min_loss_scale, max_loss_scale, scale_window: of a
+    dynamic scale. Errors and their order are those of apex, see `options.resolve`.
+
+    What was recorded of apex wins over what other precisions do: a static scale lets inf into the weights, scales move
+    with every backward, and may fall below 1.
+    """
+
+    def __init__(
+        self,
+        opt_level: str = "O1",
+        cast_model_type: torch.dtype | Literal[False] | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        scale_window: int = 2000,
+        backend: Literal["auto", "native", "apex"] = "auto",
+    ) -> None:
+        self.options = resolve(
+            opt_level,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            loss_scale=loss_scale,
+        )
+        check_rest(cast_model_outputs, num_losses, min_loss_scale, max_loss_scale, scale_window, backend)
+        self._verbosity = verbosity
+        self._registered = Registered()
+        self._tables: dict[bool, Table] = {}
+        self._casts_disabled = 0
+        self.scales = ApexScales(
+            [
+                ApexScale(self.options.loss_scale, minimum=min_loss_scale, maximum=max_loss_scale, window=scale_window)
+                for _ in range(num_losses)
+            ]
+        )
+        dtype = self.options.model_dtype
+        output = cast_model_outputs or (torch.float32 if dtype is not None else None)
+        self.policy = DtypePolicy(param=dtype, output=output)
+        if verbosity > 0 and (not dist.is_initialized() or dist.get_rank() == 0):
+            _logger.info(self.options.report())
+        self._warn_of_static_scale()
+
+    # ------------------------------------------------------------------ models
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.options.model_dtype
+
+    def policy_for(self, model: nn.Module) -> DtypePolicy:
+        if self.options.keep_batchnorm_fp32 and self.policy.param not in (None, torch.float32):
+            return half_policy(model, self.policy.param, keep_fp32=is_affine_batch_norm, output=self.policy.output)
+        return self.policy
+
+    def check(self, model: nn.Module) -> None:
+        for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in tensors:
+                if tensor.dtype == torch.float16:
+                    raise RuntimeError(
+                        f"Found {kind} {name} with type torch.float16, expected torch.float32. With fp16_apex you do not "
+                        "need to call .half() on your model, no matter what optimization level you choose"
+                    )
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        if self.policy.param == torch.float16:
+            save_in_float32(bare(model))
+        return model
+
+    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
+        return ApexModel(placed, self, input_dtype=self.input_dtype)
+
+    def _wrap_criterion(
+        self, criterion: Callable[..., Any] | None, device: torch.device
+    ) -> ModelWrapper | CriterionWrapper | None:
+        if criterion is None:
+            return None
+        precision = CriterionPrecision(self)
+        if isinstance(criterion, nn.Module):
+            return ModelWrapper(criterion.to(device), precision)
+        return CriterionWrapper(criterion, precision)
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if not self.options.patch_torch_functions:
+            half = self.policy.param in (torch.float16, torch.bfloat16)
+            training = half and self.device.type == "cpu" and torch.is_grad_enabled()
+            return Float32Attention("cpu") if training else nullcontext()
+        if self._casts_disabled or any(mode.table in self._tables.values() for mode in active_modes()):
+            return nullcontext()
+        return region(torch.autocast(self.device.type, torch.float16), self._mode(torch.is_grad_enabled()))
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        if not self.options.patch_torch_functions:
+            return Float32Attention("cpu") if self.device.type == "cpu" and self.input_dtype else nullcontext()
+        return nullcontext() if self._casts_disabled or active_modes() else self._mode(True)
+
+    @contextmanager
+    def disable_casts(self) -> Iterator[None]:
+        """Inside, torch functions and models of this precision run without the casts of O1."""
+        self._casts_disabled += 1
+        try:
+            with disable_casts():
+                yield
+        finally:
+            self._casts_disabled -= 1
+
+    def register_half_function(self, module: Any, name: str) -> None:
+        """Under O1, cast floating arguments of `module.name` to float16; see `user_functions.Registered.add`."""
+        self._register(module, name, "half")
+
+    def register_float_function(self, module: Any, name: str) -> None:
+        """Under O1, cast half arguments of `module.name` to float32; see `user_functions.Registered.add`."""
+        self._register(module, name, "float")
+
+    def register_promote_function(self, module: Any, name: str) -> None:
+        """Under O1, cast half arguments of `module.name` to float32 if another argument is; see `Registered.add`."""
+        self._register(module, name, "promote")
+
+    def _register(self, module: Any, name: str, kind: Kind) -> None:
+        self._registered.add(module, name, kind)
+        self._tables = {}
+
+    def _mode(self, training: bool) -> CastFunctions:
+        attention = training and self.device.type == "cpu"
+        if attention not in self._tables:
+            self._tables[attention] = make_table(self.device.type, attention=attention) | self._registered.rules()
+        return CastFunctions(self._tables[attention], self.device.type)
+
+    # ------------------------------------------------------------------ optimizers
+
+    def make_scaler(self) -> LossScaler:
+        """The loss scales, which all optimizers share."""
+        return self.scales
+
+    def check_loss_id(self, loss_id: int) -> None:
+        self.scales[loss_id]
+
+    def may_compile(self, optimizer: Optimizer) -> bool:
+        _logger.warning(
+            'fused_optimizer="compile" does not apply to this %s: fp16_apex looks at gradients after every backward; it is '
+            "stepped as with fused_optimizer=True",
+            type(optimizer).__name__,
+        )
+        return False
+
+    def make_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool,
+    ) -> Callable[..., Update]:
+        self._check_dtypes(optimizer)
+        verbose = self._verbosity > 0
+        if self.options.master_weights:
+            masters = Masters(optimizer, names, MasterOptions(master_weights="fp32"))
+            return functools.partial(ApexMasterUpdate, masters=masters, verbose=verbose)
+        self._follow_dtypes(optimizer)
+        return functools.partial(ApexUpdate, verbose=verbose)
+
+    def _check_dtypes(self, optimizer: Optimizer) -> None:
+        if not self.options.master_weights and self.scales[0].is_null:
+            return
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        other = {str(p.dtype) for p in params if p.requires_grad and p.dtype not in (torch.float16, torch.float32)}
+        if other:
+            raise TypeError(
+                f"Optimizer's parameters must be either torch.float16 or torch.float32 under a loss scale or with master "
+                f"weights. Received {sorted(other)}"
+            )
+
+    def _follow_dtypes(self, optimizer: Optimizer) -> None:
+        """Cast state that was made before the parameters were cast, and warn where half precision cannot step."""
+        halves = [p for g in optimizer.param_groups for p in g["params"] if p.dtype == torch.float16]
+        if not halves:
+            return
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())
+        smallest = torch.finfo(torch.float16).smallest_normal * 2.0**-11
+        eps = [group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)]
+        if any(value <= smallest for value in eps):
+            _logger.warning(
+                "%s steps float16 parameters without masters, where its eps=%g rounds to zero and divides by it: weights "
+                "become NaN, as with apex. Use opt_level='O2', or master_weights=True",
+                type(optimizer).__name__,
+                min(eps),
+            )
+
+    def _warn_of_static_scale(self) -> None:
+        half = self.options.patch_torch_functions or self.policy.param == torch.float16
+        if not self.options.dynamic and (half or self.options.loss_scale != 1.0):
+            _logger.warning(
+                "loss_scale=%s is static: as in apex, gradients are not checked, and an inf or NaN in them reaches the "
+                "weights. loss_scale='dynamic' skips such steps",
+                self.options.loss_scale,
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": {}}  # made of torch's functions, which do not pickle
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(opt_level={self.options.opt_level!r}, device={str(self.device)!r})"
+
+
+def is_affine_batch_norm(name: str, module: nn.Module) -> bool:
+    """A predicate for `pin_names`: what keep_batchnorm_fp32 keeps."""
+    return isinstance(module, _BatchNorm) and module.affine
