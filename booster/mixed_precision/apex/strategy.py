@@ -134,7 +134,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             half = self.policy.param in (torch.float16, torch.bfloat16)
             training = half and self.device.type == "cpu" and torch.is_grad_enabled()
             return Float32Attention("cpu") if training else nullcontext()
-        if self._casts_disabled or any(mode.table in self._tables.values() for mode in active_modes()):
+        if self._casts_disabled or active_modes():
             return nullcontext()
         return region(torch.autocast(self.device.type, torch.float16), self._mode(torch.is_grad_enabled()))
 
@@ -165,6 +165,15 @@ class FP16ApexMixedPrecision(MixedPrecision):
         """Under O1, cast half arguments of `module.name` to float32 if another argument is; see `Registered.add`."""
         self._register(module, name, "promote")
 
+    def use_registered(self, registered: Registered) -> None:
+        """Cast by these registrations instead of those made so far."""
+        self._registered = registered
+        self._tables = {}
+
+    def casts(self) -> CastFunctions:
+        """A new mode that casts as O1 does; to be entered inside autocast."""
+        return self._mode(True)
+
     def _register(self, module: Any, name: str, kind: Kind) -> None:
         self._registered.add(module, name, kind)
         self._tables = {}
@@ -176,6 +185,11 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return CastFunctions(self._tables[attention], self.device.type)
 
     # ------------------------------------------------------------------ optimizers
+
+    @property
+    def short_circuits(self) -> bool:
+        """Whether a backward pass is torch's own: no scale, and nothing to do for masters."""
+        return not self.options.master_weights and self.scales[0].is_null
 
     def make_scaler(self) -> LossScaler:
         """The loss scales, which all optimizers share."""
@@ -209,7 +223,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return functools.partial(ApexUpdate, verbose=verbose)
 
     def _check_dtypes(self, optimizer: Optimizer) -> None:
-        if not self.options.master_weights and self.scales[0].is_null:
+        if self.short_circuits:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
         other = {str(p.dtype) for p in params if p.requires_grad and p.dtype not in (torch.float16, torch.float32)}
