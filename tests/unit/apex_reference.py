@@ -88,7 +88,7 @@ def sha(tensors):
 
 
 class Messages(logging.Handler):
-    """What the loggers under `booster.mixed_precision.apex` say, at INFO."""
+    """What apex itself would print: what the loggers of `booster.mixed_precision.apex` say at INFO, but for the engine."""
 
     def __init__(self):
         super().__init__(logging.INFO)
@@ -110,7 +110,11 @@ class Messages(logging.Handler):
 
     def take(self):
         records, self.records = self.records, []
-        return [record.getMessage() for record in records if record.levelno == logging.INFO]
+        return [
+            record.getMessage()
+            for record in records
+            if record.levelno == logging.INFO and not record.name.endswith(".backend")
+        ]
 
 
 class ThroughBooster:

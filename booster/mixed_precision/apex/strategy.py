@@ -15,9 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
+from booster.mixed_precision.apex import real
+from booster.mixed_precision.apex.backend import choose_backend
+from booster.mixed_precision.apex.cautions import check_dtypes, follow_dtypes, warn_of_static_scale
 from booster.mixed_precision.apex.functions import CastFunctions, Table, active_modes, disable_casts, make_table, region
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
 from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
@@ -26,9 +30,10 @@ from booster.mixed_precision.apex.scale import ApexScale, ApexScales
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import Kind, Registered
 from booster.mixed_precision.attention import Float32Attention
-from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.update.base import Update
+from booster.update.options import UpdateOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -63,16 +68,29 @@ class FP16ApexMixedPrecision(MixedPrecision):
         scale_window: int = 2000,
         backend: Literal["auto", "native", "apex"] = "auto",
     ) -> None:
-        self.options = resolve(
-            opt_level,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            loss_scale=loss_scale,
-        )
+        overrides: dict[str, Any] = {
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+        }
+        self.options = resolve(opt_level, **overrides)
         check_rest(cast_model_outputs, num_losses, min_loss_scale, max_loss_scale, scale_window, backend)
         self._verbosity = verbosity
+        self._backend = backend
+        self._real: Any = None  # apex.amp once a model was boosted with it
+        self._boosted_any = False
+        self._arguments: dict[str, Any] = {
+            "opt_level": opt_level,
+            **overrides,
+            "cast_model_outputs": cast_model_outputs,
+            "num_losses": num_losses,
+            "verbosity": verbosity,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+        }
+        self._scale_window = scale_window
         self._registered = Registered()
         self._tables: dict[bool, Table] = {}
         self._casts_disabled = 0
@@ -87,7 +105,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         self.policy = DtypePolicy(param=dtype, output=output)
         if verbosity > 0 and (not dist.is_initialized() or dist.get_rank() == 0):
             _logger.info(self.options.report())
-        self._warn_of_static_scale()
+        warn_of_static_scale(self.options)
 
     # ------------------------------------------------------------------ models
 
@@ -126,6 +144,42 @@ class FP16ApexMixedPrecision(MixedPrecision):
         if isinstance(criterion, nn.Module):
             return ModelWrapper(criterion.to(device), precision)
         return CriterionWrapper(criterion, precision)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        *,
+        placement: Placement | None = None,
+        options: UpdateOptions | None = None,
+    ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+        placement = placement or Placement()
+        if not self._boosted_any:
+            self._real = choose_backend(
+                self._backend,
+                placement.device,
+                patches=self.options.patch_torch_functions,
+                alone=placement.group is None,
+                keywords=set(self._arguments),
+            ).amp
+            self._boosted_any = True
+        elif self._real is not None:
+            raise RuntimeError(
+                "the real apex.amp initialises once, and has done so for the first model; use backend='native' for several"
+            )
+        if self._real is None:
+            return super().configure(model, optimizer, criterion, placement=placement, options=options)
+        return real.configure(
+            self._real,
+            model,
+            optimizer,
+            criterion,
+            arguments=self._arguments,
+            scale_window=self._scale_window,
+            placement=placement,
+            options=options or UpdateOptions(),
+        )
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -214,53 +268,17 @@ class FP16ApexMixedPrecision(MixedPrecision):
         *,
         compiled: bool,
     ) -> Callable[..., Update]:
-        self._check_dtypes(optimizer)
+        if not self.short_circuits:
+            check_dtypes(optimizer)
         verbose = self._verbosity > 0
         if self.options.master_weights:
             masters = Masters(optimizer, names, MasterOptions(master_weights="fp32"))
             return functools.partial(ApexMasterUpdate, masters=masters, verbose=verbose)
-        self._follow_dtypes(optimizer)
+        follow_dtypes(optimizer)
         return functools.partial(ApexUpdate, verbose=verbose)
 
-    def _check_dtypes(self, optimizer: Optimizer) -> None:
-        if self.short_circuits:
-            return
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        other = {str(p.dtype) for p in params if p.requires_grad and p.dtype not in (torch.float16, torch.float32)}
-        if other:
-            raise TypeError(
-                f"Optimizer's parameters must be either torch.float16 or torch.float32 under a loss scale or with master "
-                f"weights. Received {sorted(other)}"
-            )
-
-    def _follow_dtypes(self, optimizer: Optimizer) -> None:
-        """Cast state that was made before the parameters were cast, and warn where half precision cannot step."""
-        halves = [p for g in optimizer.param_groups for p in g["params"] if p.dtype == torch.float16]
-        if not halves:
-            return
-        if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())
-        smallest = torch.finfo(torch.float16).smallest_normal * 2.0**-11
-        eps = [group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)]
-        if any(value <= smallest for value in eps):
-            _logger.warning(
-                "%s steps float16 parameters without masters, where its eps=%g rounds to zero and divides by it: weights "
-                "become NaN, as with apex. Use opt_level='O2', or master_weights=True",
-                type(optimizer).__name__,
-                min(eps),
-            )
-
-    def _warn_of_static_scale(self) -> None:
-        half = self.options.patch_torch_functions or self.policy.param == torch.float16
-        if not self.options.dynamic and (half or self.options.loss_scale != 1.0):
-            _logger.warning(
-                "loss_scale=%s is static: as in apex, gradients are not checked, and an inf or NaN in them reaches the "
-                "weights. loss_scale='dynamic' skips such steps",
-                self.options.loss_scale,
-            )
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": {}}  # made of torch's functions, which do not pickle
+        return {**self.__dict__, "_tables": {}, "_real": None}  # made of torch's functions, which do not pickle
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(opt_level={self.options.opt_level!r}, device={str(self.device)!r})"
