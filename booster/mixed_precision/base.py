@@ -116,6 +116,10 @@ class MixedPrecision:
         """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
         return {}
 
+    def may_fuse(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
+        return True
+
     def may_compile(self, optimizer: Optimizer) -> bool:
         """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""
         return True
@@ -163,7 +167,7 @@ class MixedPrecision:
             return boosted, None, boosted_criterion
         rebind(optimizer, before, named_parameters(boosted))
         compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
-        if options.fused_optimizer and not compiled:
+        if options.fused_optimizer and not compiled and self.may_fuse(optimizer):
             switch_to_fused(optimizer, boosted)
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):

@@ -7,6 +7,7 @@ import logging
 import torch
 from torch.optim import Optimizer
 
+from booster.casting import HALF_DTYPES
 from booster.mixed_precision.apex.options import ApexOptions
 
 _logger = logging.getLogger(__name__)
@@ -36,10 +37,21 @@ def check_dtypes(optimizer: Optimizer) -> None:
         )
 
 
+def holds_half(optimizer: Optimizer) -> bool:
+    """Whether any parameter is in half precision."""
+    return any(p.dtype in HALF_DTYPES for group in optimizer.param_groups for p in group["params"])
+
+
 def follow_dtypes(optimizer: Optimizer) -> None:
     """Cast state that was made before the parameters were; one WARNING where half precision cannot step them."""
-    if not any(p.dtype == torch.float16 for group in optimizer.param_groups for p in group["params"]):
+    if not holds_half(optimizer):
         return
+    for group in optimizer.param_groups:
+        if group.get("fused") and isinstance(optimizer, torch.optim.SGD) and group["params"][0].device.type == "cpu":
+            raise ValueError(
+                "SGD(fused=True) leaves float16 parameters on CPU as they are, without an error, so this model would not "
+                "train; leave fused out, or use opt_level='O2'"
+            )
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
     eps = [group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)]

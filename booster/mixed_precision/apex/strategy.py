@@ -21,7 +21,7 @@ from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.apex import real
 from booster.mixed_precision.apex.backend import choose_backend
-from booster.mixed_precision.apex.cautions import check_dtypes, follow_dtypes, warn_of_static_scale
+from booster.mixed_precision.apex.cautions import check_dtypes, follow_dtypes, holds_half, warn_of_static_scale
 from booster.mixed_precision.apex.functions import CastFunctions, Table, active_modes, disable_casts, make_table, region
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
 from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
@@ -251,6 +251,10 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
     def check_loss_id(self, loss_id: int) -> None:
         self.scales[loss_id]
+
+    def may_fuse(self, optimizer: Optimizer) -> bool:
+        # Torch's fused SGD on CPU leaves most elements of float16 parameters as they are.
+        return bool(self.options.master_weights) or self.device.type != "cpu" or not holds_half(optimizer)
 
     def may_compile(self, optimizer: Optimizer) -> bool:
         _logger.warning(

@@ -30,9 +30,9 @@ class _Overflow(NamedTuple):
 class ApexUpdate(HostUpdate):
     """Gradients at rest are true ones, whatever scales their backward passes had; see the module docstring.
 
-    A pass that is not delayed sets the gradients there are aside, unscales what it brings, adds them up again and moves
-    the scale of its loss. On an overflow in a dynamic scale each optimizer of the pass skips its next step, once. Delayed
-    passes pile up scaled gradients until one that is not. Clips and `skip_nonfinite` act on the sum, as in any update.
+    A pass sets the gradients there are aside, unscales what it brings, adds them up again and moves the scale of its loss. On
+    an overflow in a dynamic scale each optimizer of the pass skips its next step, once. Delayed passes pile up scaled
+    gradients until one that is not. Clips and `skip_nonfinite` act on the sum, as in any update.
 
     scaler: shared by all optimizers of a strategy. verbose: log skipped steps.
     """
@@ -65,6 +65,7 @@ class ApexUpdate(HostUpdate):
         super().reset()
         self._check = self._skip_nonfinite
         self._delayed = None
+        self._stash = {}
 
     # ------------------------------------------------------------------ backward
 
@@ -82,7 +83,7 @@ class ApexUpdate(HostUpdate):
         self._measured = []
         self._reported_norm = None
         self.joint.found = None
-        if not (this.delayed or self._delayed is not None or self._nothing_to_do(this)):
+        if self._delayed is None and not self._nothing_to_do(this):
             self._set_aside()
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
@@ -103,7 +104,7 @@ class ApexUpdate(HostUpdate):
 
     def abandon_backward(self) -> None:
         this, self._pass = self._pass, None
-        if this is None or this.delayed or self._delayed is not None or self._nothing_to_do(this):
+        if this is None or self._delayed is not None or self._nothing_to_do(this):
             return
         for param in self._held():
             param.grad = self._stash.pop(param, None)
