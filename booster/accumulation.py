@@ -49,6 +49,11 @@ class Accumulation:
             optimizer.accumulating = True
         return self
 
+    @property
+    def delayed(self) -> bool:
+        """Whether more backward passes follow the present one."""
+        return self._num_backwards < self._num_micro_batches - 1
+
     def before_backward(self) -> None:
         """Raise RuntimeError if this backward is one too many, or if the last one could not synchronise."""
         if self._num_backwards == self._num_micro_batches:
@@ -98,6 +103,42 @@ class Accumulation:
         )
         for optimizer in self.optimizers:
             optimizer.hold(None if done else reason)
+
+
+class Unsynchronised:
+    """Keeps note, while entered, that backward passes of a model leave its gradients incomplete.
+
+    context: the plugin's own. optimizer: whose passes those are; None means every optimizer of the model's parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerWrapper | None,
+        running: list[Unsynchronised],
+        context: AbstractContextManager[Any],
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._running = running
+        self._context = context
+        self._known: dict[int, bool] = {}
+
+    def covers(self, optimizer: OptimizerWrapper) -> bool:
+        if self._optimizer is not None:
+            return optimizer is self._optimizer
+        if id(optimizer) not in self._known:
+            own = {id(param) for param in self._model.parameters()}
+            self._known[id(optimizer)] = any(id(p) in own for g in optimizer.param_groups for p in g["params"])
+        return self._known[id(optimizer)]
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+        self._running.append(self)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._running.remove(self)
+        return self._context.__exit__(*error)
 
 
 class Listed:

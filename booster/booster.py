@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
 from booster import checks, collectives
-from booster.accumulation import Accumulation, Listed
+from booster.accumulation import Accumulation, Listed, Unsynchronised
 from booster.boosted_loader import DataLoaderWrapper
 from booster.config import translate
 from booster.device import resolve_device
@@ -74,6 +74,7 @@ class Booster:
         # By id of the user's optimizer, which the wrapper keeps alive.
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
+        self._unsynchronised: list[Unsynchronised] = []
 
     @classmethod
     def from_config(
@@ -151,15 +152,12 @@ class Booster:
         """Accumulate the gradients of `loss` (one element), scaled as the optimizer's loss scaler wants.
 
         optimizer: the boosted optimizer that will step on it, or several: then the smallest of their scales is used and
-        they step together or not at all. loss_id: which of the precision's loss scalers; all precisions keep one, number 0.
+        they step together or not at all. loss_id: which of the precision's loss scalers, for those that keep several.
         inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as
         given there. Side effect: the plugin's gradient collectives, except inside `no_sync`.
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "backward")
-        if loss_id != 0:
-            raise ValueError(
-                f"loss_id={loss_id} is not legal; {type(self.precision).__name__} keeps one loss scaler, number 0"
-            )
+        self.precision.check_loss_id(loss_id)
         running = [group for group in self._accumulations if any(entry in group.optimizers for entry in optimizers)]
         if len(running) > 1 or any(entry not in group.optimizers for group in running for entry in optimizers):
             raise ValueError("inside accumulate(), pass backward exactly the optimizer(s) that accumulate() was given")
@@ -169,6 +167,9 @@ class Booster:
             loss,
             optimizers,
             divisor=running[0].divisor if running else 1.0,
+            loss_id=loss_id,
+            delayed=any(group.delayed for group in running)
+            or any(entry.covers(optimizer) for entry in self._unsynchronised for optimizer in optimizers),
             inputs=inputs,
             retain_graph=retain_graph,
             create_graph=create_graph,
@@ -236,7 +237,8 @@ class Booster:
         """
         if optimizer is not None:
             checks.check_boosted_optimizers(optimizer, "no_sync")
-        return self.plugin.no_sync(self._own(model, "no_sync").module)
+        boosted = self._own(model, "no_sync")
+        return Unsynchronised(boosted, optimizer, self._unsynchronised, self.plugin.no_sync(boosted.module))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""

@@ -8,7 +8,13 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from booster.mixed_precision import FP32, FP16NaiveMixedPrecision, FP16TorchMixedPrecision, MixedPrecision
+from booster.mixed_precision import (
+    FP32,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+    MixedPrecision,
+)
 
 
 class AMP_TYPE(str, Enum):
@@ -61,6 +67,7 @@ _FIELDS: dict[AMP_TYPE, dict[str, Any]] = {
 _CLIPS = ("clip_grad", "clip_grad_norm")
 _BUILD: dict[AMP_TYPE, Callable[..., MixedPrecision]] = {
     AMP_TYPE.TORCH: FP16TorchMixedPrecision,
+    AMP_TYPE.APEX: FP16ApexMixedPrecision,
     AMP_TYPE.NAIVE: FP16NaiveMixedPrecision,
 }
 
@@ -92,11 +99,6 @@ def translate(fp16: Mapping[str, Any] | None, clip_grad_norm: float | None = Non
     _check_fields(mode, fields)
     if not enabled:
         return FP32(), clip
-    if mode not in _BUILD:
-        raise ValueError(
-            "fp16=dict(mode=AMP_TYPE.APEX) needs the fp16_apex strategy, which does not exist yet; mode=AMP_TYPE.TORCH "
-            "is its opt_level O1, and mode=AMP_TYPE.NAIVE its O2"
-        )
     return _BUILD[mode](**{**_FIELDS[mode], **fields}), clip
 
 

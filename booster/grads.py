@@ -61,6 +61,27 @@ def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
         torch._foreach_clamp_max_(members, limit)
 
 
+def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, check: bool) -> bool:
+    """Multiply each of `values` in place; returns whether any held an inf or NaN before, False without `check`.
+
+    Checking waits for the device. One read and one write of the values either way.
+    """
+    if not check:
+        if values and inverse_scale != 1.0:
+            torch._foreach_mul_(list(values), inverse_scale)
+        return False
+    by_device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for value in values:
+        by_device.setdefault((value.device, value.dtype), []).append(value)
+    found = []
+    for (device, _), members in by_device.items():
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+        ratio = torch.full((), inverse_scale, dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, ratio)
+        found.append(flag)
+    return any(bool(flag) for flag in found)
+
+
 def agree_on(found_inf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Make every rank of `group` know if any of them found an inf: one MAX all-reduce of a 0-dim float, in place."""
     if group is not None:

@@ -13,7 +13,7 @@ from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.micro_batch import MicroBatch, divide, joined
 from booster.plugin import Pipeline
-from booster.update.backward import begin_backward, end_backward
+from booster.update.backward import abandon_backward, begin_backward, end_backward
 
 if TYPE_CHECKING:
     from booster.booster import Booster
@@ -77,7 +77,6 @@ def _run_stages(
     micro_batches: list[MicroBatch],
 ) -> tuple[list[torch.Tensor], list[Any]]:
     precision = booster.precision
-    seed = begin_backward(optimizers) if optimizers else None
     cast = [
         MicroBatch(
             cast_floats(part.args, precision.input_dtype), cast_floats(part.kwargs, precision.input_dtype), part.target
@@ -89,8 +88,14 @@ def _run_stages(
         return criterion(cast_floats(output, precision.output_dtype), target)
 
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
-    with precision.forward_context(), precision.backward_context():
-        losses, outputs = pipeline.run(cast, computed, seed=seed)
-    if optimizers:
-        end_backward(optimizers, torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None)
+    this, seed = begin_backward(optimizers) if optimizers else (None, None)
+    try:
+        with precision.forward_context(), precision.backward_context():
+            losses, outputs = pipeline.run(cast, computed, seed=seed)
+    except BaseException:
+        if this is not None:
+            abandon_backward(this)
+        raise
+    if this is not None:
+        end_backward(this, torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None)
     return losses, outputs

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from booster.cli.installed import find_apex, version_of
+from booster.installed import find_apex, version_of
 
 __all__ = ["check"]
 

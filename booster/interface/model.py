@@ -55,8 +55,12 @@ class PrecisionModule(TransparentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._precision.forward_context():
-            output = self.module(*cast_floats(args, self._input_dtype), **cast_floats(kwargs, self._input_dtype))
-        return cast_floats(output, self._precision.output_dtype)
+            output = self.module(*self._cast(args, self._input_dtype), **self._cast(kwargs, self._input_dtype))
+        return self._cast(output, self._precision.output_dtype)
+
+    def _cast(self, tree: Any, dtype: torch.dtype | None) -> Any:
+        """What becomes of inputs and outputs."""
+        return cast_floats(tree, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
         memo[id(self._precision)] = self._precision  # one strategy may serve several models
@@ -69,7 +73,7 @@ class PrecisionModule(TransparentModule):
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._precision.forward_context():
-                output = method(*cast_floats(args, self._input_dtype), **cast_floats(kwargs, self._input_dtype))
+                output = method(*self._cast(args, self._input_dtype), **self._cast(kwargs, self._input_dtype))
             if isinstance(output, Generator):
                 return self._stream(output, name)
             return self._finish(output, name)
@@ -93,7 +97,7 @@ class PrecisionModule(TransparentModule):
                 f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
                 "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
             )
-        return cast_floats(output, self._precision.output_dtype)
+        return self._cast(output, self._precision.output_dtype)
 
 
 class ModelWrapper(PrecisionModule):

@@ -282,12 +282,9 @@ class OptimizerWrapper(Optimizer):
         return self._update.scaler.describe()
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
-        if self._update.scaler.enabled:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step(closure) cannot run under a loss scaler: the decision to skip falls "
-                "after backward, inside the closure. Use mixed_precision='fp32' or 'bf16', or, if the optimizer does not "
-                "need a closure, call booster.backward(loss, optimizer) and then step()"
-            )
+        refusal = self._update.closure_refusal
+        if refusal is not None:
+            raise RuntimeError(refusal)
 
         def clipped() -> Any:
             loss = closure()

@@ -50,9 +50,10 @@ class Bucket:
             self._addresses = addresses
         return self._views
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Flat views of the working gradients, piece by piece; none of them may be missing."""
-        return [flat_like(p.param.grad, p.param)[p.start : p.stop] for p in self.pieces]  # type: ignore[arg-type]
+    def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
+        """Flat views of the gradients, piece by piece; none of them may be missing."""
+        found = [(gradient_of(piece.param), piece) for piece in self.pieces]
+        return [flat_like(grad, p.param)[p.start : p.stop] for grad, p in found]  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ masters
 

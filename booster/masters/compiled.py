@@ -49,7 +49,7 @@ class CompiledMasterStep(MasterStep):
         key = (bucket.size, bucket.dtype, bucket.device)
         if key not in self._kernels:
             self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype)
-        working, parts = bucket.working(), bucket.gradients()
+        working, parts = bucket.working(), bucket.gradients(self.masters.gradient_of)
         # A separate master is all that is read: the weights are only written.
         weights = self._joined(bucket, working, "weights", fill=bucket.needs_values)
         grads = self._joined(bucket, parts, "gradients")

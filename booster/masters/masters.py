@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,11 @@ from booster.masters.states import signature, state_of_bucket, state_of_params
 Weights = Mapping[torch.Tensor, torch.Tensor]
 
 
+def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a working parameter where nobody keeps another for its master."""
+    return param.grad
+
+
 class Masters:
     """Master weights for the trainable half parameters of `optimizer`.
 
@@ -32,6 +37,8 @@ class Masters:
     names: of the parameters, for checkpoints. sources: float32 values to start from; parameters that are not in it start
     from their own. compiled: keep remainders as a compiled step wants them. Raises ValueError for a form of masters that
     this optimizer cannot be stepped on.
+
+    gradient_of: what a step takes for the gradient of a half parameter, in any floating dtype; its `.grad` by default.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class Masters:
         self.optimizer = optimizer
         self.kind = kind_of(optimizer)
         self.buckets: list[Bucket] = []
+        self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient
         self._names = names
         self._options = options
         self._compiled = compiled
@@ -98,7 +106,7 @@ class Masters:
             return
         parts = []
         for bucket in self.buckets:
-            parts += bucket.divide(lambda piece: piece.param.grad is not None, self.optimizer.state)
+            parts += bucket.divide(lambda piece: self.gradient_of(piece.param) is not None, self.optimizer.state)
         self.buckets = parts
 
     # ------------------------------------------------------------------ state of the optimizer
@@ -154,6 +162,20 @@ class Masters:
         parts.sort(key=lambda part: part[0].start)
         values = [joined[piece.offset : piece.offset + piece.size] for piece, joined in parts]
         return shaped_like(torch.cat(values), param)
+
+    def values(self) -> Weights:
+        """The masters by parameter, float32 in its shape: themselves where one is kept in one piece, else copies."""
+        self.adopt()
+        self.follow_weights()
+        parts: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
+        for bucket in self.buckets:
+            held = bucket.rest is not None and bucket.rest.dtype == torch.float32
+            joined: Any = bucket.rest if held else bucket.joined()
+            for piece in bucket.pieces:
+                part = joined[piece.offset : piece.offset + piece.size]
+                parts.setdefault(piece.param, []).append((piece.start, part))
+        pieces = {param: [part for _, part in sorted(found, key=lambda f: f[0])] for param, found in parts.items()}
+        return {p: shaped_like(own[0] if len(own) == 1 else torch.cat(own), p) for p, own in pieces.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""

@@ -66,7 +66,8 @@ class MasterStep:
         self.masters.divide_by_gradients()
         for bucket in self.masters.buckets:
             for param in bucket.params:
-                if param.grad is not None and param.grad.is_sparse:
+                grad = self.masters.gradient_of(param)
+                if grad is not None and grad.is_sparse:
                     raise RuntimeError(
                         f"a half parameter of shape {tuple(param.shape)} has a sparse gradient, which masters do not step; "
                         "build its module with sparse=False, or keep it in float32 (keep_fp32=...)"
@@ -77,7 +78,7 @@ class MasterStep:
     def _step_buckets(self, grad_scale: float) -> None:
         optimizer = self.masters.optimizer
         groups = optimizer.param_groups
-        buckets = [b for b in self.masters.buckets if b.pieces[0].param.grad is not None]
+        buckets = [b for b in self.masters.buckets if self.masters.gradient_of(b.pieces[0].param) is not None]
         scratch = _Scratch(buckets)
         try:
             for index, group in enumerate(groups):
@@ -96,7 +97,7 @@ class MasterStep:
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, grad_scale: float) -> None:
         values, grads = scratch.of(bucket)
         masters = bucket.load(values, grads)
-        torch._foreach_copy_(bucket.cut_like_pieces(grads), bucket.gradients())
+        torch._foreach_copy_(bucket.cut_like_pieces(grads), bucket.gradients(self.masters.gradient_of))
         bucket.attach(masters, grads)
         try:
             self._call([grads], grad_scale)
@@ -180,8 +181,8 @@ class MasterStep:
         ratio = inverse(grad_scale)
         for bucket in buckets:
             for piece, handle in zip(bucket.pieces, bucket.handles, strict=True):
-                grad = piece.param.grad
-                handle.grad = None if grad is None else grad.float().mul_(ratio)
+                grad = self.masters.gradient_of(piece.param)
+                handle.grad = None if grad is None else grad.float() * ratio
         for param in plain:
             plain[param] = param.grad
             if param.grad is not None and grad_scale != 1.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision.apex import FP16ApexMixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision, Placement
 from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
 from booster.mixed_precision.naive_model import NaiveAMPModel
@@ -17,6 +18,7 @@ __all__ = [
     "BF16NaiveMixedPrecision",
     "DtypePolicy",
     "DynamicScale",
+    "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "LossScaler",
@@ -38,6 +40,7 @@ _REGISTRY: dict[str, type[MixedPrecision]] = {
     "bf16": BF16MixedPrecision,
     "fp16_naive": FP16NaiveMixedPrecision,
     "bf16_naive": BF16NaiveMixedPrecision,
+    "fp16_apex": FP16ApexMixedPrecision,
 }
 
 

@@ -105,6 +105,11 @@ class MixedPrecision:
         """A new loss scaler; every boosted optimizer gets its own."""
         return NoScale()
 
+    def check_loss_id(self, loss_id: int) -> None:
+        """Raise unless there is a loss scaler of that number."""
+        if loss_id != 0:
+            raise ValueError(f"loss_id={loss_id} is not legal; {type(self).__name__} keeps one loss scaler, number 0")
+
     def check(self, model: nn.Module) -> None:
         """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
 
@@ -115,6 +120,10 @@ class MixedPrecision:
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
         return {}
+
+    def may_fuse(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
+        return True
 
     def may_compile(self, optimizer: Optimizer) -> bool:
         """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""
@@ -157,14 +166,14 @@ class MixedPrecision:
         policy = self.policy_for(model)
         kept = {} if optimizer is None else self.keep_weights(model, placement)
         placed = placement.place(self.convert(model), policy)
-        boosted = ModelWrapper(placed, self, input_dtype=self.input_dtype)
+        boosted = self.wrap_model(placed)
         boosted_criterion = self._wrap_criterion(criterion, placement.device)
         if optimizer is None:
             return boosted, None, boosted_criterion
         after = placed_parameters(placed)
         rebind(optimizer, before, after, partial=isinstance(placed, PlacedModule) and placed.is_partial)
         compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
-        if options.fused_optimizer and not compiled:
+        if options.fused_optimizer and not compiled and self.may_fuse(optimizer):
             switch_to_fused(optimizer, boosted)
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):
@@ -186,6 +195,10 @@ class MixedPrecision:
             make_update=make_update,
         )
         return boosted, boosted_optimizer, boosted_criterion
+
+    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
+        """The boosted model around a placed one."""
+        return ModelWrapper(placed, self, input_dtype=self.input_dtype)
 
     def _wrap_criterion(
         self, criterion: Callable[..., Any] | None, device: torch.device

@@ -18,6 +18,12 @@ def total(value: float, group: dist.ProcessGroup | None) -> float:
     return _reduce(value, group, dist.ReduceOp.SUM)
 
 
+def on_overflow(found: bool, finite_loss: bool, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
+    """(whether any rank found an inf or NaN in its gradients, whether the losses of those that did were finite)."""
+    code = largest(0.0 if not found else 1.0 if finite_loss else 2.0, group)
+    return code > 0.0, code < 2.0
+
+
 def _reduce(value: float, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> float:
     if group is None:
         return value

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from booster.casting import HALF_DTYPES
+from booster.update.backward_pass import BackwardPass
 from booster.update.joint import JointDecision
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ def run_backward(
     optimizers: Sequence[OptimizerWrapper],
     *,
     divisor: float = 1.0,
+    loss_id: int = 0,
+    delayed: bool = False,
     inputs: Any = None,
     retain_graph: bool = False,
     create_graph: bool = False,
@@ -26,7 +29,8 @@ def run_backward(
     """Accumulate the gradients of `loss / divisor`, scaled for all of `optimizers` by the smallest of their scales.
 
     loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. Optimizers
-    given together step together: one decision for all. Side effect: the plugin's gradient collectives run inside.
+    given together step together: one decision for all. loss_id, delayed: see `BackwardPass`. Side effect: the plugin's
+    gradient collectives run inside. If the pass raises, gradients that were set aside for it come back.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -37,7 +41,7 @@ def run_backward(
         raise RuntimeError(
             "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
         )
-    scale = begin_backward(optimizers)
+    this, scale = begin_backward(optimizers, loss_id=loss_id, delayed=delayed)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
@@ -47,30 +51,44 @@ def run_backward(
         gradient = None
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
-    with optimizers[0].backward_context():
-        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
-    end_backward(optimizers, loss)
+    try:
+        with optimizers[0].backward_context():
+            torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
+    except BaseException:
+        abandon_backward(this)
+        raise
+    end_backward(this, loss)
 
 
-def begin_backward(optimizers: Sequence[OptimizerWrapper]) -> Any:
-    """Make `optimizers` ready for gradients of a loss; returns the scale to multiply it with, a float or 0-dim tensor."""
+def begin_backward(
+    optimizers: Sequence[OptimizerWrapper], *, loss_id: int = 0, delayed: bool = False
+) -> tuple[BackwardPass, Any]:
+    """Make `optimizers` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
+    0-dim tensor. `end_backward` or `abandon_backward` must follow."""
     updates = [optimizer._update for optimizer in optimizers]
-    scaled = [update.next_scale for update in updates if update.scaler.enabled]
+    scaled = [update.scale_for(loss_id) for update in updates if update.scaler.enabled]
     scale: Any = _smallest(scaled) if scaled else 1.0
     if len(updates) > 1:
         joined = {id(member): member for update in updates for member in update.joint.updates}
         decision = JointDecision(list(joined.values()))
         for update in decision.updates:
             update.joint = decision
+    this = BackwardPass(updates, loss_id=loss_id, delayed=delayed)
     for update in updates:
-        update.before_backward(scale)
-    return scale
+        update.before_backward(scale, this)
+    return this, scale
 
 
-def end_backward(optimizers: Sequence[OptimizerWrapper], loss: torch.Tensor | None) -> None:
+def end_backward(this: BackwardPass, loss: torch.Tensor | None) -> None:
     """The gradients of `loss` are there; None where another pipeline stage has it."""
-    for optimizer in optimizers:
-        optimizer._update.after_backward(loss)
+    for update in this.updates:
+        update.after_backward(loss)
+
+
+def abandon_backward(this: BackwardPass) -> None:
+    """The pass raised: gradients that were set aside for it come back."""
+    for update in this.updates:
+        update.abandon_backward()
 
 
 def _smallest(scales: list[Any]) -> Any:

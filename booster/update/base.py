@@ -15,12 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
-from booster.update.errors import BARE_BACKWARD
+from booster.update.backward_pass import BackwardPass
+from booster.update.errors import (
+    BARE_BACKWARD,
+    CLOSURE_ON_SHARDS,
+    CLOSURE_UNCHECKED,
+    CLOSURE_UNDER_SCALE,
+    FOREIGN_MASTERS,
+    UNKNOWN_PARAMETERS,
+)
 from booster.update.fused import start_late_momentum
 from booster.update.joint import JointDecision
 from booster.update.step_result import StepFields, StepResult
@@ -81,8 +88,13 @@ class Update(ABC):
     def next_scale(self) -> Any:
         """The scale for the next loss: a float, or a 0-dim tensor where it lives on a device."""
 
-    def before_backward(self, scale: Any) -> None:
-        """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them."""
+    def scale_for(self, loss_id: int) -> Any:
+        """The scale for the next loss of that number, as `next_scale`."""
+        return self.next_scale
+
+    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
+        """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
+        that begins; None means one for this update alone, of loss 0, complete."""
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)
         self._scale = self._loss_scale = scale
@@ -97,7 +109,8 @@ class Update(ABC):
         if self._check and loss is not None:
             self.losses.append(loss.detach())
 
-    # ------------------------------------------------------------------ between backward and step
+    def abandon_backward(self) -> None:
+        """The pass that `before_backward` announced raised; `after_backward` is not called."""
 
     def unscale(self) -> None:
         """Make `.grad` what it would be without a scale, pending clips applied. Calling it again does nothing."""
@@ -143,8 +156,6 @@ class Update(ABC):
     def blame(self) -> Callable[[], tuple[str, ...]]:
         """What names the parameters whose gradients hold an inf or NaN, also after `reset`."""
 
-    # ------------------------------------------------------------------ step
-
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
         with self.shards.local():
@@ -180,16 +191,9 @@ class Update(ABC):
 
     def _refuse_closure(self) -> None:
         if self.shards.sharded:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step(closure) cannot run on shards of the parameters; call "
-                "booster.backward and step() without a closure"
-            )
+            raise RuntimeError(CLOSURE_ON_SHARDS.format(optimizer=type(self.optimizer).__name__))
         if self._skip_nonfinite:
-            raise RuntimeError(
-                f"{type(self.optimizer).__name__}.step(closure) computes and uses its gradients in one go, so "
-                "skip_nonfinite=True cannot look at them; call booster.backward and step() without a closure, or use "
-                "Booster(skip_nonfinite=False)"
-            )
+            raise RuntimeError(CLOSURE_UNCHECKED.format(optimizer=type(self.optimizer).__name__))
 
     @property
     def state(self) -> Any:
@@ -207,10 +211,7 @@ class Update(ABC):
     def load_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
         """`load_state_dict` into what the optimizer's groups hold."""
         if dict(own.get("masters") or {}).get("weights"):
-            raise ValueError(
-                "the optimizer state holds float32 master weights, but this precision keeps none; resume with the precision "
-                "that wrote it, or delete state['booster']['masters'] to go on from the rounded weights"
-            )
+            raise ValueError(FOREIGN_MASTERS)
         self.optimizer.load_state_dict(state_dict)
 
     @abstractmethod
@@ -237,13 +238,22 @@ class Update(ABC):
         """Parameters that have a gradient, in the order of the groups."""
         return [param for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
 
+    def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
+        """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""
+        params = self.params()
+        return gradient_values(self.shards.written(params) if written else params)
+
+    @property
+    def closure_refusal(self) -> str | None:
+        """Why `step(closure)` cannot run; None if it can."""
+        if not self.scaler.enabled:
+            return None
+        return CLOSURE_UNDER_SCALE.format(optimizer=type(self.optimizer).__name__)
+
     def check_known(self, params: list[torch.Tensor]) -> None:
         """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
         if self._group is not None and any(param not in self.names for param in params):
-            raise ValueError(
-                "the added parameters belong to no boosted model, so their gradients would not be synchronised among ranks; "
-                "make them parameters of the model before boost()"
-            )
+            raise ValueError(UNKNOWN_PARAMETERS)
 
     def culprits(self, indices: list[int], params: list[torch.Tensor]) -> tuple[str, ...]:
         return tuple(self.names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in (params[i] for i in indices))
@@ -262,7 +272,7 @@ class Update(ABC):
     def _true_norm(self, norm_type: float) -> Any:
         """Norm of the gradients as they would be unscaled, clips applied: one read of them."""
         with self.shards.local(), torch.no_grad():
-            measured = self._measure(gradient_values(self.params()), norm_type)
+            measured = self._measure(self.gradients(), norm_type)
         self._measured.append(measured)
         norm = measured.total * self._pending / self._known_scale
         if self._reported_norm is None:
@@ -275,23 +285,13 @@ class Update(ABC):
 
     def _multiply(self, ratio: Any) -> None:
         with self.shards.local(), torch.no_grad():
-            values = gradient_values(self.shards.written(self.params()))
+            values = self.gradients(written=True)
             if values:
                 torch._foreach_mul_(values, ratio)
 
     def _require_backward(self) -> None:
         if self.scaler.enabled and self._num_backwards == 0:
             raise RuntimeError(BARE_BACKWARD)
-
-    @property
-    def _has_step_hooks(self) -> bool:
-        own: Any = self.optimizer
-        return bool(
-            own._optimizer_step_pre_hooks
-            or own._optimizer_step_post_hooks
-            or torch_optimizer._global_optimizer_pre_hooks
-            or torch_optimizer._global_optimizer_post_hooks
-        )
 
 
 def _same(scale: Any, other: Any) -> bool:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD, Optimizer
 
-from booster.grads import agree_on, clamp_values, gradient_values, tensor_norms
+from booster.grads import agree_on, clamp_values, tensor_norms
 from booster.update.base import Update
+from booster.update.fused import has_step_hooks
 from booster.update.step_result import StepFields, StepResult
 
 
@@ -52,7 +53,7 @@ class DeviceUpdate(Update):
         self._require_backward()
         self._check = True
         self.unscale()
-        values = gradient_values(self.params())
+        values = self.gradients()
         each = self._measured[-1].each
         clamp_values(values, clip_value)
         # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to.
@@ -92,7 +93,7 @@ class DeviceUpdate(Update):
 
     def _apply(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         optimizer: Any = self.optimizer
-        if found_inf is not None and (self._has_step_hooks or _lacks_momentum(optimizer)):
+        if found_inf is not None and (has_step_hooks(self.optimizer) or _lacks_momentum(optimizer)):
             # Hooks fire for updates only, and a skipped first step would leave torch's momentum uninitialised.
             if bool(found_inf):
                 return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +27,17 @@ def honours_grad_scale(optimizer: Optimizer) -> bool:
         type(optimizer) in _KERNELS
         and getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
+    )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether a hook runs around `optimizer.step()`, of its own or of all optimizers."""
+    own: Any = optimizer
+    return bool(
+        own._optimizer_step_pre_hooks
+        or own._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
     )
 
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from booster.grads import clamp_values, gradient_values, nonfinite_indices, tensor_norms
+from booster.grads import clamp_values, nonfinite_indices, tensor_norms
 from booster.update import agreement
+from booster.update.backward_pass import BackwardPass
 from booster.update.base import Update
-from booster.update.fused import honours_grad_scale
+from booster.update.fused import has_step_hooks, honours_grad_scale
 from booster.update.step_result import StepFields, StepResult
 
-_FOUND = 1.0  # what ranks agree on: nothing found, found, or found with a loss that is not finite
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -30,8 +30,8 @@ class HostUpdate(Update):
     def next_scale(self) -> float:
         return self.scaler.scale
 
-    def before_backward(self, scale: Any) -> None:
-        super().before_backward(float(scale))
+    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
+        super().before_backward(float(scale), this)
 
     def found(self) -> bool:
         if not self._measured:
@@ -53,7 +53,7 @@ class HostUpdate(Update):
             if self.found() or self._pending == 0.0:
                 return
             bound = clip_value * self._known_scale / self._pending
-            clamp_values(gradient_values(self.shards.written(self.params())), bound)
+            clamp_values(self.gradients(written=True), bound)
 
     def _decide_and_apply(self) -> StepResult:
         loss_scale = self._loss_scale
@@ -80,9 +80,9 @@ class HostUpdate(Update):
             ]  # all are asked: measuring shards is a collective
             found = any(answers)
             if self._group is not None:
-                code = agreement.largest(_FOUND + joint.has_nonfinite_loss() if found else 0.0, self._group)
-                found = code > 0.0
-                joint.nonfinite_loss = code > _FOUND
+                finite = not (found and joint.has_nonfinite_loss())
+                found, finite = agreement.on_overflow(found, finite, self._group)
+                joint.nonfinite_loss = not finite
             joint.decide(found)
         return bool(joint.found)
 
@@ -91,7 +91,7 @@ class HostUpdate(Update):
         optimizer: Any = self.optimizer
         if grad_scale == 1.0 or not self.params():
             self._step_optimizer()
-        elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer) and not self._has_step_hooks:
+        elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer) and not has_step_hooks(self.optimizer):
             optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=self.params()[0].device)
             try:
                 self._step_optimizer()

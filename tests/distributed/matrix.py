@@ -15,7 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import (
+    BF16NaiveMixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 DIM, HEADS, LENGTH, VOCABULARY, BLOCKS, BATCH = 16, 4, 8, 19, 4, 8
@@ -23,9 +28,17 @@ STEPS, OVERFLOWS = 16, (5, 9)
 SCALE = 2.0**10  # small enough that no step overflows by itself at the brink, where rounding would decide
 MAX_NORM = 0.5
 
+
+def apex(opt_level):
+    # The maximum is where a dynamic scale of apex begins, if it is lower than 2**16.
+    return lambda: FP16ApexMixedPrecision(opt_level, max_loss_scale=SCALE, verbosity=0)
+
+
 PRECISIONS = {
     "fp32": lambda: "fp32",
     "fp16": lambda: FP16TorchMixedPrecision(init_scale=SCALE),
+    "fp16_apex O1": apex("O1"),
+    "fp16_apex O2": apex("O2"),
     "bf16": lambda: "bf16",
     "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE, hysteresis=1),
     "bf16_naive": BF16NaiveMixedPrecision,
@@ -134,7 +147,7 @@ class Trace:
 def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS, num_splits=1, seed=0):
     """Train the job and return this rank's `Trace`.
 
-    num_splits: backward passes that a single process divides every batch into, for a reference that rounds half gradients
+    num_splits: parts of every batch whose gradients a single process averages, for a reference that rounds half gradients
     as data-parallel ranks do.
     """
     torch.manual_seed(7)
@@ -151,6 +164,8 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
     share = BATCH // plugin.data_parallel_size
     first = plugin.data_parallel_rank * share
     for step in range(steps):
+        if step in overflows:
+            poison_next_backward(made, draw)
         tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)[first : first + share]
         inputs, targets = tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
         if num_splits == 1:
@@ -158,13 +173,16 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
             loss = booster.reduce(result["loss"])
         else:
             loss = 0.0
-            with booster.accumulate(model, made, num_micro_batches=num_splits):
-                for x, y in zip(inputs.chunk(num_splits), targets.chunk(num_splits), strict=True):
-                    part = criterion(model(x), y)
-                    booster.backward(part, made)
-                    loss += float(part.detach()) / num_splits
-        if step in overflows:
-            poison(made, draw)
+            shares = []
+            for x, y in zip(inputs.chunk(num_splits), targets.chunk(num_splits), strict=True):
+                part = criterion(model(x), y)
+                booster.backward(part, made)
+                loss += float(part.detach()) / num_splits
+                shares.append([param.grad / num_splits for param in model.parameters()])
+                for param in model.parameters():
+                    param.grad = None
+            for param, grads in zip(model.parameters(), zip(*shares, strict=True), strict=True):
+                param.grad = sum(grads[1:], grads[0])
         made.clip_grad_by_norm(MAX_NORM)
         result = made.step()
         made.zero_grad()
@@ -180,16 +198,25 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
     return trace
 
 
-def poison(optimizer, draw):
-    """Write an inf into the gradient of one parameter on one rank: its part of it, where ranks hold parts."""
+def poison_next_backward(optimizer, draw):
+    """Write an inf into the gradient of one parameter on one rank, or into its part of it where ranks hold parts.
+
+    After autograd and its reductions, and before anything looks at gradients, which some precisions do in every backward.
+    """
     victim = draw.randrange(dist.get_world_size()) if dist.is_initialized() else 0
     choice = draw.random()
-    if dist.is_initialized() and dist.get_rank() != victim:
-        return
-    shards = optimizer._update.shards
-    with shards.local():
-        grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p.grad.numel()]
-        grads[int(choice * len(grads))].view(-1)[0] = float("inf")
+    update = optimizer._update
+
+    def after_backward(loss):
+        del update.after_backward
+        if not dist.is_initialized() or dist.get_rank() == victim:
+            with update.shards.local():
+                held = [param for group in optimizer.param_groups for param in group["params"]]
+                grads = [param.grad for param in held if param.grad is not None and param.grad.numel()]
+                grads[int(choice * len(grads))].view(-1)[0] = float("inf")
+        update.after_backward(loss)
+
+    update.after_backward = after_backward
 
 
 def cell(rank, world_size, precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS):

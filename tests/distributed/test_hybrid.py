@@ -67,7 +67,9 @@ def merged(results):
 def check_close(found, expected, tolerance):
     assert found.keys() == expected.keys()
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: name + text)
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=0, atol=tolerance, msg=lambda text, name=name: name + text
+        )
 
 
 # ---------------------------------------------------------------------- accumulation
@@ -175,7 +177,9 @@ def with_groups(rank, world_size, tp_size=2, pp_size=1, zero_stage=0):
     decayed = [param for param in model.parameters() if param.requires_grad and param.dim() > 1]
     others = [param for param in model.parameters() if param.requires_grad and param.dim() == 1]
     # Not Adam, which makes a step of the noise that is the gradient of a key's bias.
-    made = torch.optim.SGD([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.1}], lr=0.05, momentum=0.9)
+    made = torch.optim.SGD(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.1}], lr=0.05, momentum=0.9
+    )
     schedule = torch.optim.lr_scheduler.StepLR(made, 2, 0.5)
     frozen = whole(next(model.blocks[1].parameters()))
     model, made, criterion, _, schedule = booster.boost(model, made, loss_of, None, schedule)
@@ -271,7 +275,9 @@ def loaded(rank, world_size, tp_size, pp_size):
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
-def test_ranks_of_one_model_copy_read_the_same_batches_and_gather_gives_each_sample_once(run_on_ranks, tp_size, pp_size):
+def test_ranks_of_one_model_copy_read_the_same_batches_and_gather_gives_each_sample_once(
+    run_on_ranks, tp_size, pp_size
+):
     results = run_on_ranks(loaded, 4, tp_size, pp_size)
     copies = [results[:2], results[2:]] if tp_size == 2 else [results[0::2], results[1::2]]
     for copy in copies:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from booster.cli import main
-from booster.cli.installed import find_apex
+from booster.installed import find_apex
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import booster
 from booster import AMP_TYPE, Booster
 from booster.config import translate
 from booster.loss_scaler import DynamicScale
-from booster.mixed_precision import FP32, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import FP32, FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import SingleDevice, TorchDDPPlugin
 
 NAIVE_DEFAULTS = {
@@ -94,9 +94,20 @@ def test_enabled_true_changes_nothing():
     assert type(translate({"mode": "torch", "enabled": True})[0]) is FP16TorchMixedPrecision
 
 
-def test_apex_says_that_its_strategy_does_not_exist_yet():
-    with pytest.raises(ValueError, match="fp16_apex strategy, which does not exist yet"):
-        Booster.from_config(fp16={"mode": AMP_TYPE.APEX, "opt_level": "O1", "loss_scale": "dynamic"})
+def test_apex_fields_are_those_of_its_initialize_and_keep_its_defaults():
+    precision = translate({"mode": AMP_TYPE.APEX, "verbosity": 0})[0]
+    assert type(precision) is FP16ApexMixedPrecision
+    assert (precision.options.opt_level, precision.options.loss_scale, len(precision.scales)) == ("O1", "dynamic", 1)
+    fields = {"mode": "apex", "opt_level": "O2", "loss_scale": "128.0", "num_losses": 2, "keep_batchnorm_fp32": "False"}
+    with_fields = Booster.from_config(fp16={**fields, "clip_grad_norm": 1.0}, device="cpu")
+    options = with_fields.precision.options
+    assert (options.opt_level, options.loss_scale, options.keep_batchnorm_fp32) == ("O2", 128.0, False)
+    assert [with_fields.precision.scales[i].scale for i in range(2)] == [128.0, 128.0]
+
+
+def test_apex_fields_that_contradict_their_level_raise_as_apex_does():
+    with pytest.raises(RuntimeError, match="doesn't make sense to use master_weights with O1"):
+        translate({"mode": "apex", "opt_level": "O1", "master_weights": True})
 
 
 # ---- fields ----

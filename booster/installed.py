@@ -13,9 +13,11 @@ __all__ = ["ApexFinding", "find_apex", "version_of"]
 
 # The name of three different things; the message says which one is there and what follows from it.
 _MESSAGES = {
-    "absent": "not installed (not needed)",
+    "absent": "not installed (not needed: fp16_apex has an engine of its own)",
     "with_amp": "NVIDIA/ROCm apex with apex.amp",
-    "without_amp": "NVIDIA apex without apex.amp, which was removed on 2025-05-08 (not needed)",
+    "without_amp": (
+        "NVIDIA apex without apex.amp, which was removed on 2025-05-08 (not needed: fp16_apex has an engine of its own)"
+    ),
     "unrelated": "the unrelated web toolkit of that name from PyPI, not NVIDIA's; remove it with `pip uninstall apex`",
     "unknown": "a package called apex that is neither NVIDIA's nor the web toolkit",
 }

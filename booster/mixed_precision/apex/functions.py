@@ -1,0 +1,174 @@
+"""O1 where autocast is not enough: a torch function mode that casts arguments by the lists of apex."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from booster.casting import HALF_DTYPES, cast_floats
+from booster.mixed_precision.apex import lists
+from booster.mixed_precision.attention import Float32Attention
+from booster.update.engine import run_engine
+
+Function = Callable[..., Any]
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+Rule = Callable[["CastFunctions", Function, Arguments, Keywords], Any]
+Table = Mapping[Function, Rule]
+
+
+class CastFunctions(TorchFunctionMode):
+    """While active, torch functions of `table` are called as their rules say; enter it inside `torch.autocast`.
+
+    Thread-local, as every torch function mode is. Out of its reach is what Python composites such as
+    `F.multi_head_attention_forward` call inside; there autocast alone decides. enabled: see `disable_casts`.
+    """
+
+    def __init__(self, table: Table, device_type: str) -> None:
+        super().__init__()
+        self.table = table
+        self.device_type = device_type
+        self.enabled = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Keywords | None = None) -> Any:
+        rule = self.table.get(func)
+        if rule is None or not self.enabled:
+            return func(*args, **(kwargs or {}))
+        return rule(self, func, args, kwargs or {})
+
+
+def active_modes() -> list[CastFunctions]:
+    """The modes of this thread that cast at present, outermost first."""
+    stack = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
+    return [mode for mode in stack if isinstance(mode, CastFunctions) and mode.enabled]
+
+
+@contextmanager
+def region(autocast: AbstractContextManager[Any], casts: CastFunctions) -> Iterator[None]:
+    """Both contexts, as one."""
+    # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
+    with autocast, casts:
+        yield
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Inside, torch functions run as they would without O1, in this thread."""
+    modes = active_modes()
+    if not modes:
+        yield
+        return
+    for mode in modes:
+        mode.enabled = False
+    try:
+        with torch.autocast(modes[-1].device_type, enabled=False):
+            yield
+    finally:
+        for mode in modes:
+            mode.enabled = True
+
+
+def make_table(device_type: str, *, attention: bool) -> dict[Function, Rule]:
+    """The rules for one kind of device. attention: run scaled_dot_product_attention in float32, see `Float32Attention`."""
+    table: dict[Function, Rule] = dict.fromkeys(lists.half(), as_half)
+    table |= dict.fromkeys(lists.widest(), as_widest)
+    table |= dict.fromkeys(lists.float32(), as_float32)
+    table |= {func: _refusing_half(reason) for func, reason in lists.in_place()}
+    table[F.binary_cross_entropy] = _binary_cross_entropy
+    table[torch.Tensor.backward] = _backward
+    table[torch.autograd.backward] = _engine
+    if device_type == "cpu":
+        table |= dict.fromkeys(lists.recurrent(), _recurrent_on_cpu)
+    if attention:
+        rule = _attention(Float32Attention(device_type))
+        table |= {F.scaled_dot_product_attention: rule, F.multi_head_attention_forward: rule}
+    return table
+
+
+# ---------------------------------------------------------------------- rules
+
+
+def as_float32(mode: Any, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Half arguments become float32."""
+    wide = [arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in HALF_DTYPES else arg for arg in args]
+    if kwargs:
+        kwargs = {key: value.float() if _is_half(value) else value for key, value in kwargs.items()}
+    return func(*wide, **kwargs)
+
+
+def as_half(mode: Any, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Float32 arguments become float16, also in tuples and lists."""
+    return func(*cast_floats(args, torch.float16), **cast_floats(kwargs, torch.float16))
+
+
+def as_widest(mode: Any, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Half arguments become float32 if another argument is."""
+    dtypes = {value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+    if torch.float32 in dtypes and dtypes & HALF_DTYPES:
+        return as_float32(mode, func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+def _refusing_half(reason: str) -> Rule:
+    def rule(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float16:
+            raise NotImplementedError(
+                f"{reason} It would have to run in float32; use the form that returns a new tensor"
+            )
+        return func(*args, **kwargs)
+
+    return rule
+
+
+def _binary_cross_entropy(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    if any(_is_half(value) for value in (*args, *kwargs.values())):
+        raise NotImplementedError(
+            "amp does not work out-of-the-box with `F.binary_cross_entropy` or `torch.nn.BCELoss.` It requires that the "
+            "output of the previous function be already a FloatTensor. Leave out the sigmoid and use "
+            "`binary_cross_entropy_with_logits` or `torch.nn.BCEWithLogitsLoss`, which run in float32 by themselves"
+        )
+    with torch.autocast(mode.device_type, enabled=False):  # CUDA autocast refuses float32 too
+        return func(*args, **kwargs)
+
+
+def _recurrent_on_cpu(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return func(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
+
+
+def _attention(attention: Float32Attention) -> Rule:
+    def rule(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+        return attention.__torch_function__(func, (), args, kwargs)
+
+    return rule
+
+
+def _engine(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """`torch.autograd.backward`, with the casts on for activations that are recomputed."""
+    with mode:
+        return run_engine(*args, **kwargs)
+
+
+def _backward(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """`loss.backward()`, likewise."""
+
+    def run(
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        with mode:
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+    return run(*args, **kwargs)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES

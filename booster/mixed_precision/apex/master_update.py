@@ -1,0 +1,107 @@
+"""The update of apex where half parameters have float32 masters, which keep the unscaled gradients of all passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.grads import gradient_values
+from booster.masters.masters import Masters
+from booster.masters.update import MasterUpdate
+from booster.mixed_precision.apex.scale import ApexScale, ApexScales
+from booster.mixed_precision.apex.update import NO_CLOSURE, ApexUpdate
+from booster.shards import Shards
+
+
+class ApexMasterUpdate(ApexUpdate, MasterUpdate):
+    """As `ApexUpdate`; the gradients of half parameters add up in float32, beside `.grad`, which keeps those of the last
+    pass as it left them: in half, scaled.
+
+    Those sums are what norms, clips and the step use. A step, applied or not, clears them.
+    """
+
+    short_circuits = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: ApexScales,
+        names: Mapping[torch.Tensor, str],
+        *,
+        masters: Masters,
+        verbose: bool,
+        group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        masters.gradient_of = self._sums.get
+        MasterUpdate.__init__(
+            self, optimizer, scaler, names, masters=masters, group=group, shards=shards, skip_nonfinite=skip_nonfinite
+        )
+        self._begin(verbose)
+
+    def reset(self) -> None:
+        super().reset()
+        self._sums.clear()
+
+    def params(self) -> list[torch.Tensor]:
+        return [p for p in self._held() if (p in self._sums if _has_master(p) else p.grad is not None)]
+
+    def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
+        params = self.params()
+        others = [p for p in params if not _has_master(p)]
+        plain = iter(gradient_values(self.shards.written(others) if written else others))
+        return [self._sums[p] if _has_master(p) else next(plain) for p in params]
+
+    def master_params(self) -> Iterator[nn.Parameter]:
+        """What apex calls master parameters: one float32 parameter for each in the groups.
+
+        For one with a master it is the master (see `Masters.values`), with the very gradient that the next step will use.
+        """
+        values = self.masters.values()
+        for param in self._held():
+            if not _has_master(param):
+                yield param  # type: ignore[misc]
+                continue
+            master = nn.Parameter(values[param].detach())
+            master.grad = self._sums.get(param)
+            yield master
+
+    @property
+    def closure_refusal(self) -> str | None:
+        return NO_CLOSURE
+
+    def _set_aside(self) -> None:
+        halves = [p for p in self._held() if _has_master(p)]
+        for param in halves:
+            param.grad = None
+        super()._set_aside()
+
+    def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], scale: ApexScale) -> bool:
+        wide = [
+            p.grad.to_dense().to(torch.float32, copy=True) if _has_master(p) else value  # type: ignore[union-attr]
+            for p, value in zip(params, values, strict=True)
+        ]
+        found = super()._unscale_fresh(params, wide, scale)
+        for param, value in zip(params, wide, strict=True):
+            if not _has_master(param):
+                continue
+            if param in self._sums:
+                self._sums[param].add_(value)
+            else:
+                self._sums[param] = value
+        return found
+
+    def _require_backward(self) -> None:
+        super()._require_backward()
+        if self._num_backwards == 0:  # a bare loss.backward() does not reach the masters
+            MasterUpdate._require_backward(self)
+
+
+def _has_master(param: torch.Tensor) -> bool:
+    return param.requires_grad and param.dtype == torch.float16

@@ -1,0 +1,45 @@
+"""The boosted model of apex: inputs and outputs cast whatever their width, and a state dict in float32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.casting import cast_floats
+from booster.interface.model import ForwardPrecision, ModelWrapper
+
+
+class ApexModel(ModelWrapper):
+    """As `ModelWrapper`; float64 inputs and outputs are cast with the others, as apex does."""
+
+    def _cast(self, tree: Any, dtype: torch.dtype | None) -> Any:
+        return cast_floats(tree, dtype, float64=True)
+
+
+class CriterionPrecision:
+    """What a criterion runs under: the precision's context; what it returns is left alone."""
+
+    output_dtype = None
+
+    def __init__(self, precision: ForwardPrecision) -> None:
+        self._precision = precision
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._precision.forward_context()
+
+
+def save_in_float32(model: nn.Module) -> None:
+    """Make `state_dict()` of `model` and of each of its modules give float32 for float16 tensors. Repeating it is harmless."""
+    for module in model.modules():
+        if not any(hook is _widen_own for hook in module._state_dict_hooks.values()):
+            module._register_state_dict_hook(_widen_own)
+
+
+def _widen_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name in (*module._parameters, *module._buffers):
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float16:
+            state_dict[prefix + name] = value.float()

@@ -1,0 +1,201 @@
+"""The options of apex's `initialize`: four levels, what a user overrides, and what contradicts a level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+_DOUBT = "If these options are meant, choose the level that has them: the defaults of each are in `LEVELS`."
+
+
+@dataclass(frozen=True)
+class Level:
+    """What an `opt_level` stands for. brief: the line that its report begins with."""
+
+    brief: str
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+
+
+LEVELS = {
+    "O0": Level("O0:  Pure FP32 training.\n", torch.float32, False, None, False, 1.0),
+    "O1": Level(
+        "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n", None, True, None, None, "dynamic"
+    ),
+    "O2": Level(
+        "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n", torch.float16, False, True, True, "dynamic"
+    ),
+    "O3": Level("O3:  Pure FP16 training.", torch.float16, False, False, False, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class ApexOptions:
+    """What a level and its overrides come to; `resolve` makes it.
+
+    cast_model_type: dtype of parameters and inputs; None or False leaves both. loss_scale: "dynamic" or a number.
+    """
+
+    opt_level: str
+    cast_model_type: torch.dtype | bool | None
+    patch_torch_functions: bool
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+
+    @property
+    def model_dtype(self) -> torch.dtype | None:
+        """The dtype that parameters and inputs are cast to, or None."""
+        return self.cast_model_type if isinstance(self.cast_model_type, torch.dtype) else None
+
+    @property
+    def dynamic(self) -> bool:
+        return self.loss_scale == "dynamic"
+
+    def report(self) -> str:
+        """The table that apex prints, by its level and after overrides."""
+        level = LEVELS[self.opt_level]
+        defaults = ApexOptions(
+            self.opt_level,
+            level.cast_model_type,
+            level.patch_torch_functions,
+            level.keep_batchnorm_fp32,
+            level.master_weights,
+            level.loss_scale,
+        )
+        return "\n".join(
+            [
+                f"Selected optimization level {level.brief}",
+                "Defaults for this optimization level are:",
+                *defaults._rows(),
+                "Processing user overrides (additional kwargs that are not None)...",
+                "After processing overrides, optimization options are:",
+                *self._rows(),
+            ]
+        )
+
+    def _rows(self) -> list[str]:
+        entries = {
+            "enabled": True,
+            "opt_level": self.opt_level,
+            "cast_model_type": self.cast_model_type,
+            "patch_torch_functions": self.patch_torch_functions,
+            "keep_batchnorm_fp32": self.keep_batchnorm_fp32,
+            "master_weights": self.master_weights,
+            "loss_scale": self.loss_scale,
+        }
+        return [f"{name:22} : {value}" for name, value in entries.items()]
+
+
+def resolve(
+    opt_level: str,
+    *,
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+) -> ApexOptions:
+    """The options of `opt_level` with those overrides that are not None.
+
+    Raises as apex does, in its order: RuntimeError for disabled cuDNN, an unknown level, and an override that a level
+    excludes; AssertionError for a keep_batchnorm_fp32 that is no bool and not "True" or "False"; ValueError for a
+    loss_scale that is neither "dynamic" nor a number, or a string of one.
+    """
+    if not torch.backends.cudnn.enabled:
+        raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
+    level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
+    if level is None:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'. Note that in `O0`, `O1`, etc., "
+            "the prefix O is the letter O, not the number zero."
+        )
+    options = ApexOptions(
+        opt_level,
+        level.cast_model_type,
+        level.patch_torch_functions,
+        level.keep_batchnorm_fp32,
+        level.master_weights,
+        level.loss_scale,
+    )
+    if cast_model_type is not None:
+        options = replace(options, cast_model_type=_cast_model_type(opt_level, cast_model_type))
+    if patch_torch_functions is not None:
+        if opt_level != "O1" and patch_torch_functions:
+            _refuse("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'.")
+        options = replace(options, patch_torch_functions=bool(patch_torch_functions))
+    if keep_batchnorm_fp32 is not None:
+        options = replace(options, keep_batchnorm_fp32=_keep_batchnorm(opt_level, keep_batchnorm_fp32))
+    if master_weights is not None:
+        if opt_level == "O1":
+            _refuse(
+                "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should be "
+                f"FP32. master_weights was {master_weights}"
+            )
+        options = replace(options, master_weights=bool(master_weights))
+    if loss_scale is not None:
+        options = replace(options, loss_scale=_loss_scale(loss_scale))
+    return options
+
+
+def _cast_model_type(opt_level: str, value: Any) -> torch.dtype | bool:
+    if opt_level == "O1" and value is not False and value is not torch.float32:
+        _refuse(
+            "O1 inserts casts around Torch functions rather than model weights, so with O1, the model weights themselves "
+            "should remain FP32. If you wish to cast the model to a different type, use opt_level='O2' or 'O3'. "
+            f"cast_model_type was {value}"
+        )
+    if value is not False and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"cast_model_type={value!r} is not legal; pass a floating torch dtype, False or None")
+    return value
+
+
+def _keep_batchnorm(opt_level: str, value: Any) -> bool:
+    if opt_level == "O1":
+        _refuse(
+            "With opt_level O1, batchnorm functions are automatically patched to run in FP32, so keep_batchnorm_fp32 "
+            f"should be None. keep_batchnorm_fp32 was {value}"
+        )
+    if value not in (True, False, "True", "False") or isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise AssertionError(
+            "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, found "
+            f"keep_batchnorm_fp32={value}"
+        )
+    return value in (True, "True")
+
+
+def _loss_scale(value: Any) -> float | str:
+    if value == "dynamic":
+        return "dynamic"
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"loss_scale={value!r} is not legal; pass 'dynamic', a number, or a string of one") from None
+    return number
+
+
+def _refuse(reason: str) -> None:
+    raise RuntimeError(f"{reason} {_DOUBT}")
+
+
+def check_rest(cast_model_outputs: Any, num_losses: Any, minimum: Any, maximum: Any, window: Any, backend: Any) -> None:
+    """Raise ValueError for an argument that apex does not look at, or does not have, and that is out of range."""
+    if cast_model_outputs is not None and not (
+        isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
+    ):
+        raise ValueError(f"cast_model_outputs={cast_model_outputs!r} is not legal; pass a floating torch dtype or None")
+    for name, value in (("num_losses", num_losses), ("scale_window", window)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} is not legal; it must be a whole number of at least 1")
+    if minimum is not None and not minimum >= 0:
+        raise ValueError(f"min_loss_scale={minimum!r} is not legal; it must be a number of at least 0, or None")
+    if not maximum > 0:
+        raise ValueError(f"max_loss_scale={maximum!r} is not legal; it must be above 0")
+    if backend not in ("auto", "native", "apex"):
+        raise ValueError(f"backend={backend!r} is not legal; choose 'auto', 'native' or 'apex'")

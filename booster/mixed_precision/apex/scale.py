@@ -1,0 +1,145 @@
+"""The loss scales of apex: one for each loss, moved by every backward pass, shared by all optimizers of a strategy."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from booster.loss_scaler import SMALLEST_SCALE, LossScaler
+
+_logger = logging.getLogger(__name__)
+
+INIT_SCALE = 2.0**16
+
+
+class ApexScale:
+    """One loss scale. `found` overflows halve it, and skip the step; `window` clean passes in a row double it.
+
+    A static one is a number: nothing is checked, nothing skipped. minimum: None or 0 is no floor, so it may fall below 1.
+    It stops at 2**-126, whose inverse is the last that float32 holds.
+    """
+
+    def __init__(
+        self, loss_scale: float | str, *, minimum: float | None = None, maximum: float = 2.0**24, window: int = 2000
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self.scale = min(maximum, INIT_SCALE) if self.dynamic else float(loss_scale)
+        self.unskipped = 0
+        self._minimum = minimum
+        self._maximum = maximum
+        self._window = window
+        self._warned = False
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it does nothing: a static 1."""
+        return not self.dynamic and self.scale == 1.0
+
+    def update(self, found: bool) -> bool:
+        """Take note of one backward pass; returns whether the step is to be skipped."""
+        skip = found and self.dynamic
+        if skip:
+            self.scale = max(self.scale / 2.0, self._minimum or SMALLEST_SCALE)
+            self.unskipped = 0
+            self._warn_below_one()
+        else:
+            self.unskipped += 1
+        if self.unskipped == self._window and self.dynamic:
+            self.scale = min(self._maximum, self.scale * 2.0)
+            self.unskipped = 0
+        return skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"loss_scale": self.scale, "unskipped": self.unskipped}
+
+    def _warn_below_one(self) -> None:
+        if self.scale < 1.0 and not self._warned:
+            self._warned = True
+            _logger.warning(
+                "the loss scale fell below 1, to %g: gradients overflow without any scaling. As in apex it goes on falling; "
+                "min_loss_scale=1 would stop it",
+                self.scale,
+            )
+
+
+class ApexScales(LossScaler):
+    """All loss scales of a strategy. What one optimizer step did does not move them; passes do, see `ApexScale.update`."""
+
+    def __init__(self, scales: list[ApexScale]) -> None:
+        self._scales = scales
+
+    def __getitem__(self, loss_id: int) -> ApexScale:
+        """The scale of a loss; IndexError beyond the last."""
+        if not 0 <= loss_id < len(self._scales):
+            raise IndexError(
+                f"loss_id={loss_id} is not legal: there are num_losses={len(self._scales)} loss scalers, from number 0"
+            )
+        return self._scales[loss_id]
+
+    def __len__(self) -> int:
+        return len(self._scales)
+
+    @property
+    def enabled(self) -> bool:  # type: ignore[override]
+        return not self._scales[0].is_null
+
+    @property
+    def scale(self) -> float:
+        """That of loss 0."""
+        return self._scales[0].scale
+
+    def describe(self) -> str:
+        return ", ".join(f"{scale.scale:g}" for scale in self._scales)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In apex's format: `loss_scaler0`, `loss_scaler1` and so on, each with `loss_scale` and `unskipped`."""
+        return OrderedDict((f"loss_scaler{index}", scale.state_dict()) for index, scale in enumerate(self._scales))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` gave; a WARNING says so if the number of scales differs, and those that fit are loaded.
+
+        Raises ValueError, with nothing changed, for what it did not give.
+        """
+        good, unexpected = _entries(state)
+        if unexpected or not state:
+            raise ValueError(
+                f"loss-scaler state holds {sorted(state)}, where fp16_apex keeps loss_scaler0 and so on, each with a positive "
+                "loss_scale and unskipped; resume with the precision that wrote it, or delete that entry to start over"
+            )
+        self._load(good)
+
+    def load_amp_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `load_state_dict`, but as apex's own: RuntimeError for entries that are no loss scaler's, the others loaded."""
+        good, unexpected = _entries(state)
+        self._load(good)
+        if unexpected:
+            keys = ", ".join(f'"{key}"' for key in unexpected)
+            raise RuntimeError(f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys}. ")
+
+    def _load(self, entries: list[tuple[float, int]]) -> None:
+        count = len(self._scales)
+        if len(entries) != count:
+            _logger.warning("state_dict contains %d entries, while %d loss_scalers are used", len(entries), count)
+        for index, entry in enumerate(entries):
+            if index < count:
+                self._scales[index].scale, self._scales[index].unskipped = entry
+            else:
+                _logger.warning("Skipping loss_scaler[%d], since num_losses was set to %d", index, count)
+
+
+def _entries(state: Mapping[str, Any]) -> tuple[list[tuple[float, int]], list[str]]:
+    """(scale, unskipped) of every loss scaler in `state`, and the keys of what is none."""
+    good, unexpected = [], []
+    for key, value in state.items():
+        try:
+            scale, unskipped = float(value["loss_scale"]), int(value["unskipped"])
+        except (KeyError, TypeError, ValueError):
+            scale = unskipped = -1
+        if "loss_scaler" in key and 0 < scale < math.inf and unskipped >= 0:
+            good.append((scale, unskipped))
+        else:
+            unexpected.append(key)
+    return good, unexpected

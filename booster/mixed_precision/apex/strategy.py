@@ -1,0 +1,293 @@
+"""The optimization levels of apex.amp as a precision."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.optimizer import OptimizerWrapper
+from booster.loss_scaler import LossScaler
+from booster.masters.masters import Masters
+from booster.masters.options import MasterOptions
+from booster.mixed_precision.apex import real
+from booster.mixed_precision.apex.backend import choose_backend
+from booster.mixed_precision.apex.cautions import check_dtypes, follow_dtypes, holds_half, warn_of_static_scale
+from booster.mixed_precision.apex.functions import CastFunctions, Table, active_modes, disable_casts, make_table, region
+from booster.mixed_precision.apex.master_update import ApexMasterUpdate
+from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
+from booster.mixed_precision.apex.options import check_rest, resolve
+from booster.mixed_precision.apex.scale import ApexScale, ApexScales
+from booster.mixed_precision.apex.update import ApexUpdate
+from booster.mixed_precision.apex.user_functions import Kind, Registered
+from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.base import MixedPrecision, Placement
+from booster.mixed_precision.policy import DtypePolicy, half_policy
+from booster.update.base import Update
+from booster.update.options import UpdateOptions
+
+_logger = logging.getLogger(__name__)
+
+
+class FP16ApexMixedPrecision(MixedPrecision):
+    """The levels O0 to O3 of NVIDIA's apex.amp, on CPU and CUDA, whether apex is installed or not.
+
+    opt_level: "O0" float32; "O1" float32 weights, casts around torch functions; "O2" half weights, float32 BatchNorm and
+    masters; "O3" half. cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale ("dynamic", or
+    a static number): None takes the level's default. cast_model_outputs: dtype of what models return; None is float32
+    for a model that is cast, else what it computes. num_losses: loss scales, see `Booster.backward(loss_id=...)`.
+    verbosity: 1 logs the options and every skipped step, 0 does not. min_loss_scale, max_loss_scale, scale_window: of a
+    dynamic scale. Errors and their order are those of apex, see `options.resolve`.
+
+    What was recorded of apex wins over what other precisions do: a static scale lets inf into the weights, scales move
+    with every backward, and may fall below 1.
+    """
+
+    def __init__(
+        self,
+        opt_level: str = "O1",
+        cast_model_type: torch.dtype | Literal[False] | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        loss_scale: float | str | None = None,
+        cast_model_outputs: torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        scale_window: int = 2000,
+        backend: Literal["auto", "native", "apex"] = "auto",
+    ) -> None:
+        overrides: dict[str, Any] = {
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+        }
+        self.options = resolve(opt_level, **overrides)
+        check_rest(cast_model_outputs, num_losses, min_loss_scale, max_loss_scale, scale_window, backend)
+        self._verbosity = verbosity
+        self._backend = backend
+        self._real: Any = None  # apex.amp once a model was boosted with it
+        self._boosted_any = False
+        self._arguments: dict[str, Any] = {
+            "opt_level": opt_level,
+            **overrides,
+            "cast_model_outputs": cast_model_outputs,
+            "num_losses": num_losses,
+            "verbosity": verbosity,
+            "min_loss_scale": min_loss_scale,
+            "max_loss_scale": max_loss_scale,
+        }
+        self._scale_window = scale_window
+        self._registered = Registered()
+        self._tables: dict[bool, Table] = {}
+        self._casts_disabled = 0
+        self.scales = ApexScales(
+            [
+                ApexScale(self.options.loss_scale, minimum=min_loss_scale, maximum=max_loss_scale, window=scale_window)
+                for _ in range(num_losses)
+            ]
+        )
+        dtype = self.options.model_dtype
+        output = cast_model_outputs or (torch.float32 if dtype is not None else None)
+        self.policy = DtypePolicy(param=dtype, output=output)
+        if verbosity > 0 and (not dist.is_initialized() or dist.get_rank() == 0):
+            _logger.info(self.options.report())
+        warn_of_static_scale(self.options)
+
+    # ------------------------------------------------------------------ models
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.options.model_dtype
+
+    def policy_for(self, model: nn.Module) -> DtypePolicy:
+        if self.options.keep_batchnorm_fp32 and self.policy.param not in (None, torch.float32):
+            return half_policy(model, self.policy.param, keep_fp32=is_affine_batch_norm, output=self.policy.output)
+        return self.policy
+
+    def check(self, model: nn.Module) -> None:
+        for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
+            for name, tensor in tensors:
+                if tensor.dtype == torch.float16:
+                    raise RuntimeError(
+                        f"Found {kind} {name} with type torch.float16, expected torch.float32. With fp16_apex you do not "
+                        "need to call .half() on your model, no matter what optimization level you choose"
+                    )
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        if self.policy.param == torch.float16:
+            save_in_float32(bare(model))
+        return model
+
+    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
+        return ApexModel(placed, self, input_dtype=self.input_dtype)
+
+    def _wrap_criterion(
+        self, criterion: Callable[..., Any] | None, device: torch.device
+    ) -> ModelWrapper | CriterionWrapper | None:
+        if criterion is None:
+            return None
+        precision = CriterionPrecision(self)
+        if isinstance(criterion, nn.Module):
+            return ModelWrapper(criterion.to(device), precision)
+        return CriterionWrapper(criterion, precision)
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        *,
+        placement: Placement | None = None,
+        options: UpdateOptions | None = None,
+    ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+        placement = placement or Placement()
+        if not self._boosted_any:
+            self._real = choose_backend(
+                self._backend,
+                placement.device,
+                patches=self.options.patch_torch_functions,
+                alone=placement.group is None,
+                keywords=set(self._arguments),
+            ).amp
+            self._boosted_any = True
+        elif self._real is not None:
+            raise RuntimeError(
+                "the real apex.amp initialises once, and has done so for the first model; use backend='native' for several"
+            )
+        if self._real is None:
+            return super().configure(model, optimizer, criterion, placement=placement, options=options)
+        return real.configure(
+            self._real,
+            model,
+            optimizer,
+            criterion,
+            arguments=self._arguments,
+            scale_window=self._scale_window,
+            placement=placement,
+            options=options or UpdateOptions(),
+        )
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if not self.options.patch_torch_functions:
+            half = self.policy.param in (torch.float16, torch.bfloat16)
+            training = half and self.device.type == "cpu" and torch.is_grad_enabled()
+            return Float32Attention("cpu") if training else nullcontext()
+        if self._casts_disabled or active_modes():
+            return nullcontext()
+        return region(torch.autocast(self.device.type, torch.float16), self._mode(torch.is_grad_enabled()))
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        if not self.options.patch_torch_functions:
+            return Float32Attention("cpu") if self.device.type == "cpu" and self.input_dtype else nullcontext()
+        return nullcontext() if self._casts_disabled or active_modes() else self._mode(True)
+
+    @contextmanager
+    def disable_casts(self) -> Iterator[None]:
+        """Inside, torch functions and models of this precision run without the casts of O1."""
+        self._casts_disabled += 1
+        try:
+            with disable_casts():
+                yield
+        finally:
+            self._casts_disabled -= 1
+
+    def register_half_function(self, module: Any, name: str) -> None:
+        """Under O1, cast floating arguments of `module.name` to float16; see `user_functions.Registered.add`."""
+        self._register(module, name, "half")
+
+    def register_float_function(self, module: Any, name: str) -> None:
+        """Under O1, cast half arguments of `module.name` to float32; see `user_functions.Registered.add`."""
+        self._register(module, name, "float")
+
+    def register_promote_function(self, module: Any, name: str) -> None:
+        """Under O1, cast half arguments of `module.name` to float32 if another argument is; see `Registered.add`."""
+        self._register(module, name, "promote")
+
+    def use_registered(self, registered: Registered) -> None:
+        """Cast by these registrations instead of those made so far."""
+        self._registered = registered
+        self._tables = {}
+
+    def casts(self) -> CastFunctions:
+        """A new mode that casts as O1 does; to be entered inside autocast."""
+        return self._mode(True)
+
+    def _register(self, module: Any, name: str, kind: Kind) -> None:
+        self._registered.add(module, name, kind)
+        self._tables = {}
+
+    def _mode(self, training: bool) -> CastFunctions:
+        attention = training and self.device.type == "cpu"
+        if attention not in self._tables:
+            self._tables[attention] = make_table(self.device.type, attention=attention) | self._registered.rules()
+        return CastFunctions(self._tables[attention], self.device.type)
+
+    # ------------------------------------------------------------------ optimizers
+
+    @property
+    def short_circuits(self) -> bool:
+        """Whether a backward pass is torch's own: no scale, and nothing to do for masters."""
+        return not self.options.master_weights and self.scales[0].is_null
+
+    def make_scaler(self) -> LossScaler:
+        """The loss scales, which all optimizers share."""
+        return self.scales
+
+    def check_loss_id(self, loss_id: int) -> None:
+        self.scales[loss_id]
+
+    def may_fuse(self, optimizer: Optimizer) -> bool:
+        # Torch's fused SGD on CPU leaves most elements of float16 parameters as they are.
+        return bool(self.options.master_weights) or self.device.type != "cpu" or not holds_half(optimizer)
+
+    def may_compile(self, optimizer: Optimizer) -> bool:
+        _logger.warning(
+            'fused_optimizer="compile" does not apply to this %s: fp16_apex looks at gradients after every backward; it is '
+            "stepped as with fused_optimizer=True",
+            type(optimizer).__name__,
+        )
+        return False
+
+    def make_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool,
+    ) -> Callable[..., Update]:
+        if not self.short_circuits:
+            check_dtypes(optimizer)
+        verbose = self._verbosity > 0
+        if self.options.master_weights:
+            masters = Masters(optimizer, names, MasterOptions(master_weights="fp32"))
+            return functools.partial(ApexMasterUpdate, masters=masters, verbose=verbose)
+        follow_dtypes(optimizer)
+        return functools.partial(ApexUpdate, verbose=verbose)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": {}, "_real": None}  # made of torch's functions, which do not pickle
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(opt_level={self.options.opt_level!r}, device={str(self.device)!r})"
+
+
+def is_affine_batch_norm(name: str, module: nn.Module) -> bool:
+    """A predicate for `pin_names`: what keep_batchnorm_fp32 keeps."""
+    return isinstance(module, _BatchNorm) and module.affine

@@ -1,0 +1,208 @@
+"""The update of apex: every backward pass is unscaled and checked by itself, and an overflow skips the next step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from booster.grads import gradient_values, unscale_values
+from booster.mixed_precision.apex.functions import disable_casts
+from booster.mixed_precision.apex.scale import ApexScale, ApexScales
+from booster.shards import Shards
+from booster.update import agreement
+from booster.update.backward_pass import BackwardPass
+from booster.update.host import HostUpdate
+from booster.update.step_result import SkippedReason, StepFields, StepResult
+
+_logger = logging.getLogger(__name__)
+
+NO_CLOSURE = "Currently, Amp does not support closure use with optimizers."
+
+
+class _Overflow(NamedTuple):
+    loss_id: int
+    finite_loss: bool
+
+
+class ApexUpdate(HostUpdate):
+    """Gradients at rest are true ones, whatever scales their backward passes had; see the module docstring.
+
+    A pass sets the gradients there are aside, unscales what it brings, adds them up again and moves the scale of its loss. On
+    an overflow in a dynamic scale each optimizer of the pass skips its next step, once. Delayed passes pile up scaled
+    gradients until one that is not. Clips and `skip_nonfinite` act on the sum, as in any update.
+
+    scaler: shared by all optimizers of a strategy. verbose: log skipped steps.
+    """
+
+    scaler: ApexScales
+    short_circuits = True  # a static scale of 1 does nothing at all
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        scaler: ApexScales,
+        names: Mapping[torch.Tensor, str],
+        *,
+        verbose: bool,
+        group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        HostUpdate.__init__(self, optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)
+        self._begin(verbose)
+
+    def _begin(self, verbose: bool) -> None:
+        self._verbose_skips = verbose
+        self._pass: BackwardPass | None = None
+        self._stash: dict[torch.Tensor, torch.Tensor] = {}
+        self._delayed: float | None = None  # the scale of gradients that wait for a pass that is not delayed
+        self._overflow: _Overflow | None = None  # what the next step answers to
+        self._culprit: tuple[str, ...] = ()
+
+    def reset(self) -> None:
+        super().reset()
+        self._check = self._skip_nonfinite
+        self._delayed = None
+        self._stash = {}
+
+    # ------------------------------------------------------------------ backward
+
+    def scale_for(self, loss_id: int) -> float:
+        return self.scaler[loss_id].scale
+
+    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
+        with self.shards.local():
+            self._before_backward(scale, this or BackwardPass([self]))
+
+    def _before_backward(self, scale: Any, this: BackwardPass) -> None:
+        self._pass = this
+        if self._delayed is None:
+            self._settle()
+        elif self._delayed != scale:  # of another loss
+            fresh = [param for param in self._held() if param.grad is not None]
+            unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
+        self._loss_scale = float(scale)
+        self._measured = []
+        self._reported_norm = None
+        self.joint.found = None
+        if self._delayed is None and not self._nothing_to_do(this):
+            self._set_aside()
+
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        with self.shards.local():
+            self._after_backward(loss)
+
+    def _after_backward(self, loss: torch.Tensor | None) -> None:
+        this = self._pass or BackwardPass([self])
+        self._pass = None
+        super().after_backward(loss)
+        self._scale = 1.0
+        if self._nothing_to_do(this):
+            return
+        if this.delayed:
+            self._delayed = self._loss_scale
+            return
+        self._delayed = None
+        scale = self.scaler[this.loss_id]
+        this.found.append(self._take_in(scale))
+        if len(this.found) == len(this.updates) and this.checked:
+            self._move(scale, this, loss)
+
+    def abandon_backward(self) -> None:
+        this, self._pass = self._pass, None
+        if this is None or self._delayed is not None or self._nothing_to_do(this):
+            return
+        with self.shards.local():
+            for param in self._held():
+                param.grad = self._stash.pop(param, None)
+
+    def _nothing_to_do(self, this: BackwardPass) -> bool:
+        return self.short_circuits and self.scaler[this.loss_id].is_null
+
+    def _settle(self) -> None:
+        """Apply the clips that wait."""
+        if self._scale is not None and (self._factor is not None or self._scale != 1.0):
+            self._multiply(self._pending / self._scale)
+        self._scale = None if self._scale is None else 1.0
+        self._factor = None
+
+    def _set_aside(self) -> None:
+        for param in self._held():
+            if param.grad is not None:
+                # The plugin may own the memory, as DistributedDataParallel's buckets do, and write to it in the pass.
+                self._stash[param] = param.grad if self._group is None else param.grad.clone()
+                param.grad = None
+
+    def _take_in(self, scale: ApexScale) -> bool:
+        """Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN."""
+        fresh = [param for param in self._held() if param.grad is not None]
+        found = self._unscale_fresh(fresh, gradient_values(fresh), scale)
+        for param, before in self._stash.items():
+            if param.grad is None:
+                param.grad = before
+            elif before.is_sparse or param.grad.is_sparse:
+                param.grad = param.grad + before
+            else:
+                param.grad.add_(before)
+        self._stash = {}
+        return found
+
+    def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], scale: ApexScale) -> bool:
+        found = unscale_values(values, 1.0 / scale.scale, check=scale.dynamic)
+        if found:
+            bad = [index for index, value in enumerate(values) if not value.isfinite().all()]
+            self._culprit = self.culprits(bad, params)
+        return found
+
+    def _move(self, scale: ApexScale, this: BackwardPass, loss: torch.Tensor | None) -> None:
+        found = any(this.found)
+        finite = not found or loss is None or bool(loss.isfinite())
+        if scale.dynamic:
+            found, finite = agreement.on_overflow(found, finite, self._group)
+        if scale.update(found):
+            overflow = _Overflow(this.loss_id, finite)
+            for update in this.updates:
+                if isinstance(update, ApexUpdate):
+                    update._overflow = update._overflow or overflow
+
+    def _held(self) -> list[torch.Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    # ------------------------------------------------------------------ step
+
+    def step(self) -> StepResult:
+        return super().step() if self._overflow is None else self._skip(self._overflow)
+
+    def _skip(self, overflow: _Overflow) -> StepResult:
+        if self._verbose_skips:
+            _logger.info(
+                "Gradient overflow.  Skipping step, loss scaler %s reducing loss scale to %s",
+                overflow.loss_id,
+                self.scaler[overflow.loss_id].scale,
+            )
+        reason: SkippedReason = "nonfinite_grad" if overflow.finite_loss else "nonfinite_loss"
+        fields = StepFields(loss_scale=self._loss_scale, skipped_reason=reason, culprit=self._culprit)
+        self._overflow, self._culprit = None, ()
+        self.reset()
+        return StepResult(False, fields)
+
+    @property
+    def closure_refusal(self) -> str | None:
+        return None if self._overflow is None else NO_CLOSURE
+
+    def _apply(self, grad_scale: float) -> None:
+        with disable_casts():
+            super()._apply(grad_scale)
+
+    def _require_backward(self) -> None:
+        # Gradients at rest are true ones, so those of a bare loss.backward() add to them.
+        if self._delayed is not None:
+            raise RuntimeError(
+                "the last backward was one of an unfinished accumulation (inside no_sync, or with delay_unscale=True), so "
+                "gradients are still scaled; run the last backward of the group outside of it"
+            )

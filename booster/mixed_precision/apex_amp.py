@@ -1,0 +1,294 @@
+"""apex's own interface, for scripts that were written to it: replace `from apex import amp` by
+
+    from booster.mixed_precision import apex_amp as amp
+
+It runs on `FP16ApexMixedPrecision`, wherever torch does. As in apex the state belongs to the module: `initialize` begins a
+`Session`, which all other functions speak to, and the next `initialize` ends it. Under O1 the casts hold from then on in the
+thread that called `initialize`, also for losses between model and `scale_loss`; `shutdown` ends them.
+
+What differs from apex: models and optimizers come back wrapped, not patched, so use what `initialize` returns. The groups of an
+optimizer hold the model's parameters at every level; masters are what `master_params` gives. `optimizer.zero_grad` takes
+`set_to_none`, and `optimizer.state_dict()` holds masters and loss scales too. Messages go to `logging`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.interface.optimizer import OptimizerWrapper
+from booster.mixed_precision.apex.functions import region
+from booster.mixed_precision.apex.master_update import ApexMasterUpdate
+from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
+from booster.mixed_precision.apex.user_functions import (
+    Registered,
+    float_function,
+    half_function,
+    promote_function,
+)
+from booster.mixed_precision.base import Placement
+from booster.update.backward_pass import BackwardPass
+from booster.update.options import UpdateOptions
+
+__all__ = [
+    "disable_casts",
+    "float_function",
+    "half_function",
+    "initialize",
+    "load_state_dict",
+    "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+    "scale_loss",
+    "shutdown",
+    "state_dict",
+]
+
+_logger = logging.getLogger(__name__)
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+class Session:
+    """What `initialize` began. precision: None as long as nothing was initialised, or with enabled=False."""
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.precision: FP16ApexMixedPrecision | None = None
+        self.registered = Registered()
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._casts = ExitStack()
+
+    def begin(self, precision: FP16ApexMixedPrecision | None) -> None:
+        self.end()
+        self.initialized = True
+        self.precision = precision
+        if precision is None:
+            return
+        precision.use_registered(self.registered)
+        self.registered = Registered()
+
+    def cast_from_now_on(self) -> None:
+        """Enter O1 for this thread, without autocast's cache: nothing would clear it in time."""
+        if self.precision is not None and self.precision.options.patch_torch_functions:
+            autocast = torch.autocast(self.precision.device.type, torch.float16, cache_enabled=False)
+            self._casts.enter_context(region(autocast, self.precision.casts()))
+
+    def end(self) -> None:
+        self._casts.close()
+        self.initialized = False
+        self.precision = None
+
+    def claim(self, optimizers: Sequence[Any]) -> None:
+        """Raise RuntimeError for an optimizer that was given to `initialize` before."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, OptimizerWrapper) or optimizer in self._seen:
+                raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+        self._seen.update(optimizers)
+
+
+_session = Session()
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Wrap models and optimizers; returns models, or (models, optimizers) if there are any. A list comes back as a list.
+
+    Options and errors: those of `FP16ApexMixedPrecision`. Models stay on their device, and are to be wrapped for
+    data parallelism afterwards. enabled=False returns everything as it is.
+    """
+    if not enabled:
+        _session.begin(None)
+        return models if optimizers is None else (models, optimizers)
+    precision = FP16ApexMixedPrecision(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+        backend="native",
+    )
+    given_optimizers = [] if optimizers is None else _as_list(optimizers, Optimizer, "optimizer")
+    given_models = _as_list(models, nn.Module, "model")
+    for model in given_models:
+        if isinstance(model, _WRAPPERS):
+            raise RuntimeError(
+                f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to the "
+                "model(s) AFTER the model(s) have been returned from amp.initialize."
+            )
+    for model in given_models:
+        precision.check(model)
+    _session.claim(given_optimizers)
+    _session.begin(precision)
+    param = next((param for model in given_models for param in model.parameters()), None)
+    device = torch.device("cpu") if param is None else param.device
+    precision.bind(device)
+    boosted = [precision.configure(model, placement=Placement(device=device))[0] for model in given_models]
+    names: dict[torch.Tensor, str] = {p: name for model in boosted for name, p in model.named_parameters()}
+    wrapped = [_wrap(optimizer, precision, names) for optimizer in given_optimizers]
+    _session.cast_from_now_on()
+    result = boosted if isinstance(models, list) else boosted[0]
+    if optimizers is None:
+        return result
+    return result, (wrapped if isinstance(optimizers, list) else wrapped[0])
+
+
+@contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Yield the scaled loss, to call `backward()` on; on leaving, gradients are unscaled and the scale moves.
+
+    optimizers: what `initialize` returned, one or a list. delay_unscale: leave gradients scaled, for all but the last pass
+    of an accumulation. delay_overflow_check: do not look for overflows, which then reach the weights. model: not used, as
+    in apex. Raises RuntimeError before `initialize`, IndexError for a loss_id beyond num_losses. If the body
+    raises, gradients are as they were before it.
+    """
+    if not _session.initialized:
+        raise RuntimeError(
+            "Invoked 'with amp.scale_loss`, but internal Amp state has not been initialized. "
+            "model, optimizer = amp.initialize(model, optimizer, opt_level=...) must be called before `with amp.scale_loss`."
+        )
+    precision = _session.precision
+    if precision is None:
+        yield loss
+        return
+    updates = [
+        _boosted(optimizer)._update for optimizer in (optimizers if isinstance(optimizers, list) else [optimizers])
+    ]
+    scale = precision.scales[loss_id].scale
+    this = BackwardPass(updates, loss_id=loss_id, delayed=delay_unscale, checked=not delay_overflow_check)
+    for update in updates:
+        update.before_backward(scale, this)
+    try:
+        yield loss.float() if precision.short_circuits else loss.float() * scale
+    except BaseException:
+        for update in updates:
+            update.abandon_backward()
+        raise
+    for update in updates:
+        update.after_backward(loss)
+    torch.clear_autocast_cache()
+
+
+def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The parameters that `optimizer` steps: float32 masters where it has them, with the gradients of the next step.
+
+    Clip those: `clip_grad_norm_(amp.master_params(optimizer), max_norm)`.
+    """
+    update = optimizer._update if isinstance(optimizer, OptimizerWrapper) else None
+    if isinstance(update, ApexMasterUpdate):
+        yield from update.master_params()
+        return
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}`, added to `destination` if that is given."""
+    state = {} if _session.precision is None else _session.precision.scales.state_dict()
+    if destination is None:
+        return state
+    destination.update(state)
+    return destination
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Load what `state_dict` gave; entries beyond num_losses are left out with a WARNING.
+
+    Raises RuntimeError for entries that are no loss scaler's, after loading the others.
+    """
+    if _session.precision is not None:
+        _session.precision.scales.load_amp_state_dict(state_dict)
+
+
+def disable_casts() -> AbstractContextManager[None]:
+    """Context without the casts of O1."""
+    return nullcontext() if _session.precision is None else _session.precision.disable_casts()
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Under O1, from the next `initialize` on, cast floating arguments of `module.name` to float16."""
+    _session.registered.add(module, name, "half")
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Under O1, from the next `initialize` on, cast half arguments of `module.name` to float32."""
+    _session.registered.add(module, name, "float")
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Under O1, from the next `initialize` on, cast arguments of `module.name` to the widest of their dtypes."""
+    _session.registered.add(module, name, "promote")
+
+
+def shutdown() -> None:
+    """End the session: casts stop, and `scale_loss` raises until the next `initialize`. Boosted objects go on working."""
+    _session.end()
+
+
+def _as_list(given: Any, kind: type, noun: str) -> list[Any]:
+    if isinstance(given, kind):
+        return [given]
+    if not isinstance(given, list):
+        raise TypeError(f"{noun}s must be either a single {noun} or a list of {noun}s.")
+    wrong = [entry for entry in given if not isinstance(entry, kind)]
+    if wrong:
+        raise TypeError(
+            f"{noun}s must be either a single {noun} or a list of {noun}s, got {type(wrong[0]).__name__} in it."
+        )
+    return given
+
+
+def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[torch.Tensor, str]) -> OptimizerWrapper:
+    return OptimizerWrapper(
+        optimizer,
+        precision.make_scaler(),
+        names,
+        options=UpdateOptions(max_consecutive_skips=None),
+        backward_context=precision.backward_context,
+        make_update=precision.make_update(optimizer, names, {}, compiled=False),
+    )
+
+
+def _boosted(optimizer: Any) -> OptimizerWrapper:
+    if not isinstance(optimizer, OptimizerWrapper):
+        raise TypeError(
+            f"scale_loss needs the optimizer that amp.initialize returned, got {type(optimizer).__name__}; write "
+            "model, optimizer = amp.initialize(model, optimizer, ...)"
+        )
+    return optimizer

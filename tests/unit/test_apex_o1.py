@@ -1,0 +1,366 @@
+"""O1: which functions run in which dtype, with weights used twice, recomputed, and changed between forward passes."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from booster import Booster
+from booster.mixed_precision import FP16ApexMixedPrecision
+from booster.mixed_precision import apex_amp as amp
+
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def no_session_left():
+    yield
+    amp.shutdown()
+
+
+@pytest.fixture
+def precision():
+    return FP16ApexMixedPrecision(verbosity=0)
+
+
+@pytest.fixture
+def booster(precision):
+    return Booster("cpu", precision)
+
+
+ALWAYS_HALF = {
+    "linear": lambda x: F.linear(x, torch.ones(4, 4)),
+    "conv2d": lambda x: F.conv2d(x[None, None], torch.ones(1, 1, 3, 3)),
+    "matmul": lambda x: x @ torch.ones(4, 4),
+    "mv": lambda x: torch.mv(x, torch.ones(4)),
+    "addr": lambda x: torch.addr(x, torch.ones(4), torch.ones(4)),
+}
+ALWAYS_FLOAT = {
+    "softmax": lambda x: F.softmax(x, dim=-1),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "mse_loss": lambda x: F.mse_loss(x, torch.ones_like(x)),
+    "pow": lambda x: x**2,
+    "sum": lambda x: x.sum(),
+    "keyword": lambda x: F.log_softmax(input=x, dim=-1),
+}
+LIKE_INPUT = {
+    "relu": F.relu,
+    "batch_norm train": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True),
+    "batch_norm eval": lambda x: F.batch_norm(x, torch.zeros(4), torch.ones(4), training=False),
+}
+CASES = [
+    *((name, function, dtype, HALF) for name, function in ALWAYS_HALF.items() for dtype in (HALF, FLOAT)),
+    *((name, function, dtype, FLOAT) for name, function in ALWAYS_FLOAT.items() for dtype in (HALF, FLOAT)),
+    *((name, function, dtype, dtype) for name, function in LIKE_INPUT.items() for dtype in (HALF, FLOAT)),
+]
+
+
+@pytest.mark.parametrize(("name", "function", "dtype", "expected"), CASES)
+def test_the_dtype_of_a_listed_function_and_of_its_input_gradient(booster, name, function, dtype, expected):
+    x = torch.ones(4, 4, dtype=dtype, requires_grad=True)
+    with booster.autocast():
+        out = function(x)
+    assert out.dtype == expected
+    out.float().sum().backward()
+    assert x.grad.dtype == dtype
+
+
+def cross(x, y):
+    return torch.cross(x, y, dim=-1)
+
+
+@pytest.mark.parametrize("function", [torch.atan2, torch.mul, cross, torch.dot, torch.add])
+def test_mixed_operands_are_widened(booster, function):
+    shape = (3,) if function is torch.dot else (2, 3)
+    half, wide = torch.ones(shape, dtype=HALF, requires_grad=True), torch.ones(shape, requires_grad=True)
+    with booster.autocast():
+        for operands in ((half, wide), (wide, half)):
+            out = function(*operands)
+            assert out.dtype == FLOAT
+            out.sum().backward()
+        assert function(half, half).dtype == HALF
+        assert torch.cat([half, wide]).dtype == FLOAT
+    assert (half.grad.dtype, wide.grad.dtype) == (HALF, FLOAT)
+
+
+def test_in_place_forms_of_float32_functions_raise_on_half_and_others_stay_in_place(booster):
+    half = torch.ones(2, dtype=HALF)
+    with booster.autocast():
+        with pytest.raises(NotImplementedError, match="Cannot call in-place method exp_ on fp16 Tensors"):
+            half.exp_()
+        same = half.add_(torch.ones(2))
+        torch.ones(2).exp_()
+    assert same is half
+    assert half.dtype == HALF
+
+
+def test_binary_cross_entropy_of_half_is_refused_with_the_way_out(booster):
+    probabilities = torch.full((2,), 0.5)
+    with booster.autocast():
+        assert F.binary_cross_entropy(probabilities, probabilities).dtype == FLOAT
+        with pytest.raises(NotImplementedError, match=r"(?s)does not work out-of-the-box.*_with_logits"):
+            F.binary_cross_entropy(probabilities.half(), probabilities)
+
+
+@pytest.mark.parametrize("cell", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_recurrent_cells_compute_in_half(booster, cell, dtype):
+    module = cell(4, 4)
+    x = torch.ones(2, 4, dtype=dtype, requires_grad=True)
+    with booster.autocast():
+        out = module(x)
+        out = module(x, out)
+    first = out[0] if isinstance(out, tuple) else out
+    assert first.dtype == HALF
+    first.float().sum().backward()
+    assert (x.grad.dtype, module.weight_ih.grad.dtype) == (dtype, FLOAT)
+
+
+@pytest.mark.parametrize("layer", [nn.RNN, nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_recurrent_layers_run_in_float32_on_cpu(booster, layer, dtype):
+    module = layer(4, 4, num_layers=2, bidirectional=True)
+    x = torch.ones(3, 2, 4, dtype=dtype)
+    with booster.autocast():
+        out = module(x)[0]
+    torch.testing.assert_close(out, module(x.float())[0])
+
+
+def test_packed_sequences_pass(booster):
+    module = nn.LSTM(4, 4)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 2]))
+    with booster.autocast():
+        assert module(packed)[0].data.dtype == FLOAT
+
+
+class Twice(nn.Module):
+    """A weight that is used twice, by functions of one list."""
+
+    def __init__(self, use, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[0.5, -0.25], [1.0, 0.75]], dtype=dtype))
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self.use(x, self.weight), self.weight).float().sum()
+
+
+USES = {
+    "half": lambda x, w: x @ w,
+    "float": lambda x, w: F.softmax(w, dim=-1) * x,
+    "promote": torch.mul,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("through", ["booster", "amp"])
+def test_a_weight_that_is_used_twice_follows_its_updates_also_after_an_evaluation(use, dtype, through):
+    def train(model, backward, step):
+        x = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+        grads = []
+        for _ in range(3):
+            backward(model(x))
+            grads.append(model.weight.grad.clone().float())
+            step()
+            with torch.no_grad():
+                model(x)
+        return grads
+
+    reference = Twice(USES[use], FLOAT)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.125)
+    expected = train(reference, torch.Tensor.backward, lambda: (plain.step(), plain.zero_grad()))
+
+    model = Twice(USES[use], FLOAT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    if through == "booster":
+        booster = Booster("cpu", FP16ApexMixedPrecision(verbosity=0, max_loss_scale=16.0))
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        got = train(
+            model, lambda loss: booster.backward(loss, optimizer), lambda: (optimizer.step(), optimizer.zero_grad())
+        )
+    else:
+        model, optimizer = amp.initialize(model, optimizer, verbosity=0, max_loss_scale=16.0)
+
+        def backward(loss):
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+
+        got = train(model, backward, lambda: (optimizer.step(), optimizer.zero_grad()))
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=4e-3, atol=4e-3)
+
+
+class Recomputing(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reentrant = reentrant
+
+    def block(self, x):
+        return F.softmax(self.second(F.gelu(self.first(x))), dim=-1)
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("through", ["booster", "amp"])
+def test_activation_checkpointing_recomputes_in_the_same_dtypes(reentrant, through):
+    def grads(reentrant):
+        torch.manual_seed(0)
+        model = Recomputing(reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        if through == "amp":
+            boosted, optimizer = amp.initialize(model, optimizer, verbosity=0)
+            with amp.scale_loss(boosted(x).pow(2).sum(), optimizer) as scaled:
+                scaled.backward()
+            amp.shutdown()
+        else:
+            booster = Booster("cpu", FP16ApexMixedPrecision(verbosity=0))
+            boosted, optimizer, *_ = booster.boost(model, optimizer)
+            booster.backward(boosted(x).pow(2).sum(), optimizer)
+        return [param.grad for param in model.parameters()]
+
+    for mine, theirs in zip(grads(reentrant), grads(None), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_criterion_runs_under_the_same_casts_and_its_loss_is_left_alone():
+    booster = Booster("cpu", FP16ApexMixedPrecision(cast_model_outputs=HALF, verbosity=0))
+    model, _, criterion, *_ = booster.boost(nn.Linear(4, 4), criterion=nn.CrossEntropyLoss())
+    out = model(torch.ones(2, 4))
+    assert out.dtype == HALF
+    assert criterion(out, torch.tensor([0, 1])).dtype == FLOAT
+    function = booster.boost(nn.Linear(4, 4), criterion=lambda out, y: F.cross_entropy(out, y))[2]
+    assert function(out, torch.tensor([0, 1])).dtype == FLOAT
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, HALF),
+        ({"cast_model_outputs": FLOAT}, FLOAT),
+        ({"cast_model_type": FLOAT}, FLOAT),
+        ({"cast_model_type": False}, HALF),
+    ],
+)
+def test_the_output_of_a_model_keeps_its_dtype_unless_a_cast_is_asked_for(options, expected):
+    booster = Booster("cpu", FP16ApexMixedPrecision(**options, verbosity=0))
+    assert booster.boost(nn.Linear(4, 4))[0](torch.ones(1, 4)).dtype == expected
+
+
+def test_casts_end_with_the_forward_pass_and_with_disable_casts(booster, precision):
+    model = booster.boost(nn.Linear(4, 4))[0]
+    with precision.disable_casts():
+        assert model(torch.ones(1, 4)).dtype == FLOAT
+    assert model(torch.ones(1, 4)).dtype == HALF
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FLOAT
+    assert F.softmax(torch.ones(2, dtype=HALF), -1).dtype == HALF
+    with booster.autocast(), precision.disable_casts():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FLOAT
+        assert F.softmax(torch.ones(2, dtype=HALF), -1).dtype == HALF
+
+
+def test_another_strategy_in_the_same_process_is_not_touched(booster):
+    booster.boost(nn.Linear(4, 4))[0](torch.ones(1, 4))
+    plain = Booster("cpu", FP16ApexMixedPrecision("O0", verbosity=0)).boost(nn.Linear(4, 4))[0]
+    assert plain(torch.ones(1, 4)).dtype == FLOAT
+
+
+def test_an_optimizer_that_multiplies_matrices_does_so_in_float32():
+    seen = []
+
+    class Product(torch.optim.SGD):
+        def step(self, closure=None):
+            param = self.param_groups[0]["params"][0]
+            seen.append((param.detach() @ param.detach()).dtype)
+            return super().step(closure)
+
+    model, optimizer = nn.Linear(4, 4), None
+    model, optimizer = amp.initialize(model, Product(model.parameters(), lr=0.1), verbosity=0, max_loss_scale=16.0)
+    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert seen == [FLOAT]
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
+
+
+@amp.half_function
+def halved(x, y=None):
+    return x.dtype if y is None else (x.dtype, y.dtype)
+
+
+@amp.float_function
+def widened(x):
+    return x.dtype
+
+
+@amp.promote_function
+def promoted(x, y):
+    return x.dtype, y.dtype
+
+
+def test_decorated_functions_cast_inside_a_region_and_nowhere_else(booster):
+    half, wide = torch.ones(2, dtype=HALF), torch.ones(2)
+    assert (halved(wide), widened(half), promoted(half, wide)) == (FLOAT, HALF, (HALF, FLOAT))
+    with booster.autocast():
+        assert (halved(wide), halved(wide, y=wide), widened(half)) == (HALF, (HALF, HALF), FLOAT)
+        assert promoted(half, wide) == (FLOAT, FLOAT)
+        assert promoted(half, half) == (HALF, HALF)
+
+
+@pytest.fixture
+def library():
+    module = ModuleType("a_library")
+    module.dtype_of = lambda x: x.dtype
+    module.both = lambda x, y: (x.dtype, y.dtype)
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_registered_functions_of_other_modules_cast_inside_a_region(booster, precision, library):
+    precision.register_half_function(library, "dtype_of")
+    precision.register_promote_function(library, "both")
+    assert library.dtype_of(torch.ones(2)) == FLOAT
+    with booster.autocast():
+        assert library.dtype_of(torch.ones(2)) == HALF
+        assert library.both(torch.ones(2), torch.ones(2, dtype=HALF)) == (FLOAT, FLOAT)
+    precision.register_float_function(library, "dtype_of")
+    with booster.autocast():
+        assert library.dtype_of(torch.ones(2, dtype=HALF)) == FLOAT
+    with pytest.raises(ValueError, match="No function named nothing in module a_library"):
+        precision.register_half_function(library, "nothing")
+
+
+def test_registered_functions_of_torch_change_their_rule_for_this_strategy_only(precision):
+    precision.register_half_function(torch, "sigmoid")
+    precision.register_float_function(torch, "bmm")
+    before = torch.sigmoid
+    booster, other = Booster("cpu", precision), Booster("cpu", FP16ApexMixedPrecision(verbosity=0))
+    square = torch.ones(1, 2, 2)
+    with booster.autocast():
+        assert (torch.sigmoid(square).dtype, torch.bmm(square, square.half()).dtype) == (HALF, FLOAT)
+    with other.autocast():
+        assert (torch.sigmoid(square).dtype, torch.bmm(square, square).dtype) == (FLOAT, HALF)
+    assert torch.sigmoid is before
+
+
+def test_apex_amp_registers_for_the_next_initialize(library):
+    amp.register_half_function(library, "dtype_of")
+    amp.register_float_function(torch, "tanh")
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    assert library.dtype_of(torch.ones(2)) == HALF
+    assert torch.tanh(torch.ones(2, dtype=HALF)).dtype == FLOAT
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    assert torch.tanh(torch.ones(2, dtype=HALF)).dtype == HALF
+    with amp.disable_casts():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FLOAT

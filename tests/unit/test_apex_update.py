@@ -1,0 +1,463 @@
+"""What `fp16_apex` does between backward and step, each property of apex's own tests among it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import FP16ApexMixedPrecision
+from booster.mixed_precision import apex_amp as amp
+
+
+class Layers(nn.Module):
+    """A half and a float32 part under O2: the first by a product, the second by BatchNorm's affine parameters."""
+
+    def __init__(self, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.product = nn.Parameter(torch.randint(-4, 5, (4, 4), generator=generator) / 4)
+        self.norm = nn.BatchNorm1d(4, eps=0.0)
+
+    def forward(self, x):
+        # Eval mode makes BatchNorm an affine map, so that all numbers are short and no dtype rounds them.
+        return self.norm(x @ self.product)
+
+
+def small_batch(seed):
+    generator = torch.Generator().manual_seed(100 + seed)
+    return torch.randint(-2, 3, (2, 4), generator=generator).float()
+
+
+def loss_of(model, index):
+    return model(small_batch(index)).float().sum() * (0.5 + index)
+
+
+def build(models, num_optimizers):
+    params = [list(model.parameters()) for model in models]
+    if num_optimizers == 1:
+        return [torch.optim.SGD([{"params": p} for p in params], lr=0.0625, momentum=0.5)]
+    return [
+        torch.optim.SGD([{"params": params[0]}], lr=0.0625, momentum=0.5),
+        torch.optim.SGD([{"params": p} for p in params[1:]], lr=0.125),
+    ]
+
+
+def losses_of(models):
+    """Two losses: with three models the last shares both."""
+    first = loss_of(models[0], 0)
+    second = loss_of(models[1], 1)
+    if len(models) == 3:
+        first = first + loss_of(models[2], 2)
+        second = second + loss_of(models[2], 3)
+    return [first, second]
+
+
+def optimizers_of_loss(index, optimizers, num_models):
+    if len(optimizers) == 1:
+        return optimizers
+    if index == 0:
+        return optimizers if num_models == 3 else optimizers[:1]
+    return optimizers[1:]
+
+
+def reference(num_models, num_optimizers, skipped, steps):
+    models = [Layers(seed).eval() for seed in range(num_models)]
+    optimizers = build(models, num_optimizers)
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for loss in losses_of(models):
+            loss.backward()
+        for index, optimizer in enumerate(optimizers):
+            if (step, index) not in skipped:
+                optimizer.step()
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def spoil(value):
+    """A hook that puts `value` into one element of a gradient."""
+
+    def hook(param):
+        param.grad.view(-1)[0] = value
+
+    return hook
+
+
+@pytest.mark.parametrize("zeroing", ["optimizer", "model", "none"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+@pytest.mark.parametrize("num_models", [2, 3])
+def test_models_optimizers_and_losses_combine_and_exactly_the_right_steps_are_skipped(
+    num_models, num_optimizers, level, zeroing
+):
+    injections = [(None, 0, "half"), *itertools.product((0, 1), (0, 1), ("half", "fp32"))]
+    for num_scalers, injection in itertools.product((1, 2), injections):
+        train_and_compare(num_models, num_optimizers, level, zeroing, num_scalers, *injection)
+
+
+def train_and_compare(num_models, num_optimizers, level, zeroing, num_scalers, inf_step, inf_loss, where):
+    precision = FP16ApexMixedPrecision(level, loss_scale="dynamic", num_losses=num_scalers, verbosity=0)
+    for index in range(num_scalers):
+        precision.scales[index].scale = 4.0 ** (index + 1)
+    booster = Booster("cpu", precision)
+    plain = [Layers(seed).eval() for seed in range(num_models)]
+    made = build(plain, num_optimizers)
+    held = [plain[:1], plain[1:]] if num_optimizers == 2 else [plain]
+    models, optimizers = {}, []
+    for optimizer, own in zip(made, held, strict=True):
+        for model in own[1:]:
+            models[id(model)] = booster.boost(model)[0]
+        models[id(own[0])], boosted, *_ = booster.boost(own[0], optimizer)
+        optimizers.append(boosted)
+    models = [models[id(model)] for model in plain]
+    target = plain[inf_loss].product if where == "half" else plain[inf_loss].norm.bias
+    skipped = set()
+    for step in range(3):
+        if zeroing == "none":  # what an optimizer that steps on fresh gradients each time leaves behind
+            for param in (p for model in plain for p in model.parameters()):
+                param.grad = None
+            for optimizer in optimizers:
+                optimizer._update.forget_gradients()
+        else:
+            for owner in optimizers if zeroing == "optimizer" else models:
+                owner.zero_grad()
+        for index, loss in enumerate(losses_of(models)):
+            of_loss = optimizers_of_loss(index, optimizers, num_models)
+            handle = None
+            if (step, index) == (inf_step, inf_loss):
+                handle = target.register_post_accumulate_grad_hook(spoil(math.inf))
+                skipped |= {(step, optimizers.index(optimizer)) for optimizer in of_loss}
+            booster.backward(loss, of_loss, loss_id=index % num_scalers)
+            if handle is not None:
+                handle.remove()
+        for index, optimizer in enumerate(optimizers):
+            assert optimizer.step().applied == ((step, index) not in skipped)
+    expected = reference(num_models, num_optimizers, skipped, 3)
+    got = [p for model in plain for p in model.parameters()]
+    masters = [p for optimizer in optimizers for p in amp.master_params(optimizer)]
+    for param, value in zip(got, expected, strict=True):
+        torch.testing.assert_close(param.detach().float(), value.to(param.dtype).float(), rtol=5e-3, atol=5e-3)
+    if level == "O2":
+        for master, value in zip(masters, expected, strict=True):
+            torch.testing.assert_close(master.detach(), value, rtol=1e-3, atol=1e-3)
+    halvings = [0] * num_scalers
+    if inf_step is not None:
+        halvings[inf_loss % num_scalers] = 1
+    assert [precision.scales[i].scale for i in range(num_scalers)] == [
+        4.0 ** (i + 1) / 2**n for i, n in enumerate(halvings)
+    ]
+
+
+def boosted_pair(level="O1", lr=0.25, model=None, **options):
+    options = {"max_loss_scale": 2.0**10, **options}
+    booster = Booster("cpu", FP16ApexMixedPrecision(level, verbosity=0, **options), max_consecutive_skips=None)
+    plain = model or Layers(0).eval()
+    model, optimizer, *_ = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=lr, momentum=0.5))
+    return booster, plain, model, optimizer
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("zero_before_add", [True, False])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_a_group_that_is_added_later_trains_as_in_float32(level, zero_before_add, accumulate):
+    def train(models, optimizer, backward):
+        optimizer.zero_grad()
+        backward(loss_of(models[0], 0))
+        optimizer.step()
+        if zero_before_add:
+            optimizer.zero_grad()
+        optimizer.add_param_group({"params": list(plain[1].parameters()), "lr": 0.5})
+        if not zero_before_add:
+            optimizer.zero_grad()
+        for _ in range(2):
+            for index in range(2 if accumulate else 1):
+                backward(loss_of(models[0], index) + loss_of(models[1], index))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = [Layers(0).eval(), Layers(1).eval()]
+    reference_optimizer = torch.optim.SGD(plain[0].parameters(), lr=0.25, momentum=0.5)
+    train(plain, reference_optimizer, lambda loss: loss.backward())
+    expected = [p.detach().clone() for model in plain for p in model.parameters()]
+
+    plain = [Layers(0).eval(), Layers(1).eval()]
+    booster, _, first, optimizer = boosted_pair(level, model=plain[0], loss_scale="dynamic")
+    second = booster.boost(plain[1])[0]
+    train([first, second], optimizer, lambda loss: booster.backward(loss, optimizer))
+    for param, value in zip((p for model in plain for p in model.parameters()), expected, strict=True):
+        torch.testing.assert_close(param.detach().float(), value, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_scales_and_skips_of_an_overflow_are_in_the_state(level):
+    booster, _, model, optimizer = boosted_pair(level, num_losses=3, loss_scale="dynamic")
+    overflows = {0: 1, 1: 3, 2: 0}
+    for loss_id, count in overflows.items():
+        for _ in range(count):
+            booster.backward(model(small_batch(0)).float().sum() * math.inf, optimizer, loss_id=loss_id)
+            assert not optimizer.step()
+            optimizer.zero_grad()
+    state = booster.precision.scales.state_dict()
+    assert dict(state) == {
+        f"loss_scaler{i}": {"loss_scale": 2.0**10 / 2**n, "unskipped": 0} for i, n in overflows.items()
+    }
+    assert dict(optimizer.state_dict()["booster"]["loss_scaler"]) == dict(state)
+
+
+@pytest.mark.parametrize("loss_id", [2, -1])
+def test_a_loss_beyond_num_losses_raises_index_error(loss_id):
+    booster, _, model, optimizer = boosted_pair(num_losses=2)
+    with pytest.raises(IndexError, match=f"loss_id={loss_id}.*num_losses=2"):
+        booster.backward(loss_of(model, 0), optimizer, loss_id=loss_id)
+
+
+def test_a_skip_waits_for_the_next_step_even_if_later_passes_are_clean():
+    booster, plain, model, optimizer = boosted_pair()
+    before = plain.product.detach().clone()
+    booster.backward(loss_of(model, 0) * math.inf, optimizer)
+    optimizer.zero_grad()
+    booster.backward(loss_of(model, 0), optimizer)
+    result = optimizer.step()
+    assert not result
+    assert result.skipped_reason == "nonfinite_loss"
+    assert torch.equal(plain.product, before)
+    booster.backward(loss_of(model, 0), optimizer)
+    assert optimizer.step()
+
+
+def test_the_culprit_of_a_skip_is_named():
+    booster, plain, model, optimizer = boosted_pair("O2")
+    plain.norm.weight.register_post_accumulate_grad_hook(spoil(math.nan))
+    booster.backward(loss_of(model, 0), optimizer)
+    result = optimizer.step()
+    assert (result.culprit, result.skipped_reason) == (("norm.weight",), "nonfinite_grad")
+
+
+def test_a_static_scale_lets_an_inf_into_the_weights():
+    booster, plain, model, optimizer = boosted_pair(loss_scale=128.0)
+    booster.backward(loss_of(model, 0) * math.inf, optimizer)
+    assert optimizer.step()
+    assert not plain.product.isfinite().all()
+    assert optimizer.loss_scale == 128.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_scale_moves_with_backward_passes_and_not_with_steps(level):
+    booster, _, model, optimizer = boosted_pair(level, scale_window=2, max_loss_scale=2.0**10)
+    scale = booster.precision.scales[0]
+    scale.scale = 2.0**9
+    history = []
+    for _ in range(5):
+        booster.backward(loss_of(model, 0), optimizer)
+        history.append((scale.scale, scale.unskipped))
+    assert history == [(2.0**9, 1), (2.0**10, 0), (2.0**10, 1), (2.0**10, 0), (2.0**10, 1)]
+    optimizer.step()
+    assert (scale.scale, scale.unskipped) == history[-1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_backward_but_the_last_of_an_accumulation_is_delayed(level):
+    booster, plain, model, optimizer = boosted_pair(level)
+    scale = booster.precision.scales[0]
+    with booster.accumulate(model, optimizer, 3):
+        for index in range(3):
+            booster.backward(loss_of(model, index), optimizer)
+            assert scale.unskipped == (1 if index == 2 else 0)
+    with booster.no_sync(model):
+        booster.backward(loss_of(model, 0), optimizer)
+    assert scale.unskipped == 1
+    with pytest.raises(RuntimeError, match="unfinished accumulation"):
+        optimizer.step()
+    booster.backward(loss_of(model, 0), optimizer)
+    assert scale.unskipped == 2
+    expected = Layers(0).eval()
+    for index in range(3):
+        (loss_of(expected, index) / 3).backward()
+    for _ in range(2):
+        loss_of(expected, 0).backward()
+    masters = list(amp.master_params(optimizer))
+    for master, param in zip(masters, expected.parameters(), strict=True):
+        torch.testing.assert_close(master.grad, param.grad, rtol=2e-3, atol=2e-3)
+
+
+def test_no_sync_of_another_model_delays_nothing():
+    booster, _, model, optimizer = boosted_pair()
+    other = booster.boost(nn.Linear(2, 2))[0]
+    with booster.no_sync(other):
+        booster.backward(loss_of(model, 0), optimizer)
+    assert optimizer.step()
+
+
+def test_delayed_passes_of_losses_with_different_scales_add_true_gradients():
+    booster, plain, model, optimizer = boosted_pair(num_losses=2)
+    booster.precision.scales[0].scale, booster.precision.scales[1].scale = 16.0, 2.0
+    with booster.no_sync(model):
+        booster.backward(loss_of(model, 0), optimizer, loss_id=0)
+    booster.backward(loss_of(model, 1), optimizer, loss_id=1)
+    expected = Layers(0).eval()
+    (loss_of(expected, 0) + loss_of(expected, 1)).backward()
+    torch.testing.assert_close(plain.product.grad, expected.product.grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_backward_that_raises_leaves_the_gradients_of_before(level):
+    booster, plain, model, optimizer = boosted_pair(level, loss_scale="dynamic")
+    booster.backward(loss_of(model, 0), optimizer)
+    before = [p.grad.clone() for p in amp.master_params(optimizer)]
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError
+
+    half_way = model(Broken.apply(small_batch(1).requires_grad_())).float().sum()
+    with pytest.raises(ZeroDivisionError):
+        booster.backward(half_way, optimizer)
+    for master, grad in zip(amp.master_params(optimizer), before, strict=True):
+        assert torch.equal(master.grad, grad)
+    assert booster.precision.scales[0].unskipped == 1
+    booster.backward(loss_of(model, 0), optimizer)
+    for master, grad in zip(amp.master_params(optimizer), before, strict=True):
+        torch.testing.assert_close(master.grad, 2 * grad)
+    assert optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_clipping_by_norm_and_value_acts_on_true_gradients(level):
+    booster, plain, model, optimizer = boosted_pair(level, loss_scale="dynamic")
+    expected = Layers(0).eval()
+    reference_optimizer = torch.optim.SGD(expected.parameters(), lr=0.25, momentum=0.5)
+    for index in range(2):
+        booster.backward(loss_of(model, index), optimizer)
+        loss_of(expected, index).backward()
+    norm = optimizer.clip_grad_by_norm(1.0)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(expected.parameters(), 1.0), rtol=1e-3, atol=0)
+    optimizer.clip_grad_by_value(0.125)
+    nn.utils.clip_grad_value_(expected.parameters(), 0.125)
+    result = optimizer.step()
+    assert result.grad_norm == pytest.approx(norm.item())
+    reference_optimizer.step()
+    for master, param in zip(amp.master_params(optimizer), expected.parameters(), strict=True):
+        torch.testing.assert_close(master.detach(), param.detach(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_are_not_zeroed_go_on_adding_up_without_the_clip_twice(level):
+    booster, plain, model, optimizer = boosted_pair(level)
+    booster.backward(loss_of(model, 0), optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    optimizer.step()
+    kept = plain.norm.bias.grad.clone()  # a float32 parameter at both levels, whose gradient a step leaves
+    booster.backward(loss_of(model, 0), optimizer)
+    expected = Layers(0).eval()
+    loss_of(expected, 0).backward()
+    nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+    first = expected.norm.bias.grad.clone()
+    torch.testing.assert_close(plain.norm.bias.grad, first + torch.full((4,), 1.0), rtol=1e-3, atol=1e-3)
+    assert kept.shape == first.shape
+
+
+def test_a_closure_runs_where_apex_lets_it():
+    booster, plain, model, optimizer = boosted_pair("O1")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        booster.backward(loss, optimizer)
+        return loss
+
+    before = plain.product.detach().clone()
+    optimizer.step(torch.enable_grad()(closure))
+    assert not torch.equal(plain.product, before)
+    booster, plain, model, optimizer = boosted_pair("O2")
+    with pytest.raises(RuntimeError, match="Currently, Amp does not support closure use with optimizers"):
+        optimizer.step(lambda: None)
+
+
+class Delegating(torch.optim.Optimizer):
+    """An optimizer around another, as LARC is: it changes gradients, then lets the other step."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups):
+        self.inner.param_groups = groups
+
+    @property
+    def state(self):
+        return self.inner.state
+
+    @state.setter
+    def state(self, state):
+        self.inner.state = state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad * 0.5
+        self.inner.step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_an_optimizer_that_wraps_another_survives(level):
+    plain = Layers(0).eval()
+    booster = Booster("cpu", FP16ApexMixedPrecision(level, verbosity=0, max_loss_scale=2.0**10))
+    model, optimizer, *_ = booster.boost(plain, Delegating(torch.optim.SGD(plain.parameters(), lr=0.25)))
+    expected = Layers(0).eval()
+    reference_optimizer = Delegating(torch.optim.SGD(expected.parameters(), lr=0.25))
+    for index in range(2):
+        optimizer.zero_grad()
+        booster.backward(loss_of(model, index), optimizer)
+        assert optimizer.step()
+        reference_optimizer.zero_grad()
+        loss_of(expected, index).backward()
+        reference_optimizer.step()
+    for param, other in zip(plain.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param.detach().float(), other.detach(), rtol=2e-3, atol=2e-3)
+
+
+def test_an_update_can_be_driven_without_booster_backward():
+    booster, plain, model, optimizer = boosted_pair()
+    update = optimizer._update
+    loss = loss_of(model, 0)
+    scale = update.next_scale
+    update.before_backward(scale)
+    (loss * scale).backward()
+    update.after_backward(loss)
+    assert booster.precision.scales[0].unskipped == 1
+    expected = Layers(0).eval()
+    loss_of(expected, 0).backward()
+    torch.testing.assert_close(plain.product.grad, expected.product.grad)
+    assert optimizer.step()
+
+
+def test_half_parameters_without_masters_are_not_stepped_by_a_kernel_that_ignores_them():
+    plain = nn.Linear(64, 64, bias=False)
+    before = plain.weight.detach().clone()
+    booster = Booster("cpu", FP16ApexMixedPrecision("O3", verbosity=0))
+    model, optimizer, *_ = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+    booster.backward(model(torch.ones(1, 64)).sum(), optimizer)
+    optimizer.step()
+    torch.testing.assert_close(plain.weight.float(), before - 0.5, rtol=1e-2, atol=1e-2)
+    other = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"SGD\(fused=True\) leaves float16 parameters on CPU as they are"):
+        booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.5, fused=True))
