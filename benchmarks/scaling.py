@@ -274,7 +274,8 @@ def check(rank: int, n: int, port: int) -> None:
     import warnings
 
     import torch.distributed as dist
-    from scaling_bytes import cases, check_case
+    from scaling_bytes import check_case
+    from scaling_job import cases
 
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
