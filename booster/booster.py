@@ -124,6 +124,7 @@ class Booster:
             synchronise=self.plugin.synchronise,
             shards=self.plugin.make_shards,
             stores_float32=self.plugin.stores_float32,
+            is_whole=self.plugin.is_whole,
             device=self.device,
             group=self.plugin.group,
         )

@@ -40,14 +40,16 @@ class Placement:
     place: puts a module where it will run, in the dtypes of a policy, and returns what to call.
     synchronise: gives a module on `device` the weights that all ranks will start from, before they are cast.
     shards: what this rank holds and steps of an optimizer's placed parameters. stores_float32: placed parameters stay as
-    wide as they were where `policy.store` is None. device: where that is. group: the ranks among which found_inf is
-    agreed; None means no collective, also inside a launched job.
+    wide as they were where `policy.store` is None. is_whole: every rank holds and steps all of every parameter.
+    device: where that is. group: the ranks among which found_inf is agreed; None means no collective, also inside a
+    launched job.
     """
 
     place: Callable[[nn.Module, DtypePolicy], nn.Module] = _place_in_process
     synchronise: Callable[[nn.Module], None] = _synchronise_nothing
     shards: Callable[[Optimizer], Shards] = Shards
     stores_float32: bool = False
+    is_whole: bool = True
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
 

@@ -54,6 +54,9 @@ class Plugin(ABC):
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Put `module` on `device` in the dtypes of `policy` and return what is to be called; may run collectives."""
 
+    is_whole = True
+    """Whether every rank holds and steps all of every parameter."""
+
     stores_float32 = False
     """Whether placed parameters stay in their dtype where `policy.store` is None, as shards that serve as masters do."""
 

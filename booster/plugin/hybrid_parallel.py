@@ -50,6 +50,7 @@ class HybridParallelPlugin(Plugin):
     """
 
     stores_float32 = True
+    is_whole = False
 
     def __init__(
         self,

@@ -35,6 +35,8 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
     Raises ValueError for an option that the stage cannot honour, RuntimeError as `TorchDDPPlugin`.
     """
 
+    is_whole = False
+
     def __init__(
         self,
         *,

@@ -44,6 +44,8 @@ class TorchFSDPPlugin(Plugin):
     process group, outside a launched job, the model is trained whole, as on a single device.
     """
 
+    is_whole = False
+
     def __init__(
         self,
         *,

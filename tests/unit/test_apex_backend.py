@@ -13,7 +13,9 @@ from torch import nn
 
 import booster
 from booster import Booster
-from booster.mixed_precision import FP16ApexMixedPrecision
+from booster.mixed_precision import FP16ApexMixedPrecision, Placement
+from booster.mixed_precision.apex import real
+from booster.update.options import UpdateOptions
 
 ROOT = Path(booster.__file__).parents[1]
 
@@ -243,3 +245,17 @@ def test_a_forced_apex_scales_skips_and_reports_through_booster(site):
     assert [entry["loss_scale"] for entry in state.values()] == [8.0, 4.0]
     with pytest.raises(RuntimeError, match="initialises once.*backend='native' for several"):
         booster.boost(nn.Linear(2, 2))
+
+
+def test_the_real_apex_is_refused_where_parameters_are_divided_among_ranks():
+    with pytest.raises(ValueError, match="backend='native'"):
+        real.configure(
+            None,
+            torch.nn.Linear(2, 2),
+            None,
+            None,
+            arguments={},
+            scale_window=1,
+            placement=Placement(is_whole=False),
+            options=UpdateOptions(),
+        )

@@ -16,6 +16,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler
 from booster.mixed_precision.base import FP32, Placement
 from booster.params import named_parameters
+from booster.shards import Shards
 from booster.update.backward_pass import BackwardPass
 from booster.update.host import HostUpdate
 from booster.update.options import UpdateOptions
@@ -57,9 +58,10 @@ class RealUpdate(HostUpdate):
         *,
         amp: Any,
         group: dist.ProcessGroup | None = None,
+        shards: Shards | None = None,
         skip_nonfinite: bool = False,
     ) -> None:
-        super().__init__(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
+        super().__init__(optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)
         self._amp = amp
         self._pass: BackwardPass | None = None
         self._context: Any = None
@@ -121,6 +123,11 @@ def configure(
     options: UpdateOptions,
 ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
     """As `MixedPrecision.configure`, by apex's initialize with `arguments`, which comes before the placement."""
+    if not placement.is_whole:
+        raise ValueError(
+            "backend='apex' is NVIDIA's own apex.amp, which knows no parameters that are divided among ranks; use "
+            "backend='native' with this plugin"
+        )
     model = model.to(placement.device)
     if optimizer is None:
         model = amp.initialize(model, **arguments)
