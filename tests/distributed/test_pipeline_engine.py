@@ -591,6 +591,8 @@ def sharded(rank, world_size, mesh_shape, style):
                     fully_shard(block, **options)
             fully_shard(root, **options)
         pipeline = plan.pipeline(group=group, device=CPU)
+        held = {id(param) for param in pipeline.own_parameters().values()}
+        assert {id(param) for param in pipeline.module.parameters()} == held  # the model names what its stages have
         if policy is not None:
             reference = reference.bfloat16()
         expected = {}
