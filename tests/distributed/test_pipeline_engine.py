@@ -245,7 +245,7 @@ def own_kinds(rank, world_size, style):
     compare(Tuples(), batch, rank, world_size, style, by_keyword)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["gpipe", "interleaved", "zbv"])
 def test_a_forward_of_the_users_own_runs_on_every_stage(ranks2, style):
     ranks2(own_kinds, style)
 
