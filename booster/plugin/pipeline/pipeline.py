@@ -140,7 +140,8 @@ class Pipeline(PlacedModule):
 
     def num_copies(self, param: torch.Tensor) -> int:
         """On how many ranks of the pipeline `param`, one of this rank's, lies: 1 if it is not tied across ranks."""
-        return next((self._copies.get(name, 1) for name, own in self.own_parameters().items() if own is param), 1)
+        tied = self._tied.params
+        return next((count for name, count in self._copies.items() if tied.get(name) is param), 1)
 
     def _runner(self, micro_batches: Sequence[MicroBatch], backward: bool) -> tuple[Runner, Route]:
         """The schedule for micro-batches of this shape, and their route; the last one of its kind is kept."""

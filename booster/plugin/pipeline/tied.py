@@ -26,7 +26,7 @@ class TiedWeights:
         rank: int,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self._params = dict(sorted(params.items()))
+        self.params = dict(sorted(params.items()))
         self._ranks = dict(ranks)
         self._rank = rank
         self._group = group
@@ -36,21 +36,21 @@ class TiedWeights:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Context around the backward passes whose gradients are summed; those of before are kept as they are."""
-        before = {name: param.grad for name, param in self._params.items()}
-        for param in self._params.values():
+        before = {name: param.grad for name, param in self.params.items()}
+        for param in self.params.values():
             param.grad = None
         try:
             yield
         finally:
-            made = {name: param.grad for name, param in self._params.items()}
-            for name, param in self._params.items():
+            made = {name: param.grad for name, param in self.params.items()}
+            for name, param in self.params.items():
                 param.grad = before[name]
         self._exchange(made)
 
     def _exchange(self, made: dict[str, torch.Tensor | None]) -> None:
         parts: dict[str, dict[int, torch.Tensor]] = {}
         operations = []
-        for name, param in self._params.items():
+        for name, param in self.params.items():
             own = _local_gradient(param, made[name])
             parts[name] = {self._rank: own}
             for peer in self._ranks[name]:
@@ -62,13 +62,13 @@ class TiedWeights:
                 operations.append(dist.P2POp(dist.irecv, parts[name][peer], there, self._group))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
-        for name, param in self._params.items():
+        for name, param in self.params.items():
             # In the order of ranks on each of them, so that copies stay equal in every bit.
             total = torch.stack([parts[name][rank] for rank in sorted(parts[name])]).sum(0).to(param.dtype)
             _accumulate(param, total)
 
     def _check(self) -> None:
-        mine = {name: _layout(param) for name, param in self._params.items()}
+        mine = {name: _layout(param) for name, param in self.params.items()}
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, mine, group=self._group)
         for name in self._ranks:
