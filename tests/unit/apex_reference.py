@@ -23,6 +23,8 @@ def det(shape, k, scale=1.0):
 
 
 class Net(nn.Module):
+    out = scaled = None  # dtypes that a run saw
+
     def __init__(self, k=0):
         super().__init__()
         self.fc1 = nn.Linear(8, 16)
@@ -173,6 +175,7 @@ class ThroughAmp:
 
 def run_single(config, through=ThroughBooster):
     """One recorded single-model run: what it gives has the keys of the recording."""
+    Net.out = Net.scaled = None
     with Messages() as messages:
         run = through(config)
         plain = Net()
@@ -268,6 +271,7 @@ def dtypes_of(model, plain, optimizer):
     masters = masters_of(optimizer)
     return {
         "out": str(Net.out),
+        **({} if Net.scaled is None else {"scaled": str(Net.scaled)}),
         "model": {name: str(param.dtype) for name, param in params.items()},
         "model_grad": {name: str(param.grad.dtype) for name, param in params.items()},
         "buffers": {name: str(buffer.dtype) for name, buffer in plain.named_buffers()},
