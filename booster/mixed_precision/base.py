@@ -21,7 +21,7 @@ from booster.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
 from booster.update.base import Update
 from booster.update.compiled import can_compile
-from booster.update.fused import switch_to_fused
+from booster.update.fused import has_sound_kernel, switch_to_fused
 from booster.update.options import UpdateOptions
 
 
@@ -125,7 +125,7 @@ class MixedPrecision:
 
     def may_fuse(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
-        return True
+        return has_sound_kernel(optimizer)
 
     def may_compile(self, optimizer: Optimizer) -> bool:
         """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""

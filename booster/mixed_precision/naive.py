@@ -115,6 +115,9 @@ class NaiveMixedPrecision(MixedPrecision):
             if param.requires_grad and param.dtype in wide
         }
 
+    def may_fuse(self, optimizer: Optimizer) -> bool:
+        return True  # it is float32 that is stepped
+
     def may_compile(self, optimizer: Optimizer) -> bool:
         return can_compile_masters(optimizer, self._masters)
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from booster.casting import HALF_DTYPES
+
 _logger = logging.getLogger(__name__)
 
 _KERNELS: dict[type[Optimizer], str] = {
@@ -28,6 +30,15 @@ def honours_grad_scale(optimizer: Optimizer) -> bool:
         and getattr(optimizer, "_step_supports_amp_scaling", False)
         and all(group.get("fused") for group in optimizer.param_groups)
     )
+
+
+def has_sound_kernel(optimizer: Optimizer) -> bool:
+    """Whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are.
+
+    That of SGD on CPU leaves most elements of float16 and bfloat16 parameters as they were (torch 2.13), and says nothing.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return type(optimizer) is not SGD or not any(p.device.type == "cpu" and p.dtype in HALF_DTYPES for p in params)
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -198,3 +198,23 @@ def test_a_group_added_after_boosting_is_fused_too():
     optimizer.add_param_group({"params": list(model[1].parameters())})
     assert is_fused(optimizer)
     train(optimizer, model, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_came_in_half_is_stepped_as_torch_steps_it_by_default(dtype):
+    # torch's fused SGD leaves most of a half parameter alone on CPU.
+    torch.manual_seed(0)
+    model, twin = nn.Linear(16, 16).to(dtype), nn.Linear(16, 16).to(dtype)
+    twin.load_state_dict(model.state_dict())
+    optimizer, plain = (torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9) for net in (model, twin))
+    booster = Booster("cpu", "fp32")
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for _ in range(2):
+        x = torch.randn(4, 16, dtype=dtype)
+        for net in (model, twin):
+            net.zero_grad()
+        booster.backward(model(x).sum(), optimizer)
+        twin(x).sum().backward()
+        optimizer.step()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
