@@ -55,8 +55,16 @@ class PrecisionModule(TransparentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._precision.forward_context():
-            output = self.module(*self._cast(args, self._input_dtype), **self._cast(kwargs, self._input_dtype))
-        return self._cast(output, self._precision.output_dtype)
+            output = self.module(*self.cast_inputs(args), **self.cast_inputs(kwargs))
+        return self.cast_outputs(output)
+
+    def cast_inputs(self, tree: Any) -> Any:
+        """Inputs of the model, in whatever containers, as the precision wants them."""
+        return self._cast(tree, self._input_dtype)
+
+    def cast_outputs(self, tree: Any) -> Any:
+        """Outputs of the model, likewise."""
+        return self._cast(tree, self._precision.output_dtype)
 
     def _cast(self, tree: Any, dtype: torch.dtype | None) -> Any:
         """What becomes of inputs and outputs."""
@@ -73,7 +81,7 @@ class PrecisionModule(TransparentModule):
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._precision.forward_context():
-                output = method(*self._cast(args, self._input_dtype), **self._cast(kwargs, self._input_dtype))
+                output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             if isinstance(output, Generator):
                 return self._stream(output, name)
             return self._finish(output, name)
@@ -97,7 +105,7 @@ class PrecisionModule(TransparentModule):
                 f"model.{name}() returned tensors with gradients, but {type(self.module).__name__} synchronises only "
                 "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
             )
-        return self._cast(output, self._precision.output_dtype)
+        return self.cast_outputs(output)
 
 
 class ModelWrapper(PrecisionModule):

@@ -23,11 +23,17 @@ class Pipeline(Protocol):
     """Runs a model whose layers lie on several ranks, all of which call it with the same micro-batches."""
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], criterion: Callable[[Any, Any], torch.Tensor], *, seed: Any
+        self,
+        micro_batches: Sequence[MicroBatch],
+        criterion: Callable[[Any, Any], torch.Tensor],
+        *,
+        seed: Any,
+        return_outputs: bool = True,
     ) -> tuple[list[torch.Tensor], list[Any]]:
         """(losses, outputs) of the micro-batches, detached, on the rank of the last stage, and two empty lists elsewhere.
 
         seed: what the gradient of the mean loss is multiplied with, a float or 0-dim tensor; None runs no backward.
+        return_outputs: False keeps no outputs.
         """
 
     def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
