@@ -224,6 +224,11 @@ class HybridParallelPlugin(Plugin):
         return shape if len(shape) < 3 else (shape[0], shape[1] // self.tp_size, *shape[2:])
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        if isinstance(module, StagePipeline):
+            raise RuntimeError(
+                "a pipeline accumulates the gradients of its micro-batches inside execute_pipeline, and reduces them at its end; "
+                "instead of no_sync or accumulate, pass larger batches and HybridParallelPlugin(num_microbatches=...)"
+            )
         return without_reduction(module, self._unsynchronised)
 
     # ------------------------------------------------------------------ micro-batches

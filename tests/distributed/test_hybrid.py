@@ -306,12 +306,16 @@ def refusals(rank, world_size):
         with pytest.raises(ValueError, match="=") as caught:
             HybridParallelPlugin(**options)
         messages.append(str(caught.value))
-    booster, model, made, criterion = built(rank, world_size)
-    for optimizer in (torch.optim.LBFGS(Transformer().parameters()),):
-        fresh = Transformer()
-        optimizer = torch.optim.LBFGS(fresh.parameters())
-        with pytest.raises(ValueError, match="register_elementwise"):
-            booster.boost(fresh, optimizer)
+    booster, model, made, criterion = built(rank, world_size, tp_size=1, pp_size=2)
+    fresh = Transformer()
+    with pytest.raises(ValueError, match="register_elementwise"):
+        booster.boost(fresh, torch.optim.LBFGS(fresh.parameters()))
+    with pytest.raises(RuntimeError, match="execute_pipeline"):
+        model(batch(0, booster)[0])
+    with pytest.raises(RuntimeError, match="num_microbatches"), booster.no_sync(model):
+        pass
+    with pytest.raises(ValueError, match="does not divide into 2 micro-batches"):
+        booster.execute_pipeline(iter([(torch.zeros(3, 2), torch.zeros(3, 2))]), model, criterion, made)
     with pytest.raises(TypeError, match="iter"):
         booster.execute_pipeline([batch(0, booster)], model, criterion, made)
     return messages
