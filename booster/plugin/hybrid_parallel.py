@@ -226,7 +226,7 @@ class HybridParallelPlugin(Plugin):
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         if isinstance(module, StagePipeline):
             raise RuntimeError(
-                "a pipeline accumulates the gradients of its micro-batches inside execute_pipeline, and reduces them at its end; "
+                "a pipeline accumulates the gradients of its micro-batches inside execute_pipeline, reduced at its end; "
                 "instead of no_sync or accumulate, pass larger batches and HybridParallelPlugin(num_microbatches=...)"
             )
         return without_reduction(module, self._unsynchronised)
