@@ -102,7 +102,7 @@ def shard_module(
         )
     install_pins(model, policy)
     model.register_load_state_dict_pre_hook(_shard_loaded)
-    model.register_forward_pre_hook(_admit_unfrozen)
+    model.register_forward_pre_hook(_AdmitUnfrozen(model))
     if reshard_after_forward:
         model.register_forward_hook(_reshard_unless_backward_follows)
     return module
@@ -218,13 +218,18 @@ def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     return output
 
 
-def _admit_unfrozen(module: nn.Module, args: Any) -> None:
-    # torch settles in the first forward pass in which dtype a group's gradients arrive, for a frozen group in none.
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            for group in child._get_fsdp_state()._fsdp_param_groups:
-                if getattr(group, "_orig_dtype", True) is None:
-                    group._init_mp_dtypes()
+class _AdmitUnfrozen:
+    """torch settles in the first forward pass in which dtype a group's gradients arrive, for a frozen group in none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Found once: looking them up is not for torch.compile to trace.
+        sharded = [child for child in model.modules() if isinstance(child, FSDPModule)]
+        self._groups = [group for child in sharded for group in child._get_fsdp_state()._fsdp_param_groups]
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for group in self._groups:
+            if getattr(group, "_orig_dtype", True) is None:
+                group._init_mp_dtypes()
 
 
 def _reshard_unless_backward_follows(module: nn.Module, args: Any, output: Any) -> None:
