@@ -1,5 +1,6 @@
 # make demo     train the example's vision transformer on two processes
 # make test     run the tests and print their coverage
+# make slow     run the tests that `make test` leaves out, such as those on eight processes
 # Each makes its own virtual environment on first use, from constraints.txt; later runs start at once.
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo compare test lint clean
+.PHONY: demo compare test slow lint clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -20,8 +21,11 @@ compare: $(DEMO)/.installed
 # also when tests fail, and the tests' own exit code is what make sees.
 test: $(TEST)/.installed
 	$(TEST)/bin/python -m coverage erase
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest $(ARGS); code=$$?; \
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest -m "not slow" $(ARGS); code=$$?; \
 	$(TEST)/bin/python -m coverage combine --quiet; $(TEST)/bin/python -m coverage report; exit $$code
+
+slow: $(TEST)/.installed
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow $(ARGS)
 
 lint: $(TEST)/.linters
 	$(TEST)/bin/ruff check .

@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -80,7 +79,6 @@ def average_in_pairs(rank, world_size):
     return model.seen[0][0][0], clone.seen[0][0][0]
 
 
-@pytest.mark.slow
 def test_the_mean_is_over_the_parallel_group_and_a_copy_keeps_it(ranks4):
     assert ranks4(average_in_pairs) == [(5.0, 5.0), (5.0, 5.0), (25.0, 25.0), (25.0, 25.0)]
 

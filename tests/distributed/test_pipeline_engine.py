@@ -138,7 +138,6 @@ def test_stages_train_as_one_process_does_under_every_schedule_on_two_ranks(rank
     assert "embedding.weight" in ranks2(every_style)[0]
 
 
-@pytest.mark.slow
 def test_stages_train_as_one_process_does_under_every_schedule_on_four_ranks(ranks4):
     ranks4(every_style)
 

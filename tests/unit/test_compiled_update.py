@@ -51,7 +51,6 @@ def train(fused_optimizer: bool | str, name: str, precision: str) -> tuple[list[
     return [param.detach() for param in model.parameters()], applied, optimizer._update
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_compiled_update_takes_the_steps_of_an_eager_one(compiler: None, name: str) -> None:
     eager, eager_applied, _ = train(False, name, "fp32")

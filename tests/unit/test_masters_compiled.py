@@ -84,7 +84,6 @@ class Run:
         return [self.masters.joined(param) for param in self.params]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in COMPILE if n in QUICK] + [n for n in COMPILE if n not in QUICK])
 def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(compiler, calls, name):
     shapes = [(200, 82), (33,), (), (7, 5, 3)]  # a full bucket of two pieces, and a ragged one
@@ -101,7 +100,6 @@ def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(co
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp32", "split", "none"])
 def test_a_compiled_step_in_float16_is_that_of_the_eager_path(compiler, calls, form):
     ours, theirs = (
@@ -114,7 +112,6 @@ def test_a_compiled_step_in_float16_is_that_of_the_eager_path(compiler, calls, f
         torch.testing.assert_close(a, b, rtol=2e-3 if form == "none" else 1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_equal_buckets_share_a_graph_and_a_schedule_compiles_nothing(compiler, calls):
     run = Run(ELEMENTWISE["SGD momentum"], BF16, "split", shapes=[(4, 2**14), (33,)])
     assert [bucket.size for bucket in run.masters.buckets] == [2**14] * 4 + [64]
@@ -128,7 +125,6 @@ def test_equal_buckets_share_a_graph_and_a_schedule_compiles_nothing(compiler, c
     assert len(calls) == 13 * 5
 
 
-@pytest.mark.slow
 def test_a_skipped_step_leaves_weights_masters_and_state_as_they_were(compiler, calls):
     run = Run(ELEMENTWISE["AdamW"], FP16, "split", scale=2.0**7, shapes=[(200, 82)])
     run.train(3)
@@ -142,7 +138,6 @@ def test_a_skipped_step_leaves_weights_masters_and_state_as_they_were(compiler, 
         assert torch.equal(before[2][0][key], value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_checkpoints_of_the_compiled_and_the_eager_path_load_into_each_other(compiler, dtype):
     runs = {compiled: Run(ELEMENTWISE["SGD momentum"], dtype, "split", compiled=compiled) for compiled in (True, False)}
@@ -157,7 +152,6 @@ def test_checkpoints_of_the_compiled_and_the_eager_path_load_into_each_other(com
             assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["RAdam", "ASGD"])
 def test_an_optimizer_that_the_compiler_does_not_understand_is_stepped_eagerly_after_one_warning(
     compiler, caplog, name
@@ -190,7 +184,6 @@ def test_what_cannot_be_compiled_says_so_in_one_warning(make, options, reason, c
     assert not isinstance(optimizer._update._step, CompiledMasterStep)
 
 
-@pytest.mark.slow
 def test_boost_compiles_an_elementwise_optimizer(compiler, calls):
     model = nn.Linear(64, 64)
     b = Booster("cpu", "bf16_naive", fused_optimizer="compile")

@@ -629,7 +629,6 @@ def test_module_compile_of_the_boosted_model_works():
     assert torch.allclose(model(x), expected, atol=1e-2)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_model_compiled_with_inductor_trains():
