@@ -16,6 +16,7 @@ from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.transparent import PlacedModule
 from booster.loss_scaler import LossScaler, NoScale
+from booster.mixed_precision.apex.functions import outside_casts
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
@@ -97,11 +98,11 @@ class MixedPrecision:
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A new context for one forward pass."""
-        return nullcontext()
+        return outside_casts(nullcontext())
 
     def backward_context(self) -> AbstractContextManager[Any]:
         """A new context for one backward pass, where activations may be recomputed."""
-        return nullcontext()
+        return outside_casts(nullcontext())
 
     def make_scaler(self) -> LossScaler:
         """A new loss scaler; every boosted optimizer gets its own."""
@@ -173,7 +174,7 @@ class MixedPrecision:
         if optimizer is None:
             return boosted, None, boosted_criterion
         after = placed_parameters(placed)
-        rebind(optimizer, before, after, partial=isinstance(placed, PlacedModule) and placed.is_partial)
+        kept_params = rebind(optimizer, before, after, partial=isinstance(placed, PlacedModule) and placed.is_partial)
         compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
         if options.fused_optimizer and not compiled and self.may_fuse(optimizer):
             switch_to_fused(optimizer, boosted)
@@ -181,6 +182,7 @@ class MixedPrecision:
         if isinstance(boosted_criterion, ModelWrapper):
             names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
         shards = placement.shards(optimizer)
+        shards.kept = kept_params
         with shards.local():
             names |= {shards.part_of(param): name for name, param in after.items()}
             weights = {shards.part_of(after[n]): shards.cut(kept.pop(n), after[n]) for n in list(kept) if n in after}

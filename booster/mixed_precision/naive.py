@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.transparent import PlacedModule
 from booster.loss_scaler import DynamicScale, LossScaler
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.update import MasterUpdate
+from booster.mixed_precision.apex.functions import outside_casts
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
@@ -90,11 +92,11 @@ class NaiveMixedPrecision(MixedPrecision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._float32_attention and torch.is_grad_enabled():
-            return Float32Attention(self.device.type)
-        return nullcontext()
+            return outside_casts(Float32Attention(self.device.type))
+        return outside_casts(nullcontext())
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
+        return outside_casts(Float32Attention(self.device.type) if self._float32_attention else nullcontext())
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         if placement.stores_float32 and self._store is None:
@@ -156,6 +158,12 @@ class NaiveMixedPrecision(MixedPrecision):
                 )
             options = dataclasses.replace(options, clip_grad_norm=self._max_norm)
         boosted = super().configure(model, optimizer, criterion, placement=placement, options=options)
+        placed = boosted[0].module
+        if self._sync_buffer and isinstance(placed, PlacedModule) and placed.is_partial:
+            raise ValueError(
+                f"sync_buffer=True of {type(self).__name__} averages buffers where the model is called, and a pipeline does not "
+                "call it; leave it False, or use pp_size=1"
+            )
         if self._sync_buffer and placement is not None and placement.group is not None:
             boosted[0].register_forward_pre_hook(BufferAverage(placement.group))
         return boosted

@@ -1,6 +1,7 @@
 """O1: which functions run in which dtype, with weights used twice, recomputed, and changed between forward passes."""
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -372,3 +373,71 @@ def test_apex_amp_registers_for_the_next_initialize(library):
     assert torch.tanh(torch.ones(2, dtype=HALF)).dtype == HALF
     with amp.disable_casts():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == FLOAT
+
+
+class Product(nn.Module):
+    """A matrix product and a listed function, whose dtypes it notes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x):
+        product = x @ self.weight
+        self.dtypes = (product.dtype,)
+        self.dtypes += (torch.exp(product).dtype,)
+        return product
+
+
+OTHERS = {
+    "O0": lambda: FP16ApexMixedPrecision("O0", verbosity=0),
+    "O2": lambda: FP16ApexMixedPrecision("O2", verbosity=0),
+    "O3": lambda: FP16ApexMixedPrecision("O3", verbosity=0),
+    "fp32": lambda: "fp32",
+    "fp16_naive": lambda: "fp16_naive",
+    "fp16": lambda: "fp16",
+    "bf16": lambda: "bf16",
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("entered_by", ["autocast", "amp"])
+def test_models_of_other_precisions_compute_in_an_o1_region_as_they_do_outside(booster, other, entered_by):
+    product = Product()
+    model = Booster("cpu", OTHERS[other]()).boost(product)[0]
+    model(torch.ones(2, 2))
+    outside = product.dtypes
+    if entered_by == "amp":
+        amp.initialize(nn.Linear(2, 2), verbosity=0)
+    with booster.autocast() if entered_by == "autocast" else nullcontext():
+        model(torch.ones(2, 2))
+        here = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    assert product.dtypes == outside
+    assert here == HALF
+
+
+def test_an_o1_model_in_the_region_of_another_o1_strategy_follows_its_own_rules(booster):
+    own = FP16ApexMixedPrecision(verbosity=0)
+    own.register_float_function(torch, "matmul")
+    own.register_float_function(torch.Tensor, "matmul")
+    product = Product()
+    model = Booster("cpu", own).boost(product)[0]
+    with booster.autocast():
+        model(torch.ones(2, 2))
+        assert product.dtypes == (FLOAT, FLOAT)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
+
+
+def test_recomputed_activations_of_other_precisions_are_not_cast_either(booster):
+    class Checkpointed(Product):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    product = Checkpointed()
+    other = Booster("cpu", "fp32")
+    model, optimizer, *_ = other.boost(product, torch.optim.SGD(product.parameters(), lr=0.1))
+    with booster.autocast():
+        out = model(torch.ones(2, 2))
+        product.dtypes = None
+        other.backward(out.sum(), optimizer)
+    assert product.dtypes[0] == FLOAT

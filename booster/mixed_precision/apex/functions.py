@@ -26,13 +26,15 @@ class CastFunctions(TorchFunctionMode):
     """While active, torch functions of `table` are called as their rules say; enter it inside `torch.autocast`.
 
     Thread-local, as every torch function mode is. Out of its reach is what Python composites such as
-    `F.multi_head_attention_forward` call inside; there autocast alone decides. enabled: see `disable_casts`.
+    `F.multi_head_attention_forward` call inside; there autocast alone decides. enabled: see `disable_casts`. owner: what
+    tells the modes of one strategy from those of another.
     """
 
-    def __init__(self, table: Table, device_type: str) -> None:
+    def __init__(self, table: Table, device_type: str, owner: Any = None) -> None:
         super().__init__()
         self.table = table
         self.device_type = device_type
+        self.owner = owner
         self.enabled = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Keywords | None = None) -> Any:
@@ -44,6 +46,8 @@ class CastFunctions(TorchFunctionMode):
 
 def active_modes() -> list[CastFunctions]:
     """The modes of this thread that cast at present, outermost first."""
+    if not torch._C._len_torch_function_stack():
+        return []
     stack = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
     return [mode for mode in stack if isinstance(mode, CastFunctions) and mode.enabled]
 
@@ -71,6 +75,17 @@ def disable_casts() -> Iterator[None]:
     finally:
         for mode in modes:
             mode.enabled = True
+
+
+def outside_casts(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """`context`, inside which nothing is cast by O1 regions that are active in this thread, if any are."""
+    return _outside_casts(context) if active_modes() else context
+
+
+@contextmanager
+def _outside_casts(context: AbstractContextManager[Any]) -> Iterator[None]:
+    with disable_casts(), context:
+        yield
 
 
 def make_table(device_type: str, *, attention: bool) -> dict[Function, Rule]:

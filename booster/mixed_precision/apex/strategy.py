@@ -22,7 +22,15 @@ from booster.masters.options import MasterOptions
 from booster.mixed_precision.apex import real
 from booster.mixed_precision.apex.backend import choose_backend
 from booster.mixed_precision.apex.cautions import check_dtypes, follow_dtypes, holds_half, warn_of_static_scale
-from booster.mixed_precision.apex.functions import CastFunctions, Table, active_modes, disable_casts, make_table, region
+from booster.mixed_precision.apex.functions import (
+    CastFunctions,
+    Table,
+    active_modes,
+    disable_casts,
+    make_table,
+    outside_casts,
+    region,
+)
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
 from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
 from booster.mixed_precision.apex.options import check_rest, resolve
@@ -187,15 +195,25 @@ class FP16ApexMixedPrecision(MixedPrecision):
         if not self.options.patch_torch_functions:
             half = self.policy.param in (torch.float16, torch.bfloat16)
             training = half and self.device.type == "cpu" and torch.is_grad_enabled()
-            return Float32Attention("cpu") if training else nullcontext()
-        if self._casts_disabled or active_modes():
+            return outside_casts(Float32Attention("cpu") if training else nullcontext())
+        if self._casts_already():
             return nullcontext()
-        return region(torch.autocast(self.device.type, torch.float16), self._mode(torch.is_grad_enabled()))
+        if self._casts_disabled:
+            return outside_casts(nullcontext())
+        autocast = torch.autocast(self.device.type, torch.float16)
+        return outside_casts(region(autocast, self._mode(torch.is_grad_enabled())))
 
     def backward_context(self) -> AbstractContextManager[Any]:
         if not self.options.patch_torch_functions:
-            return Float32Attention("cpu") if self.device.type == "cpu" and self.input_dtype else nullcontext()
-        return nullcontext() if self._casts_disabled or active_modes() else self._mode(True)
+            half = self.device.type == "cpu" and self.input_dtype
+            return outside_casts(Float32Attention("cpu") if half else nullcontext())
+        if self._casts_already():
+            return nullcontext()
+        return outside_casts(nullcontext() if self._casts_disabled else self._mode(True))
+
+    def _casts_already(self) -> bool:
+        modes = active_modes()
+        return bool(modes) and modes[-1].owner is self._registered
 
     @contextmanager
     def disable_casts(self) -> Iterator[None]:
@@ -236,7 +254,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         attention = training and self.device.type == "cpu"
         if attention not in self._tables:
             self._tables[attention] = make_table(self.device.type, attention=attention) | self._registered.rules()
-        return CastFunctions(self._tables[attention], self.device.type)
+        return CastFunctions(self._tables[attention], self.device.type, self._registered)
 
     # ------------------------------------------------------------------ optimizers
 
