@@ -441,3 +441,70 @@ def test_recomputed_activations_of_other_precisions_are_not_cast_either(booster)
         product.dtypes = None
         other.backward(out.sum(), optimizer)
     assert product.dtypes[0] == FLOAT
+
+
+def test_two_strategies_register_one_function_without_touching_each_other(precision, library):
+    other, third = (FP16ApexMixedPrecision(verbosity=0) for _ in range(2))
+    boosters = [Booster("cpu", strategy) for strategy in (precision, other, third)]
+    precision.register_half_function(library, "dtype_of")
+    other.register_float_function(library, "dtype_of")
+    precision.register_half_function(library, "dtype_of")
+    dtypes = []
+    for booster in boosters:
+        with booster.autocast():
+            dtypes.append([library.dtype_of(torch.ones(2, dtype=dtype)) for dtype in (HALF, FLOAT)])
+    assert dtypes == [[HALF, HALF], [FLOAT, FLOAT], [HALF, FLOAT]]
+    with boosters[0].autocast(), boosters[2].autocast():
+        assert library.dtype_of(torch.ones(2)) == FLOAT
+
+
+OF_TORCH = {
+    "linalg": (torch.linalg, "norm", torch.linalg.norm),
+    "special": (torch.special, "expit", torch.special.expit),
+    "functional sigmoid": (F, "sigmoid", F.sigmoid),
+    "functional tanh": (F, "tanh", F.tanh),
+    "functional hardswish": (F, "hardswish", F.hardswish),
+    "max_pool1d": (F, "max_pool1d", lambda x: F.max_pool1d(x, 2)),
+    "max_pool1d with indices": (F, "max_pool1d", lambda x: F.max_pool1d(x, 2, return_indices=True)[0]),
+    "operator": (torch.Tensor, "__add__", lambda x: x + 1),
+}
+
+
+@pytest.mark.parametrize("case", OF_TORCH)
+def test_functions_of_any_module_of_torch_get_their_rule_and_are_not_replaced(precision, case):
+    module, name, call = OF_TORCH[case]
+    before = getattr(module, name)
+    precision.register_float_function(module, name)
+    assert getattr(module, name) is before
+    with Booster("cpu", precision).autocast():
+        assert call(torch.ones(2, 4, dtype=HALF)).dtype == FLOAT
+    with Booster("cpu", FP16ApexMixedPrecision(verbosity=0)).autocast():
+        assert call(torch.ones(2, 4, dtype=HALF)).dtype == HALF
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(nn.utils, "clip_grad_norm_"), (F, "upsample_bilinear"), (nn.Linear, "forward"), (nn, "Linear")],
+)
+def test_functions_of_torch_that_are_never_dispatched_are_refused(precision, module, name):
+    before = getattr(module, name)
+    with pytest.raises(ValueError, match=rf"{name} cannot be registered.*Register the function of torch that it calls"):
+        precision.register_half_function(module, name)
+    assert getattr(module, name) is before
+
+
+def test_registered_static_and_class_methods_stay_what_they_are(booster, precision):
+    class Library:
+        @staticmethod
+        def static(x):
+            return x.dtype
+
+        @classmethod
+        def of_class(cls, x):
+            return cls, x.dtype
+
+    precision.register_half_function(Library, "static")
+    precision.register_half_function(Library, "of_class")
+    with booster.autocast():
+        assert [holder.static(torch.ones(2)) for holder in (Library, Library())] == [HALF, HALF]
+        assert [holder.of_class(torch.ones(2)) for holder in (Library, Library())] == [(Library, HALF)] * 2

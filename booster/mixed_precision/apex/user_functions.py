@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.nn import functional as F
 
 from booster.casting import cast_floats, tensors
+from booster.mixed_precision.apex.dispatched import dispatched
 from booster.mixed_precision.apex.functions import Rule, active_modes, as_float32, as_half, as_widest
 
 Kind = Literal["half", "float", "promote"]
+Name = tuple[str, str]  # of a module or class, and of what is in it
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 _RULES: dict[Kind, Rule] = {"half": as_half, "float": as_float32, "promote": as_widest}
-_OVERRIDABLE = (torch, F, torch.Tensor)
 
 
 def half_function(function: Decorated) -> Decorated:
@@ -40,42 +41,69 @@ class Registered:
     """The functions that were registered with one strategy, by name."""
 
     def __init__(self) -> None:
-        self._torch_functions: dict[tuple[str, str], Kind] = {}
+        self._torch_functions: dict[Name, Kind] = {}
+        self._others: dict[Name, Kind] = {}
 
     def add(self, module: Any, name: str, kind: Kind) -> None:
         """Give `module.name` the rule `kind`.
 
-        A function of torch, torch.nn.functional or torch.Tensor is only noted, and nothing is replaced. In another
-        module or class `name` is replaced by the function with the decorator of that kind, which does nothing outside
-        regions that O1 casts. Raises ValueError if there is no such function.
+        A function of torch is only noted, and nothing is replaced. In another module or class `name` is replaced, once,
+        by a function that casts as the innermost O1 region at the call has it registered, and passes through elsewhere.
+        Raises ValueError if there is no such function, or if it is a Python function of torch that no rule can reach.
         """
         if not hasattr(module, name):
             holder = getattr(module, "__name__", module)
             raise ValueError(f"No function named {name} in module {holder}; register functions that exist, by name")
-        if any(module is holder for holder in _OVERRIDABLE):
-            self._torch_functions[_path(module), name] = kind
+        path = _path(module)
+        if path.partition(".")[0] == "torch":
+            dispatched(module, name)
+            self._torch_functions[path, name] = kind
             return
-        function = getattr(module, name)
-        setattr(module, name, _cast_arguments(getattr(function, "__wrapped_by_booster__", function), kind))
+        self._others[path, name] = kind
+        _replace(module, name, (path, name))
+
+    def kind_of(self, function: Name) -> Kind | None:
+        """The rule of a function that was replaced, by its module and name."""
+        return self._others.get(function)
 
     def rules(self) -> dict[Callable[..., Any], Rule]:
         """What to add to a table of rules."""
         return {
-            getattr(_resolve(path), name): _instead_of_autocast(_RULES[kind])
+            function: _instead_of_autocast(_RULES[kind])
             for (path, name), kind in self._torch_functions.items()
+            for function in dispatched(_resolve(path), name)
         }
 
 
 def _cast_arguments(function: Any, kind: Kind) -> Any:
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
-        if not active_modes():
-            return function(*args, **kwargs)
-        dtype = _target(kind, args, kwargs)
-        return function(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
+        return _call(function, kind if active_modes() else None, args, kwargs)
 
-    cast.__wrapped_by_booster__ = function  # type: ignore[attr-defined]
     return cast
+
+
+def _replace(holder: Any, name: str, key: Name) -> None:
+    here = vars(holder).get(name)
+    static = here if here is not None else inspect.getattr_static(holder, name)
+    kind = type(static) if isinstance(static, (staticmethod, classmethod)) else None
+    function = static.__func__ if kind is not None else getattr(holder, name)
+    if here is not None and getattr(function, "__booster_key__", None) == key:
+        return
+
+    @functools.wraps(function)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        modes = active_modes()
+        registered = modes[-1].owner if modes else None
+        return _call(function, registered.kind_of(key) if isinstance(registered, Registered) else None, args, kwargs)
+
+    cast.__booster_key__ = key  # type: ignore[attr-defined]
+    setattr(holder, name, cast if kind is None else kind(cast))
+
+
+def _call(function: Any, kind: Kind | None, args: Any, kwargs: Any) -> Any:
+    dtype = None if kind is None else _target(kind, args, kwargs)
+    return function(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
 
 
 def _instead_of_autocast(rule: Rule) -> Rule:
@@ -95,7 +123,11 @@ def _target(kind: Kind, args: Any, kwargs: Any) -> torch.dtype | None:
 
 
 def _path(module: Any) -> str:
-    return module.__name__ if isinstance(module, ModuleType) else "torch.Tensor"
+    if module is torch.Tensor:
+        return "torch.Tensor"
+    if isinstance(module, ModuleType):
+        return module.__name__
+    return f"{getattr(module, '__module__', None)}.{getattr(module, '__qualname__', repr(module))}"
 
 
 def _resolve(path: str) -> Any:
