@@ -3,8 +3,9 @@
     from booster.mixed_precision import apex_amp as amp
 
 It runs on `FP16ApexMixedPrecision`, wherever torch does. As in apex the state belongs to the module: `initialize` begins a
-`Session`, which all other functions speak to, and the next `initialize` ends it. Under O1 the casts hold from then on in the
-thread that called `initialize`, also for losses between model and `scale_loss`; `shutdown` ends them.
+`Session`, which all other functions speak to, and the next `initialize` ends it: optimizers of the earlier one then follow the
+new loss scales, as in apex, unless the options of these differ. Under O1 the casts hold from then on in the thread that called
+`initialize`, also for losses between model and `scale_loss`; `shutdown` ends them.
 
 What differs from apex: models and optimizers come back wrapped, not patched, so use what `initialize` returns. The groups of an
 optimizer hold the model's parameters at every level; masters are what `master_params` gives. `optimizer.zero_grad` takes
@@ -13,10 +14,8 @@ optimizer hold the model's parameters at every level; masters are what `master_p
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,15 +23,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface.optimizer import OptimizerWrapper
-from booster.mixed_precision.apex.functions import region
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
+from booster.mixed_precision.apex.session import Session
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
-from booster.mixed_precision.apex.user_functions import (
-    Registered,
-    float_function,
-    half_function,
-    promote_function,
-)
+from booster.mixed_precision.apex.update import ApexUpdate
+from booster.mixed_precision.apex.user_functions import float_function, half_function, promote_function
 from booster.mixed_precision.base import Placement
 from booster.update.backward_pass import BackwardPass
 from booster.update.options import UpdateOptions
@@ -53,47 +48,7 @@ __all__ = [
     "state_dict",
 ]
 
-_logger = logging.getLogger(__name__)
-
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
-
-class Session:
-    """What `initialize` began. precision: None as long as nothing was initialised, or with enabled=False."""
-
-    def __init__(self) -> None:
-        self.initialized = False
-        self.precision: FP16ApexMixedPrecision | None = None
-        self.registered = Registered()
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._casts = ExitStack()
-
-    def begin(self, precision: FP16ApexMixedPrecision | None) -> None:
-        self.end()
-        self.initialized = True
-        self.precision = precision
-        if precision is None:
-            return
-        precision.use_registered(self.registered)
-        self.registered = Registered()
-
-    def cast_from_now_on(self) -> None:
-        """Enter O1 for this thread, without autocast's cache: nothing would clear it in time."""
-        if self.precision is not None and self.precision.options.patch_torch_functions:
-            autocast = torch.autocast(self.precision.device.type, torch.float16, cache_enabled=False)
-            self._casts.enter_context(region(autocast, self.precision.casts()))
-
-    def end(self) -> None:
-        self._casts.close()
-        self.initialized = False
-        self.precision = None
-
-    def claim(self, optimizers: Sequence[Any]) -> None:
-        """Raise RuntimeError for an optimizer that was given to `initialize` before."""
-        for optimizer in optimizers:
-            if isinstance(optimizer, OptimizerWrapper) or optimizer in self._seen:
-                raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
-        self._seen.update(optimizers)
 
 
 _session = Session()
@@ -155,6 +110,8 @@ def initialize(
     boosted = [precision.configure(model, placement=Placement(device=device))[0] for model in given_models]
     names: dict[torch.Tensor, str] = {p: name for model in boosted for name, p in model.named_parameters()}
     wrapped = [_wrap(optimizer, precision, names) for optimizer in given_optimizers]
+    for optimizer in wrapped:
+        _session.follow(_update_of(optimizer))
     _session.cast_from_now_on()
     result = boosted if isinstance(models, list) else boosted[0]
     if optimizers is None:
@@ -173,10 +130,10 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Yield the scaled loss, to call `backward()` on; on leaving, gradients are unscaled and the scale moves.
 
-    optimizers: what `initialize` returned, one or a list. delay_unscale: leave gradients scaled, for all but the last pass
-    of an accumulation. delay_overflow_check: do not look for overflows, which then reach the weights. model: not used, as
-    in apex. Raises RuntimeError before `initialize`, IndexError for a loss_id beyond num_losses. If the body
-    raises, gradients are as they were before it.
+    optimizers: what `initialize` returned, one or a list or tuple; the scale is the smallest of theirs.
+    delay_unscale: leave gradients scaled, for all but the last pass of an accumulation. delay_overflow_check: do not look
+    for overflows, which then reach the weights. model: not used, as in apex. Raises RuntimeError before `initialize`,
+    IndexError for a loss_id beyond num_losses. If the body raises, gradients are as they were before it.
     """
     if not _session.initialized:
         raise RuntimeError(
@@ -187,15 +144,15 @@ def scale_loss(
     if precision is None:
         yield loss
         return
-    updates = [
-        _boosted(optimizer)._update for optimizer in (optimizers if isinstance(optimizers, list) else [optimizers])
-    ]
-    scale = precision.scales[loss_id].scale
+    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    updates = [_update_of(optimizer) for optimizer in given]
+    own = [update.scaler[loss_id] for update in updates] or [precision.scales[loss_id]]
+    scale = min((one.scale for one in own if not one.is_null), default=1.0)
     this = BackwardPass(updates, loss_id=loss_id, delayed=delay_unscale, checked=not delay_overflow_check)
     for update in updates:
         update.before_backward(scale, this)
     try:
-        yield loss.float() if precision.short_circuits else loss.float() * scale
+        yield loss.float() if scale == 1.0 else loss.float() * scale
     except BaseException:
         for update in updates:
             update.abandon_backward()
@@ -285,10 +242,11 @@ def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[t
     )
 
 
-def _boosted(optimizer: Any) -> OptimizerWrapper:
-    if not isinstance(optimizer, OptimizerWrapper):
+def _update_of(optimizer: Any) -> ApexUpdate:
+    update = optimizer._update if isinstance(optimizer, OptimizerWrapper) else None
+    if not isinstance(update, ApexUpdate):
         raise TypeError(
             f"scale_loss needs the optimizer that amp.initialize returned, got {type(optimizer).__name__}; write "
             "model, optimizer = amp.initialize(model, optimizer, ...)"
         )
-    return optimizer
+    return update

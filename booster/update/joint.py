@@ -28,7 +28,7 @@ class JointDecision:
 
     def has_nonfinite_loss(self) -> bool:
         """Whether a loss on this rank is inf or NaN; waits for the device."""
-        return any(not bool(loss.isfinite()) for update in self.updates for loss in update.losses)
+        return any(not bool(loss.isfinite().all()) for update in self.updates for loss in update.losses)
 
     def decide(self, found: Any) -> None:
         """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
@@ -43,7 +43,7 @@ class JointDecision:
 
         def read() -> tuple[SkippedReason, tuple[str, ...]]:
             known = self.nonfinite_loss
-            finite_loss = all(bool(loss.isfinite()) for loss in losses) if known is None else not known
+            finite_loss = all(bool(loss.isfinite().all()) for loss in losses) if known is None else not known
             culprit = tuple(name for names in blame for name in names())
             return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
 

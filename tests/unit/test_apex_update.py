@@ -1,6 +1,7 @@
 """What `fp16_apex` does between backward and step, each property of apex's own tests among it."""
 
 import itertools
+import logging
 import math
 
 import pytest
@@ -29,6 +30,12 @@ class Layers(nn.Module):
 def small_batch(seed):
     generator = torch.Generator().manual_seed(100 + seed)
     return torch.randint(-2, 3, (2, 4), generator=generator).float()
+
+
+@pytest.fixture(autouse=True)
+def no_session_left():
+    yield
+    amp.shutdown()
 
 
 def loss_of(model, index):
@@ -461,3 +468,76 @@ def test_half_parameters_without_masters_are_not_stepped_by_a_kernel_that_ignore
     other = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"SGD\(fused=True\) leaves float16 parameters on CPU as they are"):
         booster.boost(other, torch.optim.SGD(other.parameters(), lr=0.5, fused=True))
+
+
+def initialized(seed=0, level="O1", optimizer=torch.optim.SGD, **options):
+    plain = Layers(seed).eval()
+    return amp.initialize(plain, optimizer(plain.parameters(), lr=0.25), opt_level=level, verbosity=0, **options)
+
+
+def scaled_pass(loss, optimizers, **options):
+    with amp.scale_loss(loss, optimizers, **options) as scaled:
+        scaled.sum().backward()
+
+
+def true_gradients(seed, times=1.0):
+    plain = Layers(seed).eval()
+    (loss_of(plain, 0) * times).backward()
+    return [p.grad for p in plain.parameters()]
+
+
+def assert_true(optimizer, seed, times=1.0):
+    for master, grad in zip(amp.master_params(optimizer), true_gradients(seed, times), strict=True):
+        torch.testing.assert_close(master.grad.float(), grad, rtol=2e-3, atol=2e-3 * times)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_pairs_of_two_initializes_share_the_newer_scales_and_both_have_true_gradients(level):
+    pairs = [initialized(seed, level, max_loss_scale=2.0**10) for seed in (0, 1)]
+    (first, optimizer), (second, other) = pairs
+    scaled_pass(loss_of(first, 0) * math.inf, optimizer)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**9, "unskipped": 0}
+    assert not optimizer.step()
+    for model, own in pairs:
+        own.zero_grad()
+        scaled_pass(loss_of(model, 0), own)
+    for seed, (_, own) in enumerate(pairs):
+        assert_true(own, seed)
+        assert own.loss_scale == 2.0**9
+        assert own.step()
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 3}})
+    assert optimizer.loss_scale == other.loss_scale == 128.0
+
+
+def test_a_pair_whose_scale_has_other_options_keeps_it_with_a_warning_and_may_share_a_loss(caplog):
+    first, optimizer = initialized(0, "O2", max_loss_scale=2.0**10)
+    with caplog.at_level(logging.WARNING):
+        second, other = initialized(1, "O0")
+    assert "1 optimizer(s) of an earlier amp.initialize keep their own loss scales" in caplog.text
+    assert (optimizer.loss_scale, other.loss_scale) == (2.0**10, 1.0)
+    # Far below the smallest number of float16, so only its own scale saves it.
+    scaled_pass(loss_of(first, 0) * 2.0**-26, optimizer)
+    assert_true(optimizer, 0, 2.0**-26)
+    assert any(master.grad.any() for master in list(amp.master_params(optimizer))[:1])
+    optimizer.zero_grad()
+    scaled_pass(loss_of(first, 0) + loss_of(second, 0), (optimizer, other))
+    assert_true(optimizer, 0)
+    assert_true(other, 1)
+    scaled_pass((loss_of(first, 0) + loss_of(second, 0)) * math.inf, [optimizer, other])
+    assert (optimizer.loss_scale, other.loss_scale) == (2.0**9, 1.0)
+    assert not optimizer.step()
+    assert not other.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_loss_of_several_elements_may_overflow(level):
+    model, optimizer = initialized(0, level, max_loss_scale=2.0**10)
+    scaled_pass(model(small_batch(0)).float().sum(1), optimizer)
+    assert optimizer.step()
+    scaled_pass(model(small_batch(0)).float().sum(1) * torch.tensor([1.0, math.inf]), optimizer)
+    result = optimizer.step()
+    assert (result.applied, result.skipped_reason) == (False, "nonfinite_loss")
+    scaled_pass(model(small_batch(0)).float().sum(1), optimizer)
+    optimizer.clip_grad_by_norm(1.0)  # from here on the step looks by itself
+    scaled_pass(model(small_batch(0)).float().sum(1) * math.inf, optimizer, delay_overflow_check=True)
+    assert optimizer.step().skipped_reason == "nonfinite_loss"

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from booster.grads import gradient_values
 from booster.masters.masters import Masters
 from booster.masters.update import MasterUpdate
-from booster.mixed_precision.apex.scale import ApexScale, ApexScales
+from booster.mixed_precision.apex.scale import ApexScales
 from booster.mixed_precision.apex.update import NO_CLOSURE, ApexUpdate
 from booster.shards import Shards
 
@@ -82,12 +82,12 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
             param.grad = None
         super()._set_aside()
 
-    def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], scale: ApexScale) -> bool:
+    def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         wide = [
             p.grad.to_dense().to(torch.float32, copy=True) if _has_master(p) else value  # type: ignore[union-attr]
             for p, value in zip(params, values, strict=True)
         ]
-        found = super()._unscale_fresh(params, wide, scale)
+        found = super()._unscale_fresh(params, wide, check)
         for param, value in zip(params, wide, strict=True):
             if not _has_master(param):
                 continue

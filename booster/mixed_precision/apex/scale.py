@@ -38,6 +38,13 @@ class ApexScale:
         """Whether it does nothing: a static 1."""
         return not self.dynamic and self.scale == 1.0
 
+    def is_alike(self, other: ApexScale) -> bool:
+        """Whether both began with the same options."""
+        mine, others = (
+            (s.dynamic, *((s._minimum, s._maximum, s._window) if s.dynamic else (s.scale,))) for s in (self, other)
+        )
+        return mine == others
+
     def update(self, found: bool) -> bool:
         """Take note of one backward pass; returns whether the step is to be skipped."""
         skip = found and self.dynamic
@@ -81,6 +88,10 @@ class ApexScales(LossScaler):
 
     def __len__(self) -> int:
         return len(self._scales)
+
+    def is_alike(self, other: ApexScales) -> bool:
+        """Whether there are as many scales, with the same options."""
+        return len(self) == len(other) and self[0].is_alike(other[0])
 
     @property
     def enabled(self) -> bool:  # type: ignore[override]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from booster.grads import gradient_values, unscale_values
 from booster.mixed_precision.apex.functions import disable_casts
-from booster.mixed_precision.apex.scale import ApexScale, ApexScales
+from booster.mixed_precision.apex.scale import ApexScales
 from booster.shards import Shards
 from booster.update import agreement
 from booster.update.backward_pass import BackwardPass
@@ -108,10 +108,12 @@ class ApexUpdate(HostUpdate):
             self._delayed = self._loss_scale
             return
         self._delayed = None
-        scale = self.scaler[this.loss_id]
-        this.found.append(self._take_in(scale))
-        if len(this.found) == len(this.updates) and this.checked:
-            self._move(scale, this, loss)
+        this.found.append(self._take_in(self.scaler[this.loss_id].dynamic))
+        looking = [
+            update for update in this.updates if isinstance(update, ApexUpdate) and not update._nothing_to_do(this)
+        ]
+        if this.checked and len(this.found) == len(looking):
+            self._move(looking, this, loss)
 
     def abandon_backward(self) -> None:
         this, self._pass = self._pass, None
@@ -122,7 +124,8 @@ class ApexUpdate(HostUpdate):
                 param.grad = self._stash.pop(param, None)
 
     def _nothing_to_do(self, this: BackwardPass) -> bool:
-        return self.short_circuits and self.scaler[this.loss_id].is_null
+        # An optimizer of another precision in the same pass may have a scale.
+        return self.short_circuits and self.scaler[this.loss_id].is_null and self._loss_scale == 1.0
 
     def _settle(self) -> None:
         """Apply the clips that wait."""
@@ -138,10 +141,10 @@ class ApexUpdate(HostUpdate):
                 self._stash[param] = param.grad if self._group is None else param.grad.clone()
                 param.grad = None
 
-    def _take_in(self, scale: ApexScale) -> bool:
+    def _take_in(self, check: bool) -> bool:
         """Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN."""
         fresh = [param for param in self._held() if param.grad is not None]
-        found = self._unscale_fresh(fresh, gradient_values(fresh), scale)
+        found = self._unscale_fresh(fresh, gradient_values(fresh), check)
         for param, before in self._stash.items():
             if param.grad is None:
                 param.grad = before
@@ -152,23 +155,24 @@ class ApexUpdate(HostUpdate):
         self._stash = {}
         return found
 
-    def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], scale: ApexScale) -> bool:
-        found = unscale_values(values, 1.0 / scale.scale, check=scale.dynamic)
+    def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
+        found = unscale_values(values, 1.0 / self._loss_scale, check=check)
         if found:
             bad = [index for index, value in enumerate(values) if not value.isfinite().all()]
             self._culprit = self.culprits(bad, params)
         return found
 
-    def _move(self, scale: ApexScale, this: BackwardPass, loss: torch.Tensor | None) -> None:
+    def _move(self, updates: list[ApexUpdate], this: BackwardPass, loss: torch.Tensor | None) -> None:
         found = any(this.found)
-        finite = not found or loss is None or bool(loss.isfinite())
-        if scale.dynamic:
+        finite = not found or loss is None or bool(loss.isfinite().all())
+        scales = {id(update.scaler): update.scaler[this.loss_id] for update in updates}.values()
+        if any(scale.dynamic for scale in scales):
             found, finite = agreement.on_overflow(found, finite, self._group)
-        if scale.update(found):
+        skips = [scale.update(found) for scale in scales]
+        if any(skips):
             overflow = _Overflow(this.loss_id, finite)
-            for update in this.updates:
-                if isinstance(update, ApexUpdate):
-                    update._overflow = update._overflow or overflow
+            for update in updates:
+                update._overflow = update._overflow or overflow
 
     def _held(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

@@ -1,0 +1,83 @@
+"""What one `initialize` of apex's own interface began."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster.interface.optimizer import OptimizerWrapper
+from booster.mixed_precision.apex.functions import region
+from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
+from booster.mixed_precision.apex.update import ApexUpdate
+from booster.mixed_precision.apex.user_functions import Registered
+
+_logger = logging.getLogger(__name__)
+
+
+class Session:
+    """What `initialize` began. precision: None as long as nothing was initialised, or with enabled=False."""
+
+    def __init__(self) -> None:
+        self.initialized = False
+        self.precision: FP16ApexMixedPrecision | None = None
+        self.registered = Registered()
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._updates: weakref.WeakSet[ApexUpdate] = weakref.WeakSet()
+        self._casts = ExitStack()
+
+    def begin(self, precision: FP16ApexMixedPrecision | None) -> None:
+        self._close()
+        self.initialized = True
+        self.precision = precision
+        if precision is None:
+            return
+        precision.use_registered(self.registered)
+        self.registered = Registered()
+        self._hand_over(precision)
+
+    def cast_from_now_on(self) -> None:
+        """Enter O1 for this thread, without autocast's cache: nothing would clear it in time."""
+        if self.precision is not None and self.precision.options.patch_torch_functions:
+            autocast = torch.autocast(self.precision.device.type, torch.float16, cache_enabled=False)
+            self._casts.enter_context(region(autocast, self.precision.casts()))
+
+    def end(self) -> None:
+        """Boosted optimizers keep the loss scales that they have."""
+        self._close()
+        self._updates.clear()
+
+    def claim(self, optimizers: Sequence[Any]) -> None:
+        """Raise RuntimeError for an optimizer that was given to `initialize` before."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, OptimizerWrapper) or optimizer in self._seen:
+                raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
+        self._seen.update(optimizers)
+
+    def follow(self, update: ApexUpdate) -> None:
+        """Give `update` the loss scales of the next session too, if it has the same options for them."""
+        self._updates.add(update)
+
+    def _close(self) -> None:
+        self._casts.close()
+        self.initialized = False
+        self.precision = None
+
+    def _hand_over(self, precision: FP16ApexMixedPrecision) -> None:
+        others = 0
+        for update in list(self._updates):
+            if update.scaler.is_alike(precision.scales):
+                update.scaler = precision.scales
+            else:
+                others += 1
+        if others:
+            _logger.warning(
+                "%d optimizer(s) of an earlier amp.initialize keep their own loss scales, because this one has other options "
+                "for them. amp.state_dict() holds those of this one; those of the others are in each optimizer's state_dict()",
+                others,
+            )
