@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from booster.interface.signature import takes
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.update.backward import run_backward
@@ -51,6 +52,7 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
         options = options or UpdateOptions()
         self.optimizer = optimizer
+        self._takes_set_to_none = takes(optimizer.zero_grad, "set_to_none")
         self._backward_context = backward_context
         make_update = make_update or functools.partial(choose_update, compiled=compiled)
         shards = shards or Shards(optimizer)
@@ -101,8 +103,8 @@ class OptimizerWrapper(Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch; pending clips are forgotten with the gradients."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
+        self.optimizer.zero_grad(**({"set_to_none": set_to_none} if self._takes_set_to_none else {}))
         self._update.forget_gradients(set_to_none)
 
     def unscale_grads(self) -> None:

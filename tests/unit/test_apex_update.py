@@ -541,3 +541,21 @@ def test_a_loss_of_several_elements_may_overflow(level):
     optimizer.clip_grad_by_norm(1.0)  # from here on the step looks by itself
     scaled_pass(model(small_batch(0)).float().sum(1) * math.inf, optimizer, delay_overflow_check=True)
     assert optimizer.step().skipped_reason == "nonfinite_loss"
+
+
+class WithoutSetToNone(torch.optim.SGD):
+    """As apex's FusedAdam with set_grad_none=False."""
+
+    def zero_grad(self):
+        super().zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_an_optimizer_whose_zero_grad_takes_no_argument_is_zeroed_its_own_way(level):
+    model, optimizer = initialized(0, level, WithoutSetToNone)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaled_pass(loss_of(model, 0) * 2.0**-8, optimizer)
+        assert_true(optimizer, 0, 2.0**-8)
+    optimizer.zero_grad()
+    assert all(not param.grad.any() for group in optimizer.param_groups for param in group["params"])
