@@ -1,5 +1,6 @@
 """Which engine `fp16_apex` runs on, and what it says, for each of the packages that are called apex."""
 
+import contextlib
 import importlib
 import logging
 import re
@@ -259,3 +260,28 @@ def test_the_real_apex_is_refused_where_parameters_are_divided_among_ranks():
             placement=Placement(is_whole=False),
             options=UpdateOptions(),
         )
+
+
+def test_a_pass_that_raises_leaves_the_context_of_the_real_apex(site):
+    install(site, nvidia())
+    booster, model, optimizer = train_a_step(FP16ApexMixedPrecision(backend="apex", verbosity=0))
+    left = []
+    scale_loss = optimizer._update._amp.scale_loss
+
+    @contextlib.contextmanager
+    def watched(*args, **options):
+        with scale_loss(*args, **options) as scaled:
+            try:
+                yield scaled
+            except RuntimeError as error:
+                left.append(str(error))
+                raise
+
+    optimizer._update._amp.scale_loss = watched
+    loss = model(torch.ones(3, 4)).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        booster.backward(loss * 1.0, optimizer)
+    assert left == ["the backward pass raised"]
+    booster.backward(model(torch.ones(3, 4)).sum(), optimizer)
+    assert optimizer.step()

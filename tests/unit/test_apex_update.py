@@ -559,3 +559,51 @@ def test_an_optimizer_whose_zero_grad_takes_no_argument_is_zeroed_its_own_way(le
         assert_true(optimizer, 0, 2.0**-8)
     optimizer.zero_grad()
     assert all(not param.grad.any() for group in optimizer.param_groups for param in group["params"])
+
+
+@pytest.mark.parametrize("overflow_before", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_while_a_delayed_pass_waits_raises_and_the_pass_still_counts(level, overflow_before):
+    plain = nn.Linear(4, 4)  # all of it half under O2
+    booster, _, model, optimizer = boosted_pair(level, model=plain)
+    if overflow_before:
+        booster.backward(model(small_batch(0)).float().sum() * math.inf, optimizer)
+        optimizer.zero_grad()  # the skip waits all the same
+    with booster.no_sync(model):
+        booster.backward(model(small_batch(0)).float().sum(), optimizer)
+    with pytest.raises(RuntimeError, match="unfinished accumulation"):
+        optimizer.step()
+    booster.backward(model(small_batch(0)).float().sum(), optimizer)
+    bias = list(amp.master_params(optimizer))[1]
+    torch.testing.assert_close(bias.grad, torch.full((4,), 4.0))
+    assert optimizer.step().applied == (not overflow_before)
+
+
+@pytest.mark.parametrize("last_is_delayed", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_pass_after_a_delayed_one_that_raises_leaves_the_gradients_of_before(level, last_is_delayed):
+    model, optimizer = initialized(0, level, max_loss_scale=2.0**8, loss_scale="dynamic", num_losses=2)
+    optimizer._update.scaler[1].scale = 2.0**6
+    scaled_pass(loss_of(model, 0), optimizer, delay_unscale=True)
+    before = [param.grad.clone() for group in optimizer.param_groups for param in group["params"]]
+    with (
+        pytest.raises(ZeroDivisionError),
+        amp.scale_loss(loss_of(model, 0), optimizer, loss_id=1, delay_unscale=last_is_delayed) as scaled,
+    ):
+        scaled.backward()
+        raise ZeroDivisionError
+    after = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    scaled_pass(loss_of(model, 0), optimizer)
+    assert_true(optimizer, 0, 2.0)
+    assert optimizer.step()
+
+
+def test_a_pass_that_raises_leaves_the_half_gradients_of_O2():
+    model, optimizer = initialized(0, "O2", max_loss_scale=2.0**8)
+    scaled_pass(loss_of(model, 0), optimizer)
+    before = [param.grad.clone() for group in optimizer.param_groups for param in group["params"]]
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 0), optimizer):
+        raise ZeroDivisionError
+    after = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

@@ -79,7 +79,9 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
     def _set_aside(self) -> None:
         halves = [p for p in self._held() if _has_master(p)]
         for param in halves:
-            param.grad = None
+            if param.grad is not None:
+                self._before[param] = param.grad if self._group is None else param.grad.clone()
+                param.grad = None
         super()._set_aside()
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:

@@ -94,6 +94,13 @@ class RealUpdate(HostUpdate):
             context, first._context = first._context, None
             context.__exit__(None, None, None)
 
+    def abandon_backward(self) -> None:
+        self._pass = None
+        context, self._context = self._context, None
+        if context is not None:
+            reason = RuntimeError("the backward pass raised")
+            context.__exit__(type(reason), reason, None)
+
     def step(self) -> StepResult:
         stash = getattr(self.optimizer, "_amp_stash", None)
         if not getattr(stash, "already_patched", False):

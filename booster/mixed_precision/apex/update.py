@@ -60,6 +60,8 @@ class ApexUpdate(HostUpdate):
         self._verbose_skips = verbose
         self._pass: BackwardPass | None = None
         self._stash: dict[torch.Tensor, torch.Tensor] = {}
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # gradients that the pass adds to, or replaces
+        self._delayed_before: float | None = None
         self._delayed: float | None = None  # the scale of gradients that wait for a pass that is not delayed
         self._overflow: _Overflow | None = None  # what the next step answers to
         self._culprit: tuple[str, ...] = ()
@@ -69,6 +71,7 @@ class ApexUpdate(HostUpdate):
         self._check = self._skip_nonfinite
         self._delayed = None
         self._stash = {}
+        self._before = {}
 
     # ------------------------------------------------------------------ backward
 
@@ -83,9 +86,12 @@ class ApexUpdate(HostUpdate):
         self._pass = this
         if self._delayed is None:
             self._settle()
-        elif self._delayed != scale:  # of another loss
+        else:
             fresh = [param for param in self._held() if param.grad is not None]
-            unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
+            self._before = {param: param.grad.clone() for param in fresh}  # type: ignore[union-attr]
+            if self._delayed != scale:  # of another loss
+                unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
+        self._delayed_before = self._delayed
         self._loss_scale = float(scale)
         self._measured = []
         self._reported_norm = None
@@ -100,6 +106,7 @@ class ApexUpdate(HostUpdate):
     def _after_backward(self, loss: torch.Tensor | None) -> None:
         this = self._pass or BackwardPass([self])
         self._pass = None
+        self._before = {}
         super().after_backward(loss)
         self._scale = 1.0
         if self._nothing_to_do(this):
@@ -117,11 +124,13 @@ class ApexUpdate(HostUpdate):
 
     def abandon_backward(self) -> None:
         this, self._pass = self._pass, None
-        if this is None or self._delayed is not None or self._nothing_to_do(this):
+        if this is None or (self._delayed_before is None and self._nothing_to_do(this)):
             return
+        before = {**self._before, **self._stash}
         with self.shards.local():
             for param in self._held():
-                param.grad = self._stash.pop(param, None)
+                param.grad = before.get(param)
+        self._delayed, self._before, self._stash = self._delayed_before, {}, {}
 
     def _nothing_to_do(self, this: BackwardPass) -> bool:
         # An optimizer of another precision in the same pass may have a scale.
@@ -180,6 +189,8 @@ class ApexUpdate(HostUpdate):
     # ------------------------------------------------------------------ step
 
     def step(self) -> StepResult:
+        if self._delayed is not None and any(param.grad is not None for param in self._held()):
+            self._require_backward()
         return super().step() if self._overflow is None else self._skip(self._overflow)
 
     def _skip(self, overflow: _Overflow) -> StepResult:
@@ -190,7 +201,8 @@ class ApexUpdate(HostUpdate):
                 self.scaler[overflow.loss_id].scale,
             )
         reason: SkippedReason = "nonfinite_grad" if overflow.finite_loss else "nonfinite_loss"
-        fields = StepFields(loss_scale=self._loss_scale, skipped_reason=reason, culprit=self._culprit)
+        culprit = agreement.all_names(self._culprit, self._group)
+        fields = StepFields(loss_scale=self._loss_scale, skipped_reason=reason, culprit=culprit)
         self._overflow, self._culprit = None, ()
         self.reset()
         return StepResult(False, fields)
