@@ -28,7 +28,10 @@ def check_plugin(plugin: Any) -> None:
         raise RuntimeError("booster does not support Windows; it runs under the Windows Subsystem for Linux (WSL2)")
     if plugin is not None and not isinstance(plugin, Plugin):
         hint = "; pass an instance of it" if isinstance(plugin, type) else ""
-        raise TypeError(f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}")
+        raise TypeError(
+            f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}; there are SingleDevice(), "
+            "TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin() and HybridParallelPlugin(tp_size, pp_size)"
+        )
     if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         _logger.warning(
             "Booster has no plugin in a job of %d processes: each trains a model of its own; "

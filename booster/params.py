@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +23,56 @@ def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:
     return placed.own_parameters() if isinstance(placed, PlacedModule) else named_parameters(bare(placed))
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had."""
+
+    positions: list[list[int]]
+    sizes: list[int]
+
+    def of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The part of a torch state dict that is this rank's, if it is one of the whole model; else `state_dict`."""
+        groups = state_dict.get("param_groups") or []
+        if [len(group["params"]) for group in groups] != self.sizes:
+            return state_dict
+        own = [
+            {**group, "params": [group["params"][position] for position in positions]}
+            for group, positions in zip(groups, self.positions, strict=True)
+        ]
+        held = {key for group in own for key in group["params"]}
+        gone = {key for group in groups for key in group["params"]} - held
+        return {
+            **state_dict,
+            "param_groups": own,
+            "state": {key: value for key, value in state_dict["state"].items() if key not in gone},
+        }
+
+
 def rebind(
     optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], *, partial: bool = False
-) -> None:
+) -> Kept | None:
     """Make `optimizer` hold `new[name]` wherever it held `old[name]`, and move its state along.
 
     Groups are edited in place, because LR schedulers hold them. State of the parameter's shape goes to the new
     parameter's device. Parameters in neither mapping stay. partial: those without a counterpart are on other ranks, and
-    leave the optimizer. Otherwise raises RuntimeError, with nothing changed, if a parameter has no counterpart.
+    leave the optimizer, and what stays is returned. Otherwise raises RuntimeError, with nothing changed, if a parameter
+    has no counterpart.
     """
     names = {id(param): name for name, param in old.items()}
-    missing = (
-        []
-        if partial
-        else [
-            names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)
-        ]
-    )
-    if missing:
+    missing = [
+        names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)
+    ]
+    if missing and not partial:
         raise RuntimeError(
             f"after placing the model there is no parameter named {missing}; its optimizer would not train it"
         )
+    kept: list[list[int]] = []
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         gone = {id(p): p for p in group["params"] if id(p) in names and names[id(p)] not in new}
         for param in gone.values():
             optimizer.state.pop(param, None)
+        kept.append([index for index, p in enumerate(group["params"]) if id(p) not in gone])
         group["params"][:] = [p for p in group["params"] if id(p) not in gone]
         for index, param in enumerate(group["params"]):
             if id(param) not in names:
@@ -57,6 +83,7 @@ def rebind(
                 if param in optimizer.state:
                     optimizer.state[replacement] = optimizer.state.pop(param)
             _move_state(optimizer, replacement)
+    return Kept(kept, sizes) if partial else None
 
 
 def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from booster.interface.model import ModelWrapper
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.micro_batch import MicroBatch, divide, joined
 from booster.plugin import Pipeline
@@ -18,6 +18,10 @@ from booster.update.backward import abandon_backward, begin_backward, end_backwa
 if TYPE_CHECKING:
     from booster.booster import Booster
 
+INSIDE_ACCUMULATE = (
+    "execute_pipeline accumulates the gradients of its {count} micro-batches by itself, so it cannot run inside accumulate(); "
+    "pass one larger batch, and HybridParallelPlugin(num_microbatches=...)"
+)
 Criterion = Callable[[Any, Any], torch.Tensor]
 
 
@@ -56,7 +60,11 @@ def _run_whole(
     return_outputs: bool,
 ) -> tuple[list[torch.Tensor], list[Any]]:
     losses, outputs = [], []
-    with booster.accumulate(model, optimizers, len(micro_batches)) if optimizers else nullcontext():
+    inside = _is_accumulating(booster, optimizers)
+    if inside and len(micro_batches) > 1:
+        raise RuntimeError(INSIDE_ACCUMULATE.format(count=len(micro_batches)))
+    alone = optimizers and not inside
+    with booster.accumulate(model, optimizers, len(micro_batches)) if alone else nullcontext():
         for part in micro_batches:
             output = model(*part.args, **part.kwargs)
             loss = criterion(output, part.target)
@@ -77,13 +85,19 @@ def _run_stages(
     micro_batches: list[MicroBatch],
     return_outputs: bool,
 ) -> tuple[list[torch.Tensor], list[Any]]:
+    if _is_accumulating(booster, optimizers):
+        raise RuntimeError(INSIDE_ACCUMULATE.format(count=len(micro_batches)))
     precision = booster.precision
     cast = [
         MicroBatch(model.cast_inputs(part.args), model.cast_inputs(part.kwargs), part.target) for part in micro_batches
     ]
 
+    boosted = isinstance(criterion, (ModelWrapper, CriterionWrapper))
+
     def computed(output: Any, target: Any) -> torch.Tensor:
-        return criterion(model.cast_outputs(output), target)
+        # A criterion that was not boosted runs outside of the precision, as it does without a pipeline.
+        with nullcontext() if boosted else torch.autocast(booster.device.type, enabled=False):
+            return criterion(model.cast_outputs(output), target)
 
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
     this, seed = begin_backward(optimizers) if optimizers else (None, None)
@@ -97,6 +111,10 @@ def _run_stages(
     if this is not None:
         end_backward(this, torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None)
     return losses, [model.cast_outputs(output) for output in outputs]
+
+
+def _is_accumulating(booster: Booster, optimizers: Sequence[OptimizerWrapper]) -> bool:
+    return any(entry in group.optimizers for group in booster._accumulations for entry in optimizers)
 
 
 def _detached(leaf: Any) -> Any:

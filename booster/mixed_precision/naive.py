@@ -161,8 +161,8 @@ class NaiveMixedPrecision(MixedPrecision):
         placed = boosted[0].module
         if self._sync_buffer and isinstance(placed, PlacedModule) and placed.is_partial:
             raise ValueError(
-                f"sync_buffer=True of {type(self).__name__} averages buffers where the model is called, and a pipeline does not "
-                "call it; leave it False, or use pp_size=1"
+                f"sync_buffer=True of {type(self).__name__} averages buffers where the model is called, and a pipeline "
+                "does not call it; leave it False, or use pp_size=1"
             )
         if self._sync_buffer and placement is not None and placement.group is not None:
             boosted[0].register_forward_pre_hook(BufferAverage(placement.group))

@@ -101,7 +101,7 @@ def shard_module(
             shard_placement_fn=shard_placement,
         )
     install_pins(model, policy)
-    model.register_load_state_dict_pre_hook(_shard_loaded)
+    model.register_load_state_dict_pre_hook(shard_loaded)
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
     if reshard_after_forward:
         model.register_forward_hook(_reshard_unless_backward_follows)
@@ -238,7 +238,7 @@ def _reshard_unless_backward_follows(module: nn.Module, args: Any, output: Any) 
         reshard(module)
 
 
-def _shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+def shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Cut whole tensors in `state_dict` to this rank's shards, so that checkpoints of whole models load."""
     reshard(module)
     for name, param in module.named_parameters(remove_duplicate=False):

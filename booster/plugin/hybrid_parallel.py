@@ -19,10 +19,11 @@ from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Pipeline, Plugin
 from booster.plugin.blocks import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
+from booster.plugin.fully_sharded import broadcast, shard_loaded, shard_module, without_reduction
 from booster.plugin.meta import check_meta, materialise
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
+from booster.plugin.pipeline.schedule import check_count
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan
 from booster.shards.fully_sharded import FullyShardedShards
@@ -90,6 +91,12 @@ class HybridParallelPlugin(Plugin):
         _check_counts(num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         if sequence_parallelism and tp_size == 1:
             raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
+        if isinstance(split_points, str):
+            raise TypeError(f"split_points={split_points!r} must be a list of names, one for each stage but the first")
+        if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+            raise ValueError(f"reduce_dtype={reduce_dtype!r} is not legal; pass a floating torch dtype, or None")
+        if num_microbatches is not None and pp_size > 1:
+            check_count(pp_style, pp_size, num_microbatches)
         if split_points is not None and pp_size == 1:
             raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
         check_wrap_policy(wrap_policy)
@@ -200,6 +207,8 @@ class HybridParallelPlugin(Plugin):
             self._placed.add(bare(root))
         if plan is None:
             return module
+        if len(roots) > 1:  # the user loads into the model, of which the roots are copies
+            model.register_load_state_dict_pre_hook(shard_loaded)
         pipeline = plan.pipeline(
             group=mesh["pp"].get_group(), device=device, boundary=self._boundary if self._sequence_parallelism else None
         )

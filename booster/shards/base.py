@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from booster.params import Kept
 
 State = dict[str, Any]
 
@@ -22,6 +25,8 @@ class Shards:
     """
 
     sharded = False
+    kept: Kept | None = None
+    """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -24,6 +24,23 @@ def on_overflow(found: bool, finite_loss: bool, group: dist.ProcessGroup | None)
     return code > 0.0, code < 2.0
 
 
+def all_names(names: tuple[str, ...], group: dist.ProcessGroup | None) -> tuple[str, ...]:
+    """The names that any rank of `group` gives, each once, in the order of ranks. Two small collectives."""
+    if group is None:
+        return names
+    device = communication_device(torch.device("cpu"), group)
+    mine = torch.tensor(list("\n".join(names).encode()), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
+    longest = max(int(size) for size in sizes)
+    if not longest:
+        return names
+    everyone = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(everyone, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=group)
+    texts = [bytes(text[: int(size)].tolist()).decode() for text, size in zip(everyone, sizes, strict=True)]
+    return tuple(dict.fromkeys(name for text in texts for name in text.split("\n") if name))
+
+
 def _reduce(value: float, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> float:
     if group is None:
         return value

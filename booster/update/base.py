@@ -1,8 +1,8 @@
 """The gradients of one optimizer from backward to step: their scale, the clips that wait, and the decision to step.
 
-Nothing here writes a gradient unless it must. The norm of the *scaled* gradients, read once, tells both the overflow and
-the clip factor; scale and clip then reach a fused optimizer as one number, `grad_scale`, or everyone else as one
-multiplication. Where the numbers live, on the host or on a device, is what the two subclasses differ in.
+Nothing here writes a gradient unless it must. One read of the *scaled* gradients, their norm, tells overflow and clip
+factor; scale and clip reach a fused optimizer as one number, `grad_scale`, others as one multiplication. Where the numbers
+live, on the host or on a device, is what the two subclasses differ in.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
+from booster.update import agreement
 from booster.update.backward_pass import BackwardPass
 from booster.update.errors import (
     BARE_BACKWARD,
@@ -75,13 +76,13 @@ class Update(ABC):
             self.joint = JointDecision([self])
         self.joint.found = None
 
+    decides_on_device = False
+
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """The gradients were zeroed."""
         self.shards.clear_gradients(set_to_none)
         self.reset()
         self._scale = None
-
-    decides_on_device = False
 
     @property
     @abstractmethod
@@ -110,7 +111,7 @@ class Update(ABC):
             self.losses.append(loss.detach())
 
     def abandon_backward(self) -> None:
-        """The pass that `before_backward` announced raised; `after_backward` is not called."""
+        """The pass raised; `after_backward` is not called."""
 
     def unscale(self) -> None:
         """Make `.grad` what it would be without a scale, pending clips applied. Calling it again does nothing."""
@@ -154,7 +155,7 @@ class Update(ABC):
 
     @abstractmethod
     def blame(self) -> Callable[[], tuple[str, ...]]:
-        """What names the parameters whose gradients hold an inf or NaN, also after `reset`."""
+        """What names the parameters with an inf or NaN in their gradients, also after `reset`."""
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
@@ -182,12 +183,10 @@ class Update(ABC):
             return loss
 
         loss = self.optimizer.step(clipped)
-        norm = self._reported_norm
+        norm = None if self._reported_norm is None else float(self._reported_norm)
         self.reset()
         self._scale = 1.0
-        return StepResult(
-            True, lambda applied: StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss
-        )
+        return StepResult(True, StepFields(loss_scale=1.0, grad_norm=norm), loss=loss)
 
     def _refuse_closure(self) -> None:
         if self.shards.sharded:
@@ -240,15 +239,12 @@ class Update(ABC):
 
     def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
         """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""
-        params = self.params()
-        return gradient_values(self.shards.written(params) if written else params)
+        return gradient_values(self.shards.written(self.params()) if written else self.params())
 
     @property
     def closure_refusal(self) -> str | None:
         """Why `step(closure)` cannot run; None if it can."""
-        if not self.scaler.enabled:
-            return None
-        return CLOSURE_UNDER_SCALE.format(optimizer=type(self.optimizer).__name__)
+        return CLOSURE_UNDER_SCALE.format(optimizer=type(self.optimizer).__name__) if self.scaler.enabled else None
 
     def check_known(self, params: list[torch.Tensor]) -> None:
         """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
@@ -260,8 +256,11 @@ class Update(ABC):
 
     @property
     def _has_nothing(self) -> bool:
-        """Whether no rank has a gradient: where ranks hold shards, one without any still joins their collectives."""
-        return not (self.shards.sharded or self.params())
+        """Whether no rank has a gradient; a collective where ranks hold shards and there was no backward."""
+        if self.shards.sharded and self._num_backwards:
+            return False  # a rank without any joins the collectives of the others
+        here = float(bool(self.params()))
+        return not (agreement.largest(here, self._group) if self.shards.sharded else here)
 
     @property
     def _checks(self) -> bool:

@@ -28,6 +28,7 @@ def state_of(update: Update) -> tuple[dict[str, Any], dict[str, Any]]:
 def load_into(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
     """Load what `state_of` gave; `own` may lack entries. If it raises, nothing has changed."""
     shards = update.shards
+    state_dict = _numbered(shards.kept.of(state_dict) if shards.kept is not None else state_dict)
     with shards.local():
         if isinstance(state_dict.get("state"), dict):
             state_dict = {**state_dict, "state": shards.cut_state(state_dict["state"])}
@@ -46,3 +47,17 @@ def read_own(own: Any) -> tuple[dict[str, int], dict[str, Any]]:
         raise ValueError(
             f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote ({error}): {own!r}"
         ) from error
+
+
+def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Torch takes any keys for parameters, such as the names that `torch.distributed.checkpoint` writes; as numbers, they
+    say which parameter is meant."""
+    try:
+        groups = [dict(group) for group in state_dict["param_groups"]]
+        numbers = {key: number for number, key in enumerate(key for group in groups for key in group["params"])}
+        state = {numbers.get(key, key): value for key, value in state_dict["state"].items()}
+    except (KeyError, TypeError, AttributeError):
+        return state_dict  # torch says what is wrong with it
+    for group in groups:
+        group["params"] = [numbers[key] for key in group["params"]]
+    return {**state_dict, "state": state, "param_groups": groups}

@@ -62,6 +62,7 @@ class HostUpdate(Update):
         if skip:
             self.scaler.update(True)
             reason, culprit = self.joint.report()()
+            culprit = agreement.all_names(culprit, self._group)
             if norm is not None and self._group is not None:
                 norm = math.inf  # that of some rank is not finite; all report the same
             return StepResult(

@@ -140,6 +140,7 @@ class Trace:
     applied: list[bool] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     reasons: list[Any] = field(default_factory=list)
+    culprits: list[tuple[str, ...]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     sound: bool = True
 
@@ -191,6 +192,7 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
         trace.applied.append(result.applied)
         trace.scales.append(made.loss_scale)
         trace.reasons.append(result.skipped_reason)
+        trace.culprits.append(result.culprit)
     for name, param in model.named_parameters():
         whole = param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
         trace.weights[name] = whole.float().clone()

@@ -1,0 +1,96 @@
+"""State that was written under one plugin, or by torch's own functions, loads under another."""
+
+import copy
+
+import pytest
+import torch
+from matrix import TP_PLAN, Transformer, loss_of
+from test_hybrid import batch, whole
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from booster import Booster
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+
+PLUGINS = {
+    "single": SingleDevice,
+    "ddp": TorchDDPPlugin,
+    "fsdp": TorchFSDPPlugin,
+    "zero1": LowLevelZeroPlugin,
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan=TP_PLAN),
+    "pp": lambda: HybridParallelPlugin(1, 2),
+    "interleaved": lambda: HybridParallelPlugin(1, 2, pp_style="interleaved", num_model_chunks=2, zero_stage=1),
+}
+
+
+def built(name, precision="fp32"):
+    torch.manual_seed(7)
+    booster = Booster("cpu", precision, PLUGINS[name]())
+    model = Transformer()
+    # Not Adam, which makes a step of the noise that is the gradient of a key's bias.
+    made = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, made, criterion, _, _ = booster.boost(model, made, loss_of)
+    return booster, model, made, criterion
+
+
+def steps(parts, first, last):
+    booster, model, made, criterion = parts
+    losses = []
+    for step in range(first, last):
+        out = booster.execute_pipeline(iter([batch(step, booster)]), model, criterion, made)
+        losses.append(float(booster.reduce(out["loss"])))
+        made.step()
+        made.zero_grad()
+    return losses
+
+
+def written_by_one_process():
+    parts = built("single")
+    steps(parts, 0, 2)
+    saved = copy.deepcopy((parts[1].state_dict(), parts[2].state_dict()))
+    return saved, steps(parts, 2, 5)
+
+
+def resumed(rank, world_size, name, model_state, state):
+    parts = built(name)
+    steps(parts, 7, 8)
+    parts[1].load_state_dict(model_state, strict=name not in ("pp", "interleaved"))
+    parts[2].load_state_dict(state)
+    return steps(parts, 2, 5)
+
+
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "single"])
+def test_whole_state_of_one_process_resumes_under_every_plugin(run_on_ranks, name):
+    (model_state, state), expected = written_by_one_process()
+    for losses in run_on_ranks(resumed, 2, name, model_state, state):
+        assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def through_torch(rank, world_size, name):
+    parts = built(name)
+    steps(parts, 0, 2)
+    model_state, state = copy.deepcopy(get_state_dict(parts[0].unwrap(parts[1]), parts[2]))
+    expected = steps(parts, 2, 4)
+    fresh = built(name)
+    steps(fresh, 7, 8)
+    set_state_dict(fresh[0].unwrap(fresh[1]), fresh[2], model_state_dict=model_state, optim_state_dict=state)
+    return steps(fresh, 2, 4), expected, [whole(param) for param in fresh[1].parameters()]
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "zero2", "tp", "pp"])
+def test_states_by_name_as_torch_writes_them_load(run_on_ranks, name):
+    for losses, expected, _ in run_on_ranks(through_torch, 2, name):
+        assert losses == pytest.approx(expected, abs=2e-6)
+
+
+def idle_steps(rank, world_size, name, precision):
+    booster, model, made, criterion = built(name, precision)
+    before = [whole(param) for param in model.parameters()]
+    result = made.step()
+    return result.applied, all(torch.equal(whole(p), b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero1", "zero2", "tp", "pp"])
+def test_a_step_without_any_gradient_does_nothing(run_on_ranks, name, precision):
+    assert run_on_ranks(idle_steps, 2, name, precision) == [(True, True)] * 2
