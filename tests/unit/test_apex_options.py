@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import math
 
 import pytest
 import torch
@@ -127,6 +128,19 @@ def test_an_override_that_a_level_allows_replaces_its_default(level, override, v
         ({"scale_window": 0}, ValueError, "scale_window=0"),
         ({"min_loss_scale": -1.0}, ValueError, "min_loss_scale=-1.0"),
         ({"max_loss_scale": 0.0}, ValueError, "max_loss_scale=0.0"),
+        ({"max_loss_scale": None}, ValueError, "max_loss_scale=None is not legal; it must be a number above 0"),
+        ({"max_loss_scale": math.nan}, ValueError, "max_loss_scale=nan"),
+        ({"max_loss_scale": "8"}, TypeError, "max_loss_scale='8' is not legal; pass a number"),
+        ({"min_loss_scale": math.nan}, ValueError, "min_loss_scale=nan"),
+        ({"loss_scale": 0}, ValueError, "loss_scale=0 is not legal; a static one must be a finite number above 0"),
+        ({"loss_scale": -1.0}, ValueError, "loss_scale=-1.0"),
+        ({"loss_scale": "nan"}, ValueError, "loss_scale='nan'"),
+        ({"loss_scale": math.inf}, ValueError, "loss_scale=inf"),
+        (
+            {"opt_level": "O1", "loss_scale": 0, "master_weights": True},
+            RuntimeError,
+            "It doesn't make sense to use master_weights with O1",
+        ),
         ({"backend": "nvidia"}, ValueError, "backend='nvidia'"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -105,7 +107,7 @@ def resolve(
 
     Raises as apex does, in its order: RuntimeError for disabled cuDNN, an unknown level, and an override that a level
     excludes; AssertionError for a keep_batchnorm_fp32 that is no bool and not "True" or "False"; ValueError for a
-    loss_scale that is neither "dynamic" nor a number, or a string of one.
+    loss_scale that is neither "dynamic" nor a finite number above 0, or a string of one.
     """
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
@@ -177,6 +179,10 @@ def _loss_scale(value: Any) -> float | str:
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"loss_scale={value!r} is not legal; pass 'dynamic', a number, or a string of one") from None
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"loss_scale={value!r} is not legal; a static one must be a finite number above 0, or pass 'dynamic'"
+        )
     return number
 
 
@@ -193,9 +199,12 @@ def check_rest(cast_model_outputs: Any, num_losses: Any, minimum: Any, maximum: 
     for name, value in (("num_losses", num_losses), ("scale_window", window)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} is not legal; it must be a whole number of at least 1")
-    if minimum is not None and not minimum >= 0:
-        raise ValueError(f"min_loss_scale={minimum!r} is not legal; it must be a number of at least 0, or None")
-    if not maximum > 0:
-        raise ValueError(f"max_loss_scale={maximum!r} is not legal; it must be above 0")
+    for name, value in (("min_loss_scale", minimum), ("max_loss_scale", maximum)):
+        if isinstance(value, bool) or not isinstance(value, (int, float, NoneType)):
+            raise TypeError(f"{name}={value!r} is not legal; pass a number")
+    if minimum is not None and not 0 <= minimum < math.inf:
+        raise ValueError(f"min_loss_scale={minimum!r} is not legal; it must be a finite number of at least 0, or None")
+    if maximum is None or not maximum > 0:
+        raise ValueError(f"max_loss_scale={maximum!r} is not legal; it must be a number above 0; math.inf is no bound")
     if backend not in ("auto", "native", "apex"):
         raise ValueError(f"backend={backend!r} is not legal; choose 'auto', 'native' or 'apex'")
