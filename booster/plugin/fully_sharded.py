@@ -24,6 +24,7 @@ from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy, install_pins
 from booster.plugin.groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
+from booster.shards.dtensor import check_own
 from booster.shards.fully_sharded import reshard
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
@@ -243,6 +244,8 @@ def shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
     reshard(module)
     for name, param in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
+        if isinstance(param, DTensor):
+            check_own(value, param)
         if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
         if value.shape == param.shape:  # otherwise torch names the mismatch

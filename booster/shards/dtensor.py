@@ -109,6 +109,7 @@ class DTensorShards(Shards):
         if not isinstance(param, DTensor):
             return value.full_tensor() if isinstance(value, DTensor) else value
         mesh, placements = param.device_mesh, param.placements
+        check_own(value, param)
         if isinstance(value, DTensor) and (value.device_mesh, value.placements) != (mesh, placements):
             value = value.full_tensor()
         if not isinstance(value, DTensor):
@@ -163,6 +164,19 @@ class DTensorShards(Shards):
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
         return self.cut(value, param)
+
+
+def check_own(value: Any, param: DTensor) -> None:
+    """Raise ValueError if `value` is a part of a tensor that another rank saved: it does not say so when it is loaded."""
+    if not isinstance(value, DTensor) or value.device_mesh != param.device_mesh:
+        return
+    there, here = value.device_mesh.get_coordinate(), param.device_mesh.get_coordinate()
+    if there != here:
+        raise ValueError(
+            f"this state holds the part of a tensor of shape {tuple(value.shape)} of the rank at {there} of the device mesh, and "
+            f"this rank is at {here}: it was saved on another rank. Save on every rank, in a file each, or make tensors whole "
+            "with full_tensor() before saving on one"
+        )
 
 
 def _reduce_partial(param: Any) -> None:

@@ -83,6 +83,25 @@ def test_states_by_name_as_torch_writes_them_load(run_on_ranks, name):
         assert losses == pytest.approx(expected, abs=2e-6)
 
 
+def saved_on_one_rank(rank, world_size, name, path):
+    booster, model, made, criterion = parts = built(name)
+    steps(parts, 0, 1)
+    if rank == 0:
+        torch.save((model.state_dict(), made.state_dict()), path)
+    torch.distributed.barrier()
+    model_state, state = torch.load(path, weights_only=True)
+    if rank == 0:
+        return
+    for load, saved in ((model.load_state_dict, model_state), (made.load_state_dict, state)):
+        with pytest.raises(ValueError, match="saved on another rank"):
+            load(saved)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp"])
+def test_a_part_that_another_rank_saved_is_refused(run_on_ranks, name, tmp_path):
+    run_on_ranks(saved_on_one_rank, 2, name, str(tmp_path / "state.pt"))
+
+
 def idle_steps(rank, world_size, name, precision):
     booster, model, made, criterion = built(name, precision)
     before = [whole(param) for param in model.parameters()]
