@@ -607,3 +607,56 @@ def test_a_pass_that_raises_leaves_the_half_gradients_of_O2():
         raise ZeroDivisionError
     after = [param.grad for group in optimizer.param_groups for param in group["params"]]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+class Products(torch.optim.SGD):
+    """Notes the dtype of a matrix product inside its step."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.seen = []
+
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        self.seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        super().step()
+        return loss
+
+
+def test_an_optimizer_steps_without_the_casts_of_O1_and_its_closure_with_them():
+    model, optimizer = initialized(0, "O1", Products, max_loss_scale=16.0)
+    in_closure = []
+
+    def closure():
+        optimizer.zero_grad()
+        in_closure.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        loss = loss_of(model, 0)
+        scaled_pass(loss, optimizer)
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.unwrap().seen == [torch.float32]
+    assert in_closure == [torch.float16]
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+    scaled_pass(loss_of(model, 0), optimizer)
+    optimizer.step()
+    assert optimizer.unwrap().seen == [torch.float32] * 2
+
+    def broken():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(broken)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_group_of_a_dtype_that_a_scaled_update_cannot_step_is_refused(level):
+    _, _, _, optimizer = boosted_pair(level)
+    group = {"params": [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]}
+    if level == "O0":
+        optimizer.add_param_group(group)
+        return
+    with pytest.raises(TypeError, match=r"must be either torch.float16 or torch.float32.*bfloat16"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1

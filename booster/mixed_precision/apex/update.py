@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from booster.grads import gradient_values, unscale_values
-from booster.mixed_precision.apex.functions import disable_casts
+from booster.mixed_precision.apex.cautions import check_dtypes
+from booster.mixed_precision.apex.functions import active_modes, disable_casts
 from booster.mixed_precision.apex.scale import ApexScales
 from booster.shards import Shards
 from booster.update import agreement
@@ -207,6 +209,23 @@ class ApexUpdate(HostUpdate):
         self.reset()
         return StepResult(False, fields)
 
+    def check_known(self, params: list[torch.Tensor]) -> None:
+        """Also raise TypeError for dtypes that a scaled update cannot step."""
+        super().check_known(params)
+        if not (self.short_circuits and self.scaler[0].is_null):
+            for param in params:
+                check_dtypes(SGD([param]))  # of which it reads the groups
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
+        cast_again = casts_as_here()
+
+        def cast() -> Any:
+            with cast_again():
+                return closure()
+
+        with disable_casts():
+            return super().step_with_closure(cast)
+
     @property
     def closure_refusal(self) -> str | None:
         return None if self._overflow is None else NO_CLOSURE
@@ -222,3 +241,24 @@ class ApexUpdate(HostUpdate):
                 "the last backward was one of an unfinished accumulation (inside no_sync, or with delay_unscale=True), so "
                 "gradients are still scaled; run the last backward of the group outside of it"
             )
+
+
+def casts_as_here() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context, for use inside `disable_casts`, in which functions are cast as they are now."""
+    modes = active_modes()
+
+    @contextmanager
+    def cast_again() -> Iterator[None]:
+        for mode in modes:
+            mode.enabled = True
+        try:
+            if modes:
+                with torch.autocast(modes[-1].device_type, torch.float16):
+                    yield
+            else:
+                yield
+        finally:
+            for mode in modes:
+                mode.enabled = False
+
+    return cast_again
