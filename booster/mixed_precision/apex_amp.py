@@ -177,7 +177,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """`{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}`, added to `destination` if that is given."""
-    state = {} if _session.precision is None else _session.precision.scales.state_dict()
+    state = {} if _session.precision is None else _session.precision.scales.amp_state_dict()
     if destination is None:
         return state
     destination.update(state)

@@ -220,7 +220,7 @@ def run_single(config, through=ThroughBooster):
     got["final_master"] = [x for m in masters_of(optimizer) for x in m.detach().float().flatten().tolist()]
     got["final_model_sha"] = sha(plain.parameters())
     got["final_master_sha"] = sha(masters_of(optimizer))
-    got["amp_state_dict"] = run.scales.state_dict()
+    got["amp_state_dict"] = run.scales.amp_state_dict()
     got["bn_running_mean_sum"] = plain.bn.running_mean.double().sum().item()
     got["bn_running_var_sum"] = plain.bn.running_var.double().sum().item()
     states = {f"{k}:{v.dtype}" for s in optimizer.state.values() for k, v in s.items() if isinstance(v, torch.Tensor)}
@@ -263,7 +263,7 @@ def run_multi(config):
             got["scales"].append([scale.scale for scale in scales])
             got["unskipped"].append([scale.unskipped for scale in scales])
             got["sums"].append([sum(m.detach().double().sum().item() for m in masters_of(o)) for o in optimizers])
-    return got | {"amp_state_dict": booster.precision.scales.state_dict()}
+    return got | {"amp_state_dict": booster.precision.scales.amp_state_dict()}
 
 
 def dtypes_of(model, plain, optimizer):

@@ -207,11 +207,12 @@ def test_scales_and_skips_of_an_overflow_are_in_the_state(level):
             booster.backward(model(small_batch(0)).float().sum() * math.inf, optimizer, loss_id=loss_id)
             assert not optimizer.step()
             optimizer.zero_grad()
-    state = booster.precision.scales.state_dict()
+    state = booster.precision.scales.amp_state_dict()
     assert dict(state) == {
         f"loss_scaler{i}": {"loss_scale": 2.0**10 / 2**n, "unskipped": 0} for i, n in overflows.items()
     }
-    assert dict(optimizer.state_dict()["booster"]["loss_scaler"]) == dict(state)
+    saved = optimizer.state_dict()["booster"]["loss_scaler"]
+    assert saved == {key: {**entry, "dynamic": True} for key, entry in state.items()}
 
 
 @pytest.mark.parametrize("loss_id", [2, -1])
@@ -660,3 +661,47 @@ def test_a_group_of_a_dtype_that_a_scaled_update_cannot_step_is_refused(level):
     with pytest.raises(TypeError, match=r"must be either torch.float16 or torch.float32.*bfloat16"):
         optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
+
+
+KEPT = "the checkpoint's loss scale is not loaded, because this run's is"
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "scale", "warning"),
+    [
+        ("dynamic", 64.0, 64.0, f"{KEPT} static: this run keeps 64 instead of 512"),
+        (128.0, 64.0, 64.0, f"{KEPT} static: this run keeps 64 instead of 128"),
+        (128.0, "dynamic", 1024.0, f"{KEPT} dynamic and that one was static: this run keeps 1024 instead of 128"),
+        (64.0, 64.0, 64.0, None),
+        ("dynamic", "dynamic", 512.0, None),
+    ],
+)
+def test_a_checkpoint_of_the_other_kind_of_scale_leaves_that_of_this_run(wrote, reads, scale, warning, caplog):
+    booster, _, model, optimizer = boosted_pair("O2", loss_scale=wrote)
+    if wrote == "dynamic":
+        booster.precision.scales[0].scale = 512.0
+    booster.backward(loss_of(model, 0), optimizer)
+    optimizer.step()
+    state = optimizer.state_dict()
+    booster, _, model, optimizer = boosted_pair("O2", loss_scale=reads)
+    caplog.clear()
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == scale
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == (
+        [] if warning is None else [warning]
+    )
+    assert booster.precision.scales[0].unskipped == (1 if warning is None else 0)
+    booster.backward(loss_of(model, 0), optimizer)
+    assert optimizer.step()
+
+
+def test_a_scale_loads_from_what_apex_itself_wrote():
+    _, _, _, optimizer = boosted_pair("O1")
+    state = optimizer.state_dict()
+    state["booster"]["loss_scaler"] = {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 7}}
+    optimizer.load_state_dict(state)
+    assert optimizer.loss_scale == 32.0
+    initialized(0, "O1", loss_scale=64.0)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 0}}
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 7}})  # apex loads into a static one too
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 7}}

@@ -106,19 +106,37 @@ class ApexScales(LossScaler):
         return ", ".join(f"{scale.scale:g}" for scale in self._scales)
 
     def state_dict(self) -> dict[str, Any]:
+        """As `amp_state_dict`, and whether each is dynamic."""
+        entries = zip(self.amp_state_dict().items(), self._scales, strict=True)
+        return OrderedDict((key, {**entry, "dynamic": scale.dynamic}) for (key, entry), scale in entries)
+
+    def amp_state_dict(self) -> dict[str, Any]:
         """In apex's format: `loss_scaler0`, `loss_scaler1` and so on, each with `loss_scale` and `unskipped`."""
         return OrderedDict((f"loss_scaler{index}", scale.state_dict()) for index, scale in enumerate(self._scales))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; a WARNING says so if the number of scales differs, and those that fit are loaded.
+        """Load what `state_dict` or apex gave; if the number of scales differs a WARNING says so, and those that fit load.
 
-        Raises ValueError, with nothing changed, for what it did not give.
+        A static scale stays the number that it is, and a dynamic one does not take over a static one's: one WARNING says
+        so. Raises ValueError, with nothing changed, for what `state_dict` did not give.
         """
         good, unexpected = _entries(state)
         if unexpected or not state:
             raise ValueError(
                 f"loss-scaler state holds {sorted(state)}, where fp16_apex keeps loss_scaler0 and so on, each with a positive "
                 "loss_scale and unskipped; resume with the precision that wrote it, or delete that entry to start over"
+            )
+        kinds = [value.get("dynamic") for value in state.values()]
+        kept = []
+        for index, (mine, (scale, _), dynamic) in enumerate(zip(self._scales, good, kinds, strict=False)):
+            if (dynamic is False) if mine.dynamic else (scale != mine.scale):
+                good[index] = (mine.scale, mine.unskipped)
+                kept.append(f"{mine.scale:g} instead of {scale:g}")
+        if kept:
+            _logger.warning(
+                "the checkpoint's loss scale is not loaded, because %s: this run keeps %s",
+                "this run's is dynamic and that one was static" if self._scales[0].dynamic else "this run's is static",
+                ", ".join(kept),
             )
         self._load(good)
 
