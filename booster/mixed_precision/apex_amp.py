@@ -102,10 +102,13 @@ def initialize(
             )
     for model in given_models:
         precision.check(model)
-    _session.claim(given_optimizers)
-    _session.begin(precision)
     param = next((param for model in given_models for param in model.parameters()), None)
     device = torch.device("cpu") if param is None else param.device
+    for optimizer in given_optimizers:
+        precision.check_optimizer(optimizer, given_models, device)
+    _session.check_entry(precision, device.type)
+    _session.claim(given_optimizers)
+    _session.begin(precision)
     precision.bind(device)
     boosted = [precision.configure(model, placement=Placement(device=device))[0] for model in given_models]
     names: dict[torch.Tensor, str] = {p: name for model in boosted for name, p in model.named_parameters()}

@@ -262,3 +262,72 @@ def test_a_compiled_update_is_declined_with_a_word(level, caplog):
     _, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert 'fused_optimizer="compile" does not apply' in caplog.text
     assert optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_batch_norm_that_is_the_whole_model_stays_in_float32_under_o2(level):
+    norm = nn.BatchNorm1d(4)
+    booster = Booster("cpu", FP16ApexMixedPrecision(level, verbosity=0, max_loss_scale=8.0))
+    model, optimizer, *_ = booster.boost(norm, torch.optim.SGD(norm.parameters(), lr=0.1))
+    expected = FLOAT if level == "O2" else HALF
+    assert {norm.weight.dtype, norm.running_mean.dtype} == {expected}
+    out = model(data()[0])
+    assert out.dtype == FLOAT
+    booster.backward(out.pow(2).sum(), optimizer)
+    assert optimizer.step()
+
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, dtype):
+        return Batch(self.x.to(dtype))
+
+
+class Taking(nn.Module):
+    """Returns what it was given, and notes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, given):
+        self.seen = [given]
+        return given
+
+
+def test_objects_with_a_method_to_and_any_collection_are_cast_on_the_way_in_and_out():
+    taking = Taking()
+    model = Booster("cpu", FP16ApexMixedPrecision("O2", verbosity=0)).boost(taking)[0]
+    wide = torch.ones(2, dtype=torch.float64)
+
+    out = model({"batch": Batch(wide), "queue": collections.deque([wide, [Batch(wide)]], maxlen=3), "set": {1, 2}})
+    queue = taking.seen[0]["queue"]
+    assert [taking.seen[0]["batch"].x.dtype, queue[0].dtype, queue[1][0].x.dtype] == [HALF] * 3
+    assert [out["batch"].x.dtype, out["queue"][0].dtype, out["queue"][1][0].x.dtype] == [FLOAT] * 3
+    assert (type(queue), queue.maxlen) == (collections.deque, 3)
+
+    for untouched in ("text", b"bytes", wide.numpy(), range(3), {1, 2}, nn.Linear(2, 2), Batch, object(), iter([wide])):
+        assert model(untouched) is untouched
+        assert taking.seen[0] is untouched
+
+
+@pytest.mark.parametrize("through", ["booster", "amp"])
+@pytest.mark.parametrize(
+    ("level", "options", "fused", "error"),
+    [("O2", {"cast_model_type": torch.bfloat16}, None, TypeError), ("O3", {}, True, ValueError)],
+)
+def test_what_cannot_train_is_refused_before_anything_changes(through, level, options, fused, error):
+    net = Net()
+    made = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    with pytest.raises(error):
+        if through == "booster":
+            Booster("cpu", FP16ApexMixedPrecision(level, verbosity=0, **options)).boost(net, made)
+        else:
+            amp.initialize(net, made, opt_level=level, verbosity=0, **options)
+    assert {param.dtype for param in net.parameters()} == {FLOAT}
+    if through == "amp":
+        made = made if fused is None else torch.optim.SGD(net.parameters(), lr=0.1)
+        amp.initialize(net, made, opt_level="O2", verbosity=0)
+    amp.shutdown()

@@ -1,6 +1,7 @@
 """O1: which functions run in which dtype, with weights used twice, recomputed, and changed between forward passes."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import ModuleType
 
@@ -508,3 +509,72 @@ def test_registered_static_and_class_methods_stay_what_they_are(booster, precisi
     with booster.autocast():
         assert [holder.static(torch.ones(2)) for holder in (Library, Library())] == [HALF, HALF]
         assert [holder.of_class(torch.ones(2)) for holder in (Library, Library())] == [(Library, HALF)] * 2
+
+
+def ones_of(dtype):
+    return lambda *shape: torch.ones(*shape, dtype=dtype)
+
+
+IN_PLACE = {
+    "addmm_": lambda own, other: own(2, 2).addmm_(other(2, 2), own(2, 2)),
+    "addmm_ keyword": lambda own, other: own(2, 2).addmm_(mat1=other(2, 2), mat2=other(2, 2)),
+    "addmv_": lambda own, other: own(2).addmv_(other(2, 2), other(2)),
+    "torch.addmv_": lambda own, other: torch.addmv_(own(2), other(2, 2), own(2)),
+    "addr_": lambda own, other: own(2, 2).addr_(other(2), other(2)),
+    "addbmm_": lambda own, other: own(2, 2).addbmm_(other(1, 2, 2), other(1, 2, 2)),
+    "baddbmm_": lambda own, other: own(1, 2, 2).baddbmm_(other(1, 2, 2), own(1, 2, 2)),
+    "addcmul_": lambda own, other: own(2).addcmul_(other(2), own(2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize(("own", "other"), [(HALF, FLOAT), (FLOAT, HALF), (HALF, HALF), (FLOAT, FLOAT)])
+def test_in_place_forms_take_other_arguments_in_the_dtype_of_the_tensor_that_changes(booster, name, own, other):
+    with booster.autocast():
+        out = IN_PLACE[name](ones_of(own), ones_of(other))
+    assert out.dtype == own
+    torch.testing.assert_close(out, IN_PLACE[name](ones_of(own), ones_of(own)))
+
+
+CONTEXTS = {
+    "autocast": lambda booster: torch.autocast("cpu", torch.bfloat16),
+    "device": lambda booster: torch.device("cpu"),
+    "region": lambda booster: booster.autocast(),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_session_cannot_begin_inside_a_context_that_ends_before_it(booster, context):
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with CONTEXTS[context](booster), pytest.raises(RuntimeError, match=r"inside another context.*call it outside"):
+        amp.initialize(net, optimizer, verbosity=0)
+    amp.initialize(net, optimizer, verbosity=0)
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    amp.shutdown()
+    with CONTEXTS[context](booster):
+        amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+
+
+def test_a_session_may_begin_under_a_default_device():
+    square = torch.ones(2, 2)
+    torch.set_default_device("cpu")
+    try:
+        amp.initialize(nn.Linear(2, 2), verbosity=0)
+    finally:
+        torch.set_default_device(None)
+    assert ((square @ square).dtype, torch.exp(square.half()).dtype) == (HALF, FLOAT)
+    amp.shutdown()
+    assert ((square @ square).dtype, torch.exp(square.half()).dtype) == (FLOAT, HALF)
+
+
+def test_only_the_thread_that_casts_can_end_the_session():
+    amp.initialize(nn.Linear(2, 2), verbosity=0)
+    with ThreadPoolExecutor(1) as pool:
+        for end in (amp.shutdown, lambda: amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)):
+            with pytest.raises(RuntimeError, match="only that thread can end them"):
+                pool.submit(end).result()
+    square = torch.ones(2, 2)
+    assert (square @ square).dtype == HALF
+    amp.shutdown()
+    assert (square @ square).dtype == FLOAT

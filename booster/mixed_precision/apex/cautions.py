@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
+from booster.interface.transparent import bare
 from booster.mixed_precision.apex.options import ApexOptions
+from booster.mixed_precision.policy import DtypePolicy
 
 _logger = logging.getLogger(__name__)
 
 _ROUNDS_TO_ZERO = 2.0**-25  # half of float16's smallest number
+_AS_THEY_ARE: Mapping[torch.Tensor, torch.dtype] = MappingProxyType({})
 
 
 def warn_of_static_scale(options: ApexOptions) -> None:
@@ -26,15 +32,39 @@ def warn_of_static_scale(options: ApexOptions) -> None:
         )
 
 
-def check_dtypes(optimizer: Optimizer) -> None:
-    """Raise TypeError for trainable parameters that are neither float16 nor float32."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    other = {str(p.dtype) for p in params if p.requires_grad and p.dtype not in (torch.float16, torch.float32)}
+def planned_dtypes(models: Iterable[tuple[nn.Module, DtypePolicy]]) -> dict[torch.Tensor, torch.dtype]:
+    """The dtype that each floating parameter will have once its model is cast as the policy beside it says."""
+    planned: dict[torch.Tensor, torch.dtype] = {}
+    for model, policy in models:
+        inner, dtype = bare(model), policy.store or policy.param
+        pinned = {param for name in policy.fp32_modules for param in inner.get_submodule(name).parameters()}
+        for param in inner.parameters():
+            if dtype is not None and param.is_floating_point():
+                planned[param] = torch.float32 if param in pinned else dtype
+    return planned
+
+
+def check_dtypes(optimizer: Optimizer, planned: Mapping[torch.Tensor, torch.dtype] = _AS_THEY_ARE) -> None:
+    """Raise TypeError for trainable parameters that are neither float16 nor float32, or are not `planned` to be."""
+    params = (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad)
+    dtypes = {planned.get(param, param.dtype) for param in params}
+    other = {str(dtype) for dtype in dtypes - {torch.float16, torch.float32}}
     if other:
         raise TypeError(
             "Optimizer's parameters must be either torch.float16 or torch.float32 under a loss scale or with master weights. "
             f"Received {sorted(other)}"
         )
+
+
+def check_fused(optimizer: Optimizer, planned: Mapping[torch.Tensor, torch.dtype], device: torch.device) -> None:
+    """Raise ValueError for an explicit fused kernel that does not step half-precision parameters on `device`."""
+    for group in optimizer.param_groups:
+        half = any(planned.get(param, param.dtype) in HALF_DTYPES for param in group["params"])
+        if half and group.get("fused") and isinstance(optimizer, torch.optim.SGD) and device.type == "cpu":
+            raise ValueError(
+                "SGD(fused=True) leaves float16 parameters on CPU as they are, without an error, so this model would not "
+                "train; leave fused out, or use opt_level='O2'"
+            )
 
 
 def holds_half(optimizer: Optimizer) -> bool:
@@ -46,12 +76,6 @@ def follow_dtypes(optimizer: Optimizer) -> None:
     """Cast state that was made before the parameters were; one WARNING where half precision cannot step them."""
     if not holds_half(optimizer):
         return
-    for group in optimizer.param_groups:
-        if group.get("fused") and isinstance(optimizer, torch.optim.SGD) and group["params"][0].device.type == "cpu":
-            raise ValueError(
-                "SGD(fused=True) leaves float16 parameters on CPU as they are, without an error, so this model would not "
-                "train; leave fused out, or use opt_level='O2'"
-            )
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
     eps = [group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)]

@@ -19,9 +19,14 @@ _CALLS: dict[Any, tuple[Callable[..., Any], ...]] = {
 }
 _OPERATORS = {
     **{f"__{name}__": name for name in ("add", "mul", "sub", "div", "matmul", "ge", "gt", "le", "lt", "ne")},
-    **{"__radd__": "add", "__rmul__": "mul", "__truediv__": "div", "__mod__": "remainder"},
     **{f"__i{name}__": f"{name}_" for name in ("add", "mul", "sub", "div")},
-    **{"__itruediv__": "div_", "__ifloordiv__": "floor_divide_", "__imod__": "remainder_"},
+    "__radd__": "add",
+    "__rmul__": "mul",
+    "__truediv__": "div",
+    "__mod__": "remainder",
+    "__itruediv__": "div_",
+    "__ifloordiv__": "floor_divide_",
+    "__imod__": "remainder_",
 }
 
 

@@ -93,6 +93,7 @@ def make_table(device_type: str, *, attention: bool) -> dict[Function, Rule]:
     table: dict[Function, Rule] = dict.fromkeys(lists.half(), as_half)
     table |= dict.fromkeys(lists.widest(), as_widest)
     table |= dict.fromkeys(lists.float32(), as_float32)
+    table |= dict.fromkeys(lists.like_self(), _as_self)
     table |= {func: _refusing_half(reason) for func, reason in lists.in_place()}
     table[F.binary_cross_entropy] = _binary_cross_entropy
     table[torch.Tensor.backward] = _backward
@@ -127,6 +128,12 @@ def as_widest(mode: Any, func: Function, args: Arguments, kwargs: Keywords) -> A
     if torch.float32 in dtypes and dtypes & HALF_DTYPES:
         return as_float32(mode, func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _as_self(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
+    dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point() else None
+    with torch.autocast(mode.device_type, enabled=False):
+        return func(*cast_floats(args, dtype), **cast_floats(kwargs, dtype))
 
 
 def _refusing_half(reason: str) -> Rule:

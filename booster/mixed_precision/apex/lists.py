@@ -30,6 +30,7 @@ FLOAT32_TORCH = _names(
 FLOAT32_TENSOR = _names("__pow__ __ipow__ __rpow__ cpu")
 HALF_TORCH = _names("mv addmv addr rnn_tanh_cell rnn_relu_cell lstm_cell gru_cell")
 WIDEST_TORCH = _names("addcdiv addcmul atan2 bilinear cross dot equal")
+IN_PLACE = _names("addmm_ addmv_ addr_ addbmm_ baddbmm_ addcdiv_ addcmul_ atan2_")
 RECURRENT_TORCH = _names("rnn_tanh rnn_relu lstm gru")
 
 Function = Callable[..., Any]
@@ -56,6 +57,11 @@ def widest() -> Iterator[Function]:
 def recurrent() -> Iterator[Function]:
     """Whole recurrent layers, which have no half kernel on CPU."""
     yield from (getattr(torch, name) for name in RECURRENT_TORCH)
+
+
+def like_self() -> Iterator[Function]:
+    """In-place functions whose other arguments are cast to the dtype of the first."""
+    yield from _torch_and_tensor(IN_PLACE)
 
 
 def in_place() -> Iterator[tuple[Function, str]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +16,29 @@ from booster.interface.model import ForwardPrecision, ModelWrapper
 
 
 class ApexModel(ModelWrapper):
-    """As `ModelWrapper`; float64 inputs and outputs are cast with the others, as apex does."""
+    """As `ModelWrapper`; cast are also float64 tensors, objects with a method `to`, and collections of any type."""
 
     def _cast(self, tree: Any, dtype: torch.dtype | None) -> Any:
+        return tree if dtype is None else _cast(tree, dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    if isinstance(tree, torch.Tensor):
         return cast_floats(tree, dtype, float64=True)
+    if isinstance(tree, (str, bytes, bytearray, range, nn.Module)) or hasattr(tree, "__array__"):
+        return tree
+    if isinstance(tree, (tuple, list, Mapping)) or dataclasses.is_dataclass(tree):
+        return cast_floats(tree, dtype, float64=True, cast_other=_cast)
+    if callable(getattr(tree, "to", None)) and not isinstance(tree, type):
+        return tree.to(dtype)
+    if not isinstance(tree, Collection):
+        return tree
+    items = [_cast(item, dtype) for item in tree]
+    if all(new is old for new, old in zip(items, tree, strict=True)):
+        return tree
+    if isinstance(tree, deque):
+        return type(tree)(items, tree.maxlen)
+    return type(tree)(items)  # type: ignore[call-arg]
 
 
 class CriterionPrecision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,6 +31,19 @@ class Session:
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._updates: weakref.WeakSet[ApexUpdate] = weakref.WeakSet()
         self._casts = ExitStack()
+        self._thread: int | None = None  # which casts, as long as one does
+
+    def check_entry(self, precision: FP16ApexMixedPrecision, device_type: str) -> None:
+        """Raise RuntimeError where `precision` would begin to cast inside contexts that end before the session does."""
+        self._check_thread()
+        own = self._thread is not None
+        modes = sum(not _is_default_device(mode) for mode in _function_modes()) - own
+        autocast = torch.is_autocast_enabled(device_type) and not own
+        if precision.options.patch_torch_functions and (modes > 0 or autocast):
+            raise RuntimeError(
+                "amp.initialize with opt_level='O1' was called inside another context, such as torch.autocast(...) or "
+                "torch.device(...). Its casts last until amp.shutdown(), so they cannot begin there; call it outside"
+            )
 
     def begin(self, precision: FP16ApexMixedPrecision | None) -> None:
         self._close()
@@ -46,6 +60,7 @@ class Session:
         if self.precision is not None and self.precision.options.patch_torch_functions:
             autocast = torch.autocast(self.precision.device.type, torch.float16, cache_enabled=False)
             self._casts.enter_context(region(autocast, self.precision.casts()))
+            self._thread = threading.get_ident()
 
     def end(self) -> None:
         """Boosted optimizers keep the loss scales that they have."""
@@ -63,8 +78,17 @@ class Session:
         """Give `update` the loss scales of the next session too, if it has the same options for them."""
         self._updates.add(update)
 
+    def _check_thread(self) -> None:
+        if self._thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                "the casts of O1 hold in the thread that called amp.initialize, and only that thread can end them; call "
+                "amp.initialize and amp.shutdown there"
+            )
+
     def _close(self) -> None:
+        self._check_thread()
         self._casts.close()
+        self._thread = None
         self.initialized = False
         self.precision = None
 
@@ -81,3 +105,12 @@ class Session:
                 "for them. amp.state_dict() holds those of this one; those of the others are in each optimizer's state_dict()",
                 others,
             )
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+
+
+def _is_default_device(mode: Any) -> bool:
+    # That of torch.set_default_device, which comes and goes below all other modes; `with torch.device` does not.
+    return mode is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

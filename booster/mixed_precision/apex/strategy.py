@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -21,7 +21,14 @@ from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.apex import real
 from booster.mixed_precision.apex.backend import choose_backend
-from booster.mixed_precision.apex.cautions import check_dtypes, follow_dtypes, holds_half, warn_of_static_scale
+from booster.mixed_precision.apex.cautions import (
+    check_dtypes,
+    check_fused,
+    follow_dtypes,
+    holds_half,
+    planned_dtypes,
+    warn_of_static_scale,
+)
 from booster.mixed_precision.apex.functions import (
     CastFunctions,
     Table,
@@ -123,6 +130,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:
         if self.options.keep_batchnorm_fp32 and self.policy.param not in (None, torch.float32):
+            if is_affine_batch_norm("", bare(model)):
+                return DtypePolicy(param=torch.float32, output=self.policy.output)
             return half_policy(model, self.policy.param, keep_fp32=is_affine_batch_norm, output=self.policy.output)
         return self.policy
 
@@ -134,6 +143,14 @@ class FP16ApexMixedPrecision(MixedPrecision):
                         f"Found {kind} {name} with type torch.float16, expected torch.float32. With fp16_apex you do not "
                         "need to call .half() on your model, no matter what optimization level you choose"
                     )
+
+    def check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module], device: torch.device) -> None:
+        """Raise if `optimizer` cannot step the parameters of `models` in the dtypes that they will have on `device`."""
+        planned = planned_dtypes((model, self.policy_for(model)) for model in models)
+        if not self.short_circuits:
+            check_dtypes(optimizer, planned)
+        if not self.options.master_weights:
+            check_fused(optimizer, planned, device)
 
     def convert(self, model: nn.Module) -> nn.Module:
         if self.policy.param == torch.float16:
@@ -177,6 +194,9 @@ class FP16ApexMixedPrecision(MixedPrecision):
                 "the real apex.amp initialises once, and has done so for the first model; use backend='native' for several"
             )
         if self._real is None:
+            self.check(model)
+            if optimizer is not None and not placement.stores_float32:
+                self.check_optimizer(optimizer, [model], placement.device)
             return super().configure(model, optimizer, criterion, placement=placement, options=options)
         return real.configure(
             self._real,
