@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -29,21 +29,14 @@ from booster.mixed_precision.apex.cautions import (
     planned_dtypes,
     warn_of_static_scale,
 )
-from booster.mixed_precision.apex.functions import (
-    CastFunctions,
-    Table,
-    active_modes,
-    disable_casts,
-    make_table,
-    outside_casts,
-    region,
-)
+from booster.mixed_precision.apex.functions import CastFunctions, outside_casts
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
 from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
+from booster.mixed_precision.apex.o1 import O1Casts
 from booster.mixed_precision.apex.options import check_rest, resolve
 from booster.mixed_precision.apex.scale import ApexScale, ApexScales
 from booster.mixed_precision.apex.update import ApexUpdate
-from booster.mixed_precision.apex.user_functions import Kind, Registered
+from booster.mixed_precision.apex.user_functions import Registered
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.policy import DtypePolicy, half_policy
@@ -106,9 +99,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             "max_loss_scale": max_loss_scale,
         }
         self._scale_window = scale_window
-        self._registered = Registered()
-        self._tables: dict[bool, Table] = {}
-        self._casts_disabled = 0
+        self._o1 = O1Casts()
         self.scales = ApexScales(
             [
                 ApexScale(self.options.loss_scale, minimum=min_loss_scale, maximum=max_loss_scale, window=scale_window)
@@ -212,69 +203,41 @@ class FP16ApexMixedPrecision(MixedPrecision):
     # ------------------------------------------------------------------ forward and backward
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        if not self.options.patch_torch_functions:
-            half = self.policy.param in (torch.float16, torch.bfloat16)
-            training = half and self.device.type == "cpu" and torch.is_grad_enabled()
-            return outside_casts(Float32Attention("cpu") if training else nullcontext())
-        if self._casts_already():
-            return nullcontext()
-        if self._casts_disabled:
-            return outside_casts(nullcontext())
-        autocast = torch.autocast(self.device.type, torch.float16)
-        return outside_casts(region(autocast, self._mode(torch.is_grad_enabled())))
+        if self.options.patch_torch_functions:
+            return self._o1.forward_context(self.device.type)
+        half = self.policy.param in (torch.float16, torch.bfloat16)
+        training = half and self.device.type == "cpu" and torch.is_grad_enabled()
+        return outside_casts(Float32Attention("cpu") if training else nullcontext())
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        if not self.options.patch_torch_functions:
-            half = self.device.type == "cpu" and self.input_dtype
-            return outside_casts(Float32Attention("cpu") if half else nullcontext())
-        if self._casts_already():
-            return nullcontext()
-        return outside_casts(nullcontext() if self._casts_disabled else self._mode(True))
+        if self.options.patch_torch_functions:
+            return self._o1.backward_context(self.device.type)
+        half = self.device.type == "cpu" and self.input_dtype
+        return outside_casts(Float32Attention("cpu") if half else nullcontext())
 
-    def _casts_already(self) -> bool:
-        modes = active_modes()
-        return bool(modes) and modes[-1].owner is self._registered
-
-    @contextmanager
-    def disable_casts(self) -> Iterator[None]:
+    def disable_casts(self) -> AbstractContextManager[None]:
         """Inside, torch functions and models of this precision run without the casts of O1."""
-        self._casts_disabled += 1
-        try:
-            with disable_casts():
-                yield
-        finally:
-            self._casts_disabled -= 1
+        return self._o1.disable()
 
     def register_half_function(self, module: Any, name: str) -> None:
         """Under O1, cast floating arguments of `module.name` to float16; see `user_functions.Registered.add`."""
-        self._register(module, name, "half")
+        self._o1.register(module, name, "half")
 
     def register_float_function(self, module: Any, name: str) -> None:
         """Under O1, cast half arguments of `module.name` to float32; see `user_functions.Registered.add`."""
-        self._register(module, name, "float")
+        self._o1.register(module, name, "float")
 
     def register_promote_function(self, module: Any, name: str) -> None:
         """Under O1, cast half arguments of `module.name` to float32 if another argument is; see `Registered.add`."""
-        self._register(module, name, "promote")
+        self._o1.register(module, name, "promote")
 
     def use_registered(self, registered: Registered) -> None:
         """Cast by these registrations instead of those made so far."""
-        self._registered = registered
-        self._tables = {}
+        self._o1.use(registered)
 
     def casts(self) -> CastFunctions:
         """A new mode that casts as O1 does; to be entered inside autocast."""
-        return self._mode(True)
-
-    def _register(self, module: Any, name: str, kind: Kind) -> None:
-        self._registered.add(module, name, kind)
-        self._tables = {}
-
-    def _mode(self, training: bool) -> CastFunctions:
-        attention = training and self.device.type == "cpu"
-        if attention not in self._tables:
-            self._tables[attention] = make_table(self.device.type, attention=attention) | self._registered.rules()
-        return CastFunctions(self._tables[attention], self.device.type, self._registered)
+        return self._o1.mode(self.device.type, training=True)
 
     # ------------------------------------------------------------------ optimizers
 
@@ -320,7 +283,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return functools.partial(ApexUpdate, verbose=verbose)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": {}, "_real": None}  # made of torch's functions, which do not pickle
+        return {**self.__dict__, "_real": None}  # a module, which does not pickle
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(opt_level={self.options.opt_level!r}, device={str(self.device)!r})"

@@ -1,0 +1,78 @@
+"""The casts of O1 as one strategy has them: its registrations, its tables of rules, and its regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from booster.mixed_precision.apex.functions import (
+    CastFunctions,
+    Table,
+    active_modes,
+    disable_casts,
+    make_table,
+    outside_casts,
+    region,
+)
+from booster.mixed_precision.apex.user_functions import Kind, Registered
+
+
+class O1Casts:
+    """Contexts for one strategy; inside the region of another, each ends the casts of that one."""
+
+    def __init__(self) -> None:
+        self._registered = Registered()
+        self._tables: dict[tuple[str, bool], Table] = {}
+        self._disabled = 0
+
+    def register(self, module: Any, name: str, kind: Kind) -> None:
+        """See `Registered.add`."""
+        self._registered.add(module, name, kind)
+        self._tables = {}
+
+    def use(self, registered: Registered) -> None:
+        """Cast by these registrations instead of those made so far."""
+        self._registered = registered
+        self._tables = {}
+
+    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """A new context for one forward pass."""
+        if self._cast_already():
+            return nullcontext()
+        if self._disabled:
+            return outside_casts(nullcontext())
+        autocast = torch.autocast(device_type, torch.float16)
+        return outside_casts(region(autocast, self.mode(device_type, training=torch.is_grad_enabled())))
+
+    def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """A new context for one backward pass, where activations may be recomputed."""
+        if self._cast_already():
+            return nullcontext()
+        return outside_casts(nullcontext() if self._disabled else self.mode(device_type, training=True))
+
+    @contextmanager
+    def disable(self) -> Iterator[None]:
+        """Inside, torch functions run without casts, and so do the contexts of this object."""
+        self._disabled += 1
+        try:
+            with disable_casts():
+                yield
+        finally:
+            self._disabled -= 1
+
+    def mode(self, device_type: str, *, training: bool) -> CastFunctions:
+        """A new mode, to be entered inside autocast."""
+        key = device_type, training and device_type == "cpu"
+        if key not in self._tables:
+            self._tables[key] = make_table(device_type, attention=key[1]) | self._registered.rules()
+        return CastFunctions(self._tables[key], device_type, self._registered)
+
+    def _cast_already(self) -> bool:
+        modes = active_modes()
+        return bool(modes) and modes[-1].owner is self._registered
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": {}}  # made of torch's functions, which do not pickle
