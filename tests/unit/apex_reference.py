@@ -228,23 +228,50 @@ def run_single(config, through=ThroughBooster):
     return got
 
 
-def run_multi(config):
+class TwoThroughBooster:
+    """A run of two models as a user of `Booster` writes it."""
+
+    def __init__(self, config, nets, made):
+        self._booster = Booster("cpu", strategy_of(config), max_consecutive_skips=None)
+        self.scales = self._booster.precision.scales
+        if len(made) == 2:
+            pairs = [self._booster.boost(net, optimizer)[:2] for net, optimizer in zip(nets, made, strict=True)]
+            self.models, self.optimizers = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        else:
+            second = self._booster.boost(nets[1])[0]
+            first, optimizer, *_ = self._booster.boost(nets[0], made[0])
+            self.models, self.optimizers = [first, second], [optimizer]
+
+    def backward(self, loss, optimizer, loss_id):
+        self._booster.backward(loss, optimizer, loss_id=loss_id)
+
+
+class TwoThroughAmp:
+    """The same as a script for apex has it."""
+
+    def __init__(self, config, nets, made):
+        options = {"opt_level": config["opt_level"], "num_losses": config["num_losses"]}
+        self.models, self.optimizers = amp.initialize(nets, made, **options)
+        self.scales = amp._session.precision.scales
+
+    def backward(self, loss, optimizer, loss_id):
+        with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+
+
+def run_multi(config, through=TwoThroughBooster):
     """One recorded run of two models and two losses."""
     count, separate = config["num_losses"], config["separate_opts"]
     got = {"loss": [], "scales": [], "unskipped": [], "skipped": [], "sums": [], "messages": []}
     with Messages() as messages:
-        booster = Booster("cpu", strategy_of(config), max_consecutive_skips=None)
-        messages.take()
         plain = [Net(0), Net(1)]
         if separate:
             made = [make_optimizer("sgd", plain[0].parameters()), make_optimizer("adam", plain[1].parameters())]
-            pairs = [booster.boost(net, optimizer)[:2] for net, optimizer in zip(plain, made, strict=True)]
-            models, optimizers = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         else:
-            shared = make_optimizer("sgd", [p for net in plain for p in net.parameters()])
-            second = booster.boost(plain[1])[0]
-            first, optimizer, *_ = booster.boost(plain[0], shared)
-            models, optimizers = [first, second], [optimizer]
+            made = [make_optimizer("sgd", [p for net in plain for p in net.parameters()])]
+        run = through(config, plain, made)
+        models, optimizers = run.models, run.optimizers
+        messages.take()
         injection = Injection(plain[config["inf_loss"]].fc1.weight, 0)
         for step in range(config["steps"]):
             for optimizer in optimizers:
@@ -254,16 +281,16 @@ def run_multi(config):
                 x, y = batch(step, i)
                 loss = nn.functional.mse_loss(model(x).float(), y)
                 injection.armed = math.inf if step in config["inf_at"] and i == config["inf_loss"] else None
-                booster.backward(loss, optimizers[i % len(optimizers)], loss_id=i % count)
+                run.backward(loss, optimizers[i % len(optimizers)], i % count)
                 losses.append(loss.item())
             got["skipped"].append([not optimizer.step().applied for optimizer in optimizers])
             got["messages"] += [f"step {step}: {text}" for text in messages.take()]
             got["loss"].append(losses)
-            scales = [booster.precision.scales[i] for i in range(count)]
+            scales = [run.scales[i] for i in range(count)]
             got["scales"].append([scale.scale for scale in scales])
             got["unskipped"].append([scale.unskipped for scale in scales])
             got["sums"].append([sum(m.detach().double().sum().item() for m in masters_of(o)) for o in optimizers])
-    return got | {"amp_state_dict": booster.precision.scales.amp_state_dict()}
+    return got | {"amp_state_dict": run.scales.amp_state_dict()}
 
 
 def dtypes_of(model, plain, optimizer):
