@@ -50,6 +50,8 @@ _FIELDS: dict[AMP_TYPE, dict[str, Any]] = {
         "verbosity": 1,
         "min_loss_scale": None,
         "max_loss_scale": 2.0**24,
+        "scale_window": 2000,
+        "backend": "auto",
     },
     AMP_TYPE.NAIVE: {
         "log_num_zeros_in_grad": False,
@@ -79,7 +81,7 @@ def translate(fp16: Mapping[str, Any] | None, clip_grad_norm: float | None = Non
     - mode TORCH: init_scale, growth_factor, backoff_factor, growth_interval;
     - mode NAIVE or PARALLEL: log_num_zeros_in_grad, initial_scale (2**32), min_scale, growth_factor, backoff_factor,
       growth_interval, hysteresis, max_scale, dynamic_grad_scale, verbose;
-    - mode APEX: opt_level and the other arguments of apex's initialize;
+    - mode APEX: opt_level and the other arguments of apex's initialize, scale_window and backend;
     - every mode: enabled (False means float32) and clip_grad or clip_grad_norm, which are the same.
 
     Raises ValueError for a missing or unknown mode, an unknown field, and clips that contradict each other; TypeError

@@ -110,7 +110,8 @@ class OptimizerWrapper(Optimizer):
     def unscale_grads(self) -> None:
         """Make `.grad` readable now: divided by the loss scale and clipped as asked so far. Repeating it does nothing.
 
-        Until then, and until `step()`, gradients under a loss scaler are scaled.
+        Until then, and until `step()`, gradients under a loss scaler are scaled. Those of half parameters under apex's O2
+        stay so; the true ones are those of `apex_amp.master_params(optimizer)`.
         """
         self._update.unscale()
 

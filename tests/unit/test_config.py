@@ -105,6 +105,14 @@ def test_apex_fields_are_those_of_its_initialize_and_keep_its_defaults():
     assert [with_fields.precision.scales[i].scale for i in range(2)] == [128.0, 128.0]
 
 
+def test_apex_fields_include_those_that_its_initialize_lacks():
+    scale = translate({"mode": "apex", "verbosity": 0, "scale_window": 1, "backend": "native"})[0].scales[0]
+    scale.update(False)
+    assert scale.scale == 2.0**17
+    with pytest.raises(ValueError, match="backend='nvidia'"):
+        translate({"mode": "apex", "backend": "nvidia"})
+
+
 def test_apex_fields_that_contradict_their_level_raise_as_apex_does():
     with pytest.raises(RuntimeError, match="doesn't make sense to use master_weights with O1"):
         translate({"mode": "apex", "opt_level": "O1", "master_weights": True})
