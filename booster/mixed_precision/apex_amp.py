@@ -14,7 +14,7 @@ optimizer hold the model's parameters at every level; masters are what `master_p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -133,7 +133,7 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Yield the scaled loss, to call `backward()` on; on leaving, gradients are unscaled and the scale moves.
 
-    optimizers: what `initialize` returned, one or a list or tuple; the scale is the smallest of theirs.
+    optimizers: what `initialize` returned, one or a sequence; the scale is the smallest of theirs.
     delay_unscale: leave gradients scaled, for all but the last pass of an accumulation. delay_overflow_check: do not look
     for overflows, which then reach the weights. model: not used, as in apex. Raises RuntimeError before `initialize`,
     IndexError for a loss_id beyond num_losses. If the body raises, gradients are as they were before it.
@@ -147,7 +147,7 @@ def scale_loss(
     if precision is None:
         yield loss
         return
-    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+    given = optimizers if isinstance(optimizers, Sequence) else [optimizers]
     updates = [_update_of(optimizer) for optimizer in given]
     own = [update.scaler[loss_id] for update in updates] or [precision.scales[loss_id]]
     scale = min((one.scale for one in own if not one.is_null), default=1.0)

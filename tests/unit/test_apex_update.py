@@ -1,5 +1,6 @@
 """What `fp16_apex` does between backward and step, each property of apex's own tests among it."""
 
+import collections
 import itertools
 import logging
 import math
@@ -705,3 +706,21 @@ def test_a_scale_loads_from_what_apex_itself_wrote():
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 0}}
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 32.0, "unskipped": 7}})  # apex loads into a static one too
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 7}}
+
+
+def test_a_clip_makes_a_step_under_a_static_scale_look_at_its_gradients():
+    booster, plain, model, optimizer = boosted_pair(loss_scale=128.0)
+    booster.backward(loss_of(model, 0) * math.inf, optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    assert not optimizer.step()
+    assert plain.product.isfinite().all()
+
+
+def test_a_loss_may_be_for_any_sequence_of_optimizers():
+    model, optimizer = initialized(0, max_loss_scale=2.0**10)
+    for given in ((optimizer,), collections.deque([optimizer]), optimizer):
+        optimizer.zero_grad()
+        scaled_pass(loss_of(model, 0), given)
+        assert_true(optimizer, 0)
+    with pytest.raises(TypeError, match="scale_loss needs the optimizer that amp.initialize returned, got SGD"):
+        scaled_pass(loss_of(model, 0), (optimizer.unwrap(),))
