@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["ApexFinding", "find_apex", "version_of"]
+
+_AMP_FILES = ("frontend.py", "_initialize.py")
 
 # The name of three different things; the message says which one is there and what follows from it.
 _MESSAGES = {
@@ -45,11 +48,12 @@ def version_of(distribution: str) -> str | None:
 
 
 def find_apex(path: list[str] | None = None) -> ApexFinding:
-    """Say which `apex` an import would find, by its files and metadata alone; `path` defaults to sys.path.
+    """Say which `apex` an import would find, by its files and metadata alone.
 
-    Importing it to see would run the web toolkit's own imports, which fail on current systems.
+    path: folders to look in; None means wherever an import would look, editable installs included. Importing it to see
+    would run the web toolkit's own imports, which fail on current systems.
     """
-    spec = importlib.machinery.PathFinder.find_spec("apex", path)
+    spec = _find_spec("apex") if path is None else importlib.machinery.PathFinder.find_spec("apex", path)
     if spec is None:
         return ApexFinding("absent")
     folders = [Path(folder) for folder in spec.submodule_search_locations or []]
@@ -59,10 +63,17 @@ def find_apex(path: list[str] | None = None) -> ApexFinding:
     required = {
         re.split(r"[^A-Za-z0-9._-]", text, maxsplit=1)[0].lower() for text in (metadata and metadata.requires) or []
     }
-    if any((folder / "amp" / "frontend.py").is_file() for folder in folders):
+    if required & {"pyramid", "velruse"} or (version or "").startswith("0.9"):
+        return ApexFinding("unrelated", location, version)
+    if any(all((folder / "amp" / name).is_file() for name in _AMP_FILES) for folder in folders):
         return ApexFinding("with_amp", location, version)
     if any((folder / "normalization").is_dir() and (folder / "optimizers").is_dir() for folder in folders):
         return ApexFinding("without_amp", location, version)
-    if required & {"pyramid", "velruse"} or (version or "").startswith("0.9"):
-        return ApexFinding("unrelated", location, version)
     return ApexFinding("unknown", location, version)
+
+
+def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ValueError:  # imported already, by something that gave it no spec
+        return importlib.machinery.PathFinder.find_spec(name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import logging
 import re
 import subprocess
@@ -14,6 +15,7 @@ from torch import nn
 
 import booster
 from booster import Booster
+from booster.installed import find_apex
 from booster.mixed_precision import FP16ApexMixedPrecision, Placement
 from booster.mixed_precision.apex import real
 from booster.update.options import UpdateOptions
@@ -285,3 +287,53 @@ def test_a_pass_that_raises_leaves_the_context_of_the_real_apex(site):
     assert left == ["the backward pass raised"]
     booster.backward(model(torch.ones(3, 4)).sum(), optimizer)
     assert optimizer.step()
+
+
+class Editable:
+    """What an editable install puts into `sys.meta_path`."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "apex":
+            return None
+        where = self.folder / "apex"
+        return importlib.util.spec_from_file_location(
+            name, where / "__init__.py", submodule_search_locations=[str(where)]
+        )
+
+
+def test_an_editable_install_is_found_without_importing_it(tmp_path, monkeypatch):
+    install(tmp_path, {**nvidia(), "__init__.py": TOOLKIT})
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable(tmp_path)])
+    finding = find_apex()
+    assert (finding.kind, finding.location) == ("with_amp", str(tmp_path / "apex"))
+    assert "apex" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("missing", "version", "requires", "kind"),
+    [
+        ("amp/_initialize.py", "0.1", "", "unknown"),
+        ("amp/frontend.py", "0.1", "", "unknown"),
+        (None, "0.9.10.dev0", "", "unrelated"),
+        (None, "3.0", "Requires-Dist: pyramid>1.1.2\n", "unrelated"),
+        (None, "0.1", "", "with_amp"),
+    ],
+)
+def test_an_apex_with_amp_is_told_by_its_files_and_the_web_toolkit_by_its_metadata(
+    tmp_path, missing, version, requires, kind
+):
+    files = nvidia()
+    files.pop(missing, None)
+    install(tmp_path, files, version, requires)
+    assert find_apex([str(tmp_path)]).kind == kind
+
+
+def test_registered_functions_are_refused_where_the_real_apex_would_ignore_them(site):
+    install(site, nvidia())
+    precision = FP16ApexMixedPrecision(backend="apex", verbosity=0)
+    precision.register_half_function(torch, "sigmoid")
+    with pytest.raises(RuntimeError, match="functions are registered.*backend='native'"):
+        train_a_step(precision)

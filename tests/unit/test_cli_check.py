@@ -68,7 +68,7 @@ def make_package(root, files, metadata):
 @pytest.mark.parametrize(
     ("files", "metadata", "kind"),
     [
-        (["__init__.py", "amp/__init__.py", "amp/frontend.py"], "Version: 0.1\n", "with_amp"),
+        (["__init__.py", "amp/frontend.py", "amp/_initialize.py"], "Version: 0.1\n", "with_amp"),
         (["__init__.py", "optimizers/__init__.py", "normalization/__init__.py"], "Version: 0.1\n", "without_amp"),
         (["__init__.py", "lib/__init__.py"], "Version: 0.9.10.dev0\nRequires-Dist: pyramid>1.1.2\n", "unrelated"),
         (["__init__.py", "lib/__init__.py"], "Version: 1.0\nRequires-Dist: Velruse\n", "unrelated"),

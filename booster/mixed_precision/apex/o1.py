@@ -33,6 +33,11 @@ class O1Casts:
         self._registered.add(module, name, kind)
         self._tables = {}
 
+    @property
+    def registers(self) -> bool:
+        """Whether any function is registered."""
+        return not self._registered.is_empty
+
     def use(self, registered: Registered) -> None:
         """Cast by these registrations instead of those made so far."""
         self._registered = registered

@@ -184,6 +184,11 @@ class FP16ApexMixedPrecision(MixedPrecision):
             raise RuntimeError(
                 "the real apex.amp initialises once, and has done so for the first model; use backend='native' for several"
             )
+        if self._real is not None and self._o1.registers:
+            raise RuntimeError(
+                "functions are registered with this strategy, and the real apex.amp would not cast their arguments; use "
+                "backend='native'"
+            )
         if self._real is None:
             self.check(model)
             if optimizer is not None and not placement.stores_float32:

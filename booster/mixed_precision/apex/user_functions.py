@@ -62,6 +62,11 @@ class Registered:
         self._others[path, name] = kind
         _replace(module, name, (path, name))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was registered."""
+        return not self._torch_functions and not self._others
+
     def kind_of(self, function: Name) -> Kind | None:
         """The rule of a function that was replaced, by its module and name."""
         return self._others.get(function)
