@@ -130,12 +130,12 @@ def test_loaded_weights_reach_the_masters_in_the_middle_of_training():
     assert all(torch.equal(p.detach(), torch.full_like(p, 0.25)) for p in amp.master_params(optimizer))
 
 
-def test_masters_are_in_the_optimizer_state_and_scaler_state_is_that_of_apex():
+def test_masters_are_in_the_optimizer_state_and_scaler_state_is_that_of_apex_and_its_kind():
     booster, model, optimizer = build("O2")
     train(booster, model, optimizer, range(2))
     own = optimizer.state_dict()["booster"]
     assert set(own["masters"]["weights"]) == {name for name, param in model.named_parameters() if param.dtype == HALF}
-    assert own["loss_scaler"] == {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 2}}
+    assert own["loss_scaler"] == {"loss_scaler0": {"loss_scale": 256.0, "unskipped": 2, "dynamic": True}}
 
 
 def test_a_scaler_state_of_another_precision_is_refused_and_changes_nothing():
