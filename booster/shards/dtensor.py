@@ -173,9 +173,9 @@ def check_own(value: Any, param: DTensor) -> None:
     there, here = value.device_mesh.get_coordinate(), param.device_mesh.get_coordinate()
     if there != here:
         raise ValueError(
-            f"this state holds the part of a tensor of shape {tuple(value.shape)} of the rank at {there} of the device mesh, "
-            f"and this rank is at {here}: it was saved on another rank. Save on every rank, in a file each, or make tensors whole "
-            "with full_tensor() before saving on one"
+            f"this state holds the part of a tensor of shape {tuple(value.shape)} of the rank at {there} of the device "
+            f"mesh, and this rank is at {here}: it was saved on another rank. Save on every rank, in a file each, or make "
+            "tensors whole with full_tensor() before saving on one"
         )
 
 

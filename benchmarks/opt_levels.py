@@ -1,6 +1,6 @@
 """What O1 of fp16_apex costs against fp16: the same autocast, plus the casts of a torch function mode and apex's update.
 
-    python benchmarks/apex.py [--rounds 60] [--vit-rounds 12] [--batch 8]
+    python benchmarks/opt_levels.py [--rounds 60] [--vit-rounds 12] [--batch 8]
 
 Whole training steps with AdamW, without clipping, of the tiny MLP of overhead.py and of the example's small vision
 transformer. On one core, process CPU time, interleaved in shuffled order. "fp16 again" is a second copy of fp16, to tell
