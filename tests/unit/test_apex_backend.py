@@ -102,6 +102,12 @@ def nvidia(edge=0, amp=AMP):
     return {**files, "amp/__init__.py": amp, "amp/utils.py": UTILS.format(edge=edge)}
 
 
+@pytest.fixture(autouse=True)
+def no_other_apex(monkeypatch):
+    """Nothing called apex is on the path, also where other tests put folders with a script of that name on it."""
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if find_apex([folder]).kind == "absent"])
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A folder at the front of the path; whatever is imported from it is forgotten afterwards."""
