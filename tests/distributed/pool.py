@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
 CASE_TIMEOUT = 120.0  # seconds one case may take
+CASES = 40  # of one group: each process group that a case makes keeps its threads, which slow down the next case
 GRACE = 5.0  # seconds the other ranks have to answer after the first failure
 
 
@@ -58,6 +59,7 @@ class RankPool:
         self.case_timeout = case_timeout
         self.grace = grace
         self._group: _Group | None = None
+        self._num_cases = 0
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn(rank, world_size, *args)` on every rank and return the results in rank order.
@@ -67,8 +69,12 @@ class RankPool:
         Raises RanksFailed with the traceback of every failed rank; ranks that hang show where they hang.
         """
         job = _Job(list(sys.path), _filters(), _dumps((fn, args)))
+        if self._num_cases == CASES:
+            self.close()
         if self._group is None:
             self._group = _Group(self.world_size)
+            self._num_cases = 0
+        self._num_cases += 1
         try:
             results, failures = self._group.call(_dumps(job), self.case_timeout, self.grace)
         except BaseException:  # an interrupt, or an answer that does not unpickle: later answers are still on their way
