@@ -111,7 +111,7 @@ def test_an_overflow_on_one_rank_skips_the_step_of_both(ranks2, level):
     overflow = (2, 3, 7)
     first, second = ranks2(train, level, 1, overflow)
     assert first["applied"] == second["applied"] == [step not in overflow for step in range(STEPS)]
-    assert first["scaler"] == second["scaler"] == {"loss_scaler0": {"loss_scale": SCALE / 8, "unskipped": 4}}
+    assert first["scaler"] == second["scaler"] == {"loss_scaler0": {"loss_scale": SCALE / 8, "unskipped": 4, "dynamic": True}}
     assert same(first["weights"], second["weights"])
     assert all(weight.isfinite().all() for weight in first["weights"])
 
