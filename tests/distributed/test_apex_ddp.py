@@ -101,7 +101,7 @@ def test_accumulation_on_two_ranks_synchronises_before_anything_is_unscaled(rank
     first, second = ranks2(train, level, 3, ())
     reference = split_batch(level, 3)
     assert same(first["masters"], second["masters"])
-    assert first["scaler"] == {"loss_scaler0": {"loss_scale": SCALE, "unskipped": STEPS}}
+    assert first["scaler"] == {"loss_scaler0": {"loss_scale": SCALE, "unskipped": STEPS, "dynamic": True}}
     for mine, theirs in zip(first["masters"], reference["masters"], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-3)
 
@@ -111,7 +111,11 @@ def test_an_overflow_on_one_rank_skips_the_step_of_both(ranks2, level):
     overflow = (2, 3, 7)
     first, second = ranks2(train, level, 1, overflow)
     assert first["applied"] == second["applied"] == [step not in overflow for step in range(STEPS)]
-    assert first["scaler"] == second["scaler"] == {"loss_scaler0": {"loss_scale": SCALE / 8, "unskipped": 4, "dynamic": True}}
+    assert (
+        first["scaler"]
+        == second["scaler"]
+        == {"loss_scaler0": {"loss_scale": SCALE / 8, "unskipped": 4, "dynamic": True}}
+    )
     assert same(first["weights"], second["weights"])
     assert all(weight.isfinite().all() for weight in first["weights"])
 
