@@ -256,7 +256,7 @@ def overflow(rank, world_size, precision, stage, optimizer, when):
         assert result.applied == (step != when)
         if step == when:
             assert same(job.weights(), before), "nothing was written"
-            assert bool(result.culprit) == (rank == world_size - 1)
+            assert result.culprit, "named on every rank"
         job.optimizer.zero_grad()
     assert all(weight.isfinite().all() for weight in job.weights().values())
     assert max(float(w.float().abs().max()) for w in job.weights().values()) < 10, "sound after the skip"
