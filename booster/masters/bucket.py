@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.flat import Piece, aligned, flat, flat_like, renumber
 from booster.masters.formats import Format
-from booster.masters.layout import Piece, aligned, flat, flat_like, renumber
 
 State = dict[str, Any]
 

@@ -9,12 +9,12 @@ import torch
 from torch.optim import Optimizer
 
 from booster.masters.bucket import Bucket
-from booster.masters.classes import kind_of
+from booster.masters.formats_compiled import fuses, rows
 from booster.masters.kernel import Kernel, keeps_state
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
-from booster.masters.planes import fuses, rows
 from booster.masters.step import MasterStep, inverse
+from booster.optimizer_kinds import kind_of
 
 _logger = logging.getLogger(__name__)
 

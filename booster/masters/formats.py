@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from booster.masters.layout import starts
+from booster.flat import starts
 
 Views = Sequence[torch.Tensor]
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from booster.masters.bucket import State
 from booster.masters.formats import Format
-from booster.masters.planes import join, part
+from booster.masters.formats_compiled import join, part
 from booster.masters.scalars import scalars_first
 from booster.update.compiled import OWN_CACHE
 

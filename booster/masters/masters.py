@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
+from booster.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.bucket import Bucket, State
-from booster.masters.classes import kind_of
 from booster.masters.formats import Format, Stochastic
-from booster.masters.layout import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
+from booster.masters.formats_compiled import compiled_format
 from booster.masters.options import MasterOptions
-from booster.masters.planes import compiled_format
 from booster.masters.states import signature, state_of_bucket, state_of_params
+from booster.optimizer_kinds import kind_of
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
 

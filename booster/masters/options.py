@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
-from booster.masters.classes import kind_of
 from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
+from booster.optimizer_kinds import kind_of
 
 MasterWeights = Literal["auto", "fp32", "split", "none"]
 Rounding = Literal["nearest", "stochastic", "kahan"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from booster.casting import HALF_DTYPES
+from booster.flat import flat_like, shaped_like
 from booster.masters.bucket import Bucket, State, is_elementwise
-from booster.masters.layout import flat_like, shaped_like
 
 
 def state_of_params(buckets: Iterable[Bucket], state: Mapping[Any, State]) -> dict[torch.Tensor, State]:

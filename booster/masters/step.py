@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from booster.casting import HALF_DTYPES
+from booster.flat import pack, split_by_device
 from booster.masters.bucket import Bucket
-from booster.masters.layout import pack, split_by_device
 from booster.masters.masters import Masters
 from booster.update.fused import honours_grad_scale, start_late_momentum
 

@@ -15,7 +15,7 @@ from booster.loss_scaler import DynamicScale, LossScaler
 from booster.mixed_precision.apex.functions import outside_casts
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.pins import Pin, normalise_pins, pin, pin_names
+from booster.mixed_precision.keep_fp32 import Pin, normalise_pins, pin, pin_names
 from booster.mixed_precision.policy import DtypePolicy
 
 

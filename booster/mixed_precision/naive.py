@@ -25,7 +25,7 @@ from booster.mixed_precision.apex.functions import outside_casts
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
-from booster.mixed_precision.pins import Pin, is_batch_norm, normalise_pins
+from booster.mixed_precision.keep_fp32 import Pin, is_batch_norm, normalise_pins
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.update.base import Update
 from booster.update.options import UpdateOptions

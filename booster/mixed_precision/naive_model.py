@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.interface.model import PrecisionModule
 from booster.mixed_precision.buffers import BufferAverage
-from booster.mixed_precision.pins import Pin, is_batch_norm
+from booster.mixed_precision.keep_fp32 import Pin, is_batch_norm
 from booster.mixed_precision.policy import cast_parameters, half_policy
 
 _DTYPES = {

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from booster.interface.transparent import bare
-from booster.mixed_precision.pins import Pin, check_untied, is_batch_norm, is_marked, normalise_pins, pin, pin_names
+from booster.mixed_precision.keep_fp32 import (
+    Pin,
+    check_untied,
+    is_batch_norm,
+    is_marked,
+    normalise_pins,
+    pin,
+    pin_names,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from booster.casting import HALF_DTYPES, tensors
 from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy, install_pins
-from booster.plugin.groups import Group, plan_groups
+from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
 from booster.shards.fully_sharded import reshard

@@ -15,8 +15,8 @@ from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
 from booster.plugin.torch_ddp import TorchDDPPlugin
 from booster.shards import Shards
-from booster.shards.flat import Layout
 from booster.shards.zero import ZeroShards
+from booster.shards.zero_buckets import Layout
 
 
 class LowLevelZeroPlugin(TorchDDPPlugin):

@@ -16,7 +16,7 @@ from booster.interface.transparent import bare
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Plugin
-from booster.plugin.blocks import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
 from booster.plugin.meta import check_meta, materialise
 from booster.shards import Shards

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from booster.masters.classes import kind_of
+from booster.optimizer_kinds import kind_of
 from booster.shards.base import Shards, State, is_dtensor, world_size
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.masters.classes import kind_of
-from booster.masters.layout import flat_like, shaped_like
+from booster.flat import flat_like, shaped_like
+from booster.optimizer_kinds import kind_of
 from booster.shards.base import Shards, State
-from booster.shards.exchange import Holding, gather_states
-from booster.shards.flat import Layout, stretch
+from booster.shards.zero_buckets import Layout, stretch
+from booster.shards.zero_states import Holding, gather_states
 
 SPARSE = (
     "a parameter of shape {shape} has a sparse gradient, which cannot be divided among ranks; build its module with "

@@ -1,4 +1,4 @@
-"""Fixtures that run a function on 2 or 4 ranks of one gloo group. See pool.py."""
+"""Fixtures that run a function on 2 or 4 ranks of one gloo group. See tests/support/pool.py."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
 """The harness itself: a distributed test is worth no more than what the pool does with its failures."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -192,8 +193,8 @@ def announce_and_hang(rank, world_size, folder):
 def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
-        "import sys\n"
-        "sys.path.insert(0, sys.argv[1])\n"
+        "import os, sys\n"
+        "sys.path[:0] = sys.argv[1].split(os.pathsep)\n"
         "from pool import RankPool\n"
         "from test_pool import announce_and_hang\n"
         "if __name__ == '__main__':\n"
@@ -202,7 +203,8 @@ def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     folder, meeting = tmp_path / "pids", tmp_path / "meeting"
     folder.mkdir()
     meeting.mkdir()
-    command = [sys.executable, str(script), str(Path(__file__).parent), str(folder)]
+    folders = os.pathsep.join(str(Path(file).parent) for file in (__file__, inspect.getfile(RankPool)))
+    command = [sys.executable, str(script), folders, str(folder)]
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(meeting)}) as parent:
         assert wait_until(lambda: len(list(folder.iterdir())) == 2, 60.0)
         parent.kill()

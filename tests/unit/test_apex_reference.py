@@ -1,13 +1,9 @@
 """`fp16_apex` does what was recorded of NVIDIA's apex.amp: 26 runs of one model, 4 of two, and the dtypes of 100 operations."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from apex_o1_operations import KNOWN_DIFFERENCES, OPERATIONS, outcome
 from apex_reference import (
     RECORDING,

@@ -7,8 +7,8 @@ from torch import nn
 from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision
 from booster.plugin import TorchFSDPPlugin
-from booster.plugin.blocks import block_names
-from booster.plugin.groups import plan_groups
+from booster.plugin.fsdp_blocks import block_names
+from booster.plugin.fsdp_groups import plan_groups
 from booster.plugin.meta import check_meta, materialise
 
 

@@ -126,8 +126,3 @@ def test_the_public_names_are_these():
         "booster.mixed_precision": "MixedPrecision FP16TorchMixedPrecision BF16MixedPrecision FP32 register DtypePolicy",
     }.items():
         assert set(names.split()) <= set(importlib.import_module(module).__all__)
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_has_at_most_300_lines(path):
-    assert len(path.read_text().splitlines()) <= 300

@@ -15,8 +15,8 @@ from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, MasterUpdate
 from booster.masters.compiled import CompiledMasterStep
 from booster.masters.formats import SplitBFloat16, SplitFloat16
+from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, round_float16
 from booster.masters.kernel import Kernel
-from booster.masters.planes import BFloat16Planes, Float16Planes, round_float16
 from booster.mixed_precision import BF16NaiveMixedPrecision
 
 pytestmark = [

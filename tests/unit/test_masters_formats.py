@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from booster.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.formats import Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
-from booster.masters.layout import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")

@@ -1,13 +1,9 @@
 """The table of precisions and parallelisms is what the matrix test found, and nothing that somebody typed."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-from matrix_table import PAGES, RESULTS, render, with_table  # noqa: E402
+from matrix_table import PAGES, RESULTS, render, with_table
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -18,7 +18,7 @@ from booster.mixed_precision import (
     is_batch_norm,
     set_fp32_attr_to_module,
 )
-from booster.mixed_precision.pins import Float32Forward
+from booster.mixed_precision.keep_fp32 import Float32Forward
 from booster.mixed_precision.policy import cast_parameters, half_policy
 
 HALVES = [torch.float16, torch.bfloat16]

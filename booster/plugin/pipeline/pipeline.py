@@ -17,7 +17,7 @@ from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
 from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count
 from booster.plugin.pipeline.stage import Stage
-from booster.plugin.pipeline.tied import TiedWeights
+from booster.plugin.pipeline.tied_weights import TiedWeights
 
 if TYPE_CHECKING:
     from booster.plugin.pipeline.plan import PipelinePlan

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from booster.plugin.pipeline.origins import NOWHERE, Origins, foreign_use
+from booster.plugin.pipeline.provenance import NOWHERE, Origins, foreign_use
 from booster.plugin.pipeline.route import Boundary, Replay, Route, TensorSpec, unflatten_call
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split

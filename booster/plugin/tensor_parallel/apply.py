@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
-from booster.plugin.tensor_parallel.ties import broadcast_from_first, restore_frozen, tie, tied_slots
+from booster.plugin.tensor_parallel.tied_weights import broadcast_from_first, restore_frozen, tie, tied_slots
 
 
 def check_tensor_parallel(

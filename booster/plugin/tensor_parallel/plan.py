@@ -17,7 +17,7 @@ from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
 from booster.plugin.tensor_parallel.strings import STYLES, style_of
 from booster.plugin.tensor_parallel.styles import Colwise, Rowwise, output_dim
-from booster.plugin.tensor_parallel.ties import check_ties, tied_slots
+from booster.plugin.tensor_parallel.tied_weights import check_ties, tied_slots
 
 TPPlan = Mapping[str, Any] | Callable[[nn.Module], Mapping[str, Any]] | None
 _EXAMPLE = "tp_plan={'layers.*.attn.q_proj': 'colwise', 'layers.*.attn.out_proj': 'rowwise'}"

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from booster.collectives import communication_device
-from booster.masters.layout import shaped_like
+from booster.flat import shaped_like
 from booster.shards.base import State
-from booster.shards.flat import FlatParameters
+from booster.shards.zero_buckets import FlatParameters
 
 Key = str | int
 

@@ -1,7 +1,7 @@
 """The table of precisions and parallelisms in README and docs, from the results of the matrix test.
 
 python -m pytest tests/distributed/test_matrix.py --matrix-out docs/matrix.json
-python tests/distributed/matrix_table.py
+python tests/support/matrix_table.py
 """
 
 import json
