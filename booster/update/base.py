@@ -252,7 +252,11 @@ class Update(ABC):
             raise ValueError(UNKNOWN_PARAMETERS)
 
     def culprits(self, indices: list[int], params: list[torch.Tensor]) -> tuple[str, ...]:
-        return tuple(self.names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in (params[i] for i in indices))
+        return tuple(self.name_of(params[index]) for index in indices)
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """The qualified name of `param`, for reports."""
+        return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
 
     @property
     def _has_nothing(self) -> bool:

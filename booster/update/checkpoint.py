@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from booster.optimizer_kinds import kind_of
 from booster.update.history import read_counters
 
 if TYPE_CHECKING:
     from booster.update.base import Update
 
 STATE_KEY = "booster"  # of what is ours in a state dict
+
+# Entries of the parameter's shape, in torch's optimizers and those that follow their names.
+_SHAPED = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg"),
+    *("acc_delta", "ax", "prev", "step_size"),
+}
 
 
 def state_of(update: Update) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -29,6 +39,7 @@ def load_into(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]
     """Load what `state_of` gave; `own` may lack entries. If it raises, nothing has changed."""
     shards = update.shards
     state_dict = _numbered(shards.kept.of(state_dict) if shards.kept is not None else state_dict)
+    check_shapes(update, state_dict)
     with shards.local():
         if isinstance(state_dict.get("state"), dict):
             state_dict = {**state_dict, "state": shards.cut_state(state_dict["state"])}
@@ -37,6 +48,54 @@ def load_into(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]
             weights = shards.cut_weights(dict(masters["weights"]), update.names)
             own = {**own, "masters": {**masters, "weights": weights}}
         update.load_optimizer_state_dict(state_dict, own)
+
+
+def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError if a tensor in `state_dict`, whose parameters are numbered, cannot be state of its parameter here.
+
+    Torch does not look at shapes, and its fused kernels read and write past the end of a state that is too small. Not
+    inside `local()`. What is no state dict at all is left to torch.
+    """
+    groups, states = state_dict.get("param_groups"), state_dict.get("state")
+    optimizer = update.optimizer
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if not isinstance(states, Mapping) or not groups or [len(group["params"]) for group in groups] != sizes:
+        return
+    for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+        state = states.get(index)
+        for key, value in state.items() if isinstance(state, Mapping) else ():
+            for tensor in _tensors(value):
+                legal = _legal_shape(optimizer, param, key, tensor)
+                if tuple(tensor.shape) != legal:
+                    raise ValueError(
+                        f"the optimizer state is of another model: {key!r} of {update.name_of(param)}, a parameter of shape "
+                        f"{tuple(param.shape)}, would be of shape {legal}, and is {tuple(tensor.shape)}. Nothing was loaded; "
+                        "load a state of a model with the same parameters in the same order"
+                    )
+
+
+def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape that the entry `key` of `param` must have; that of `tensor` itself where nobody can know."""
+    given, whole = tuple(tensor.shape), tuple(param.shape)
+    if isinstance(optimizer, LBFGS):
+        total = sum(p.numel() * (2 if p.is_complex() else 1) for g in optimizer.param_groups for p in g["params"])
+        return (total,) if tensor.dim() and key in ("d", "prev_flat_grad", "old_dirs", "old_stps") else given
+    if isinstance(optimizer, Adafactor):
+        known = {"row_var": (*whole[:-1], 1), "col_var": (*whole[:-2], 1, *whole[-1:]), "variance": whole}
+        return known.get(key, given)
+    if kind_of(optimizer) == "elementwise":
+        return given if key not in _SHAPED and given in ((), (1,)) else whole
+    bases = (base for base in type(optimizer).__mro__ if issubclass(base, Optimizer) and base is not Optimizer)
+    if key in _SHAPED and any(base.__module__.startswith("torch.optim.") for base in bases):
+        return whole
+    present = optimizer.state.get(param, {}).get(key)
+    return whole if isinstance(present, torch.Tensor) and present.shape == param.shape else given
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    for entry in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(entry, torch.Tensor):
+            yield entry
 
 
 def read_own(own: Any) -> tuple[dict[str, int], dict[str, Any]]:
