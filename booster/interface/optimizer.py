@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -231,7 +232,16 @@ class OptimizerWrapper(Optimizer):
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()  # torch's keeps groups and state only
+        # Torch's keeps groups and state only. Its schedulers replace `step` by a function that steps this very object.
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
+        self.settle()  # what waits for the last step's outcome belongs to this object
+        memo[id(self._backward_context)] = self._backward_context  # one strategy serves the copy too
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return clone
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

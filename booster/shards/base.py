@@ -47,6 +47,10 @@ class Shards:
         """On how many of the ranks that step together this very part lies; None: each has all of every parameter."""
         return None
 
+    def holders(self) -> list[torch.Tensor]:
+        """Every tensor whose `.grad` a backward pass may add to, whether it has one or not. Inside `local()`."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
     def written(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         """Whose gradients are to be scaled or clamped where those of `parts`, which have one each, are. Inside `local()`."""
         return parts

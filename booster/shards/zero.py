@@ -63,7 +63,7 @@ class ZeroShards(Shards):
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]
         self._versions = {param: param._version for params in lists for param in params}
-        given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         try:
             for params in lists:
                 for index, param in enumerate(params):
@@ -71,18 +71,15 @@ class ZeroShards(Shards):
                     if part is not param and part.numel():
                         part.requires_grad_(param.requires_grad)
                         part.grad = grad = self._gradient(param, part)
-                        if grad is not None:
-                            given.append((param, part, grad))
+                        given.append((param, part, grad))
             yield
         finally:
             for params, held in zip(lists, self._held, strict=True):
                 params[:] = held
             self._held = None
             for param, part, grad in given:
-                if part.grad is None:
-                    self._forget(param)
-                elif part.grad is not grad:
-                    grad.copy_(part.grad)
+                if part.grad is not grad:
+                    self._replace_gradient(param, grad, part.grad)
                 part.grad = None
 
     def part_of(self, param: torch.Tensor) -> torch.Tensor:
@@ -103,6 +100,10 @@ class ZeroShards(Shards):
 
     def copies(self, part: torch.Tensor) -> int:
         return 1 if part in self._params else self._layouts[0].world_size if self._layouts else 1
+
+    def holders(self) -> list[torch.Tensor]:
+        params = [param for params in self._held or [] for param in params]
+        return [*super().holders(), *(p for p in params if self.part_of(p) is not p)] if self._reduced else params
 
     def written(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         params = [param for params in self._held or [] for param in params if param.grad is not None]
@@ -258,6 +259,21 @@ class ZeroShards(Shards):
 
     def _has_gradient(self, param: torch.Tensor) -> bool:
         return self._reduced_part(param) is not None if self._reduced else param.grad is not None
+
+    def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
+        """Carry back what a part was given in place of `old`, the view of the gradient of `param` in memory."""
+        if new is None:
+            self._forget(param)
+            return
+        if old is None:
+            holding = self._holding(param)
+            if not self._reduced or holding is None:
+                raise RuntimeError(
+                    f"this rank's part of a parameter of shape {tuple(param.shape)} alone got a gradient"
+                )
+            holding.bucket.start_gradient(holding.position, self._rank)
+            old = self._gradient(param, self.part_of(param))
+        old.copy_(new)  # type: ignore[union-attr]
 
     def _forget(self, param: torch.Tensor) -> None:
         holding = self._holding(param) if self._reduced else None

@@ -94,6 +94,13 @@ class FlatParameters:
         start, stop = (self.offsets[index] + edge - self.bounds[rank] for edge in self.overlap(index, rank))
         return self.gradient[max(start, 0) : max(stop, 0)]  # type: ignore[index]
 
+    def start_gradient(self, index: int, rank: int) -> None:
+        """Give `params[index]`, which has none, a gradient of zeros."""
+        if self.gradient is None:
+            size = self.bounds[rank + 1] - self.bounds[rank]
+            self.gradient = torch.zeros(size, dtype=self.dtype, device=self.device)
+        self.reduced.add(index)
+
     def clear_gradient(self, index: int, rank: int) -> None:
         """Drop the gradient of `params[index]`, and the memory with the last one."""
         part = self.part_of_gradient(index, rank)

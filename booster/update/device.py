@@ -70,8 +70,8 @@ class DeviceUpdate(Update):
         grad_scale = carried / self._pending
         self._apply(None if _is_one(grad_scale) else torch.as_tensor(grad_scale, device=found.device), found)
         self.scaler.update(found)
-        # A skip leaves the gradients as they were.
-        self._scale = 1.0 if _is_one(carried) else torch.where(found > 0, carried, 1.0)
+        # A skip leaves the gradients as they were, and the clips that wait with them.
+        self._scale = 1.0 if _is_one(grad_scale) else torch.where(found > 0, grad_scale, 1.0)
         outcome = _Applied(found)
 
         def read(applied: bool) -> StepFields:

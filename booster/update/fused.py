@@ -25,11 +25,8 @@ _CHOICES = ("foreach", "fused")
 
 def honours_grad_scale(optimizer: Optimizer) -> bool:
     """Whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
-    return (
-        type(optimizer) in _KERNELS
-        and getattr(optimizer, "_step_supports_amp_scaling", False)
-        and all(group.get("fused") for group in optimizer.param_groups)
-    )
+    # Not by torch's attribute that says so, which a deep copy of the optimizer lacks.
+    return type(optimizer) in _KERNELS and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def has_sound_kernel(optimizer: Optimizer) -> bool:

@@ -60,6 +60,8 @@ class HostUpdate(Update):
         skip = self._checks and self._agreed()
         norm = self._reported_norm
         if skip:
+            if self._factor is not None:  # the overflow was another optimizer's, and gradients may outlive this step
+                self._multiply(self._pending)
             self.scaler.update(True)
             reason, culprit = self.joint.report()()
             culprit = agreement.all_names(culprit, self._group)

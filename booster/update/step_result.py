@@ -76,6 +76,10 @@ class StepResult:
         """How many gradient elements of this rank were zero; None unless the precision was asked to count them."""
         return self._read().num_zeros_in_grad
 
+    def without_loss(self) -> StepResult:
+        """This result, or a copy that does not hold the loss of a closure, and with it a graph."""
+        return self if self.loss is None else StepResult(self._applied, self._fields)
+
     def _read(self) -> StepFields:
         if not isinstance(self._fields, StepFields):
             self._fields = self._fields(self.applied)

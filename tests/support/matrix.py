@@ -1,7 +1,8 @@
 """One training job that runs under every precision on every parallelism, and what is compared between them.
 
-The job: a small transformer, a global batch divided among the data-parallel ranks, a clip in every step, an inf in one
-rank's part of a gradient at two steps, the very first among them in the runs of fused optimizers.
+The job: a small transformer, a global batch divided among the data-parallel ranks, a clip in every step, two passes before
+two of the steps, an inf in one rank's part of a gradient at two others, the very first among them in the runs of fused
+optimizers.
 """
 
 import random
@@ -25,6 +26,7 @@ from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevic
 
 DIM, HEADS, LENGTH, VOCABULARY, BLOCKS, BATCH = 16, 4, 8, 19, 4, 8
 STEPS, OVERFLOWS = 16, (5, 9)
+DOUBLES = (3, 11)  # steps before which two batches run forward and backward, one after the other
 SCALE = 2.0**10  # small enough that no step overflows by itself at the brink, where rounding would decide
 MAX_NORM = 0.5
 
@@ -167,27 +169,29 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
     for step in range(steps):
         if step in overflows:
             poison_next_backward(made, draw)
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)[first : first + share]
-        inputs, targets = tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
-        if num_splits == 1:
-            result = booster.execute_pipeline(iter([(inputs, targets)]), model, criterion, made)
-            loss = booster.reduce(result["loss"])
-        else:
-            loss = 0.0
+        loss = 0.0
+        for _ in range(2 if step in DOUBLES else 1):
+            tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)[first : first + share]
+            inputs, targets = tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
+            if num_splits == 1:
+                result = booster.execute_pipeline(iter([(inputs, targets)]), model, criterion, made)
+                loss += float(booster.reduce(result["loss"]))
+                continue
+            before = [param.grad for param in model.parameters()]  # to which every rank adds its own
             shares = []
             for x, y in zip(inputs.chunk(num_splits), targets.chunk(num_splits), strict=True):
+                for param, grad in zip(model.parameters(), before, strict=True):
+                    param.grad = None if grad is None else grad.clone()
                 part = criterion(model(x), y)
                 booster.backward(part, made)
                 loss += float(part.detach()) / num_splits
                 shares.append([param.grad / num_splits for param in model.parameters()])
-                for param in model.parameters():
-                    param.grad = None
             for param, grads in zip(model.parameters(), zip(*shares, strict=True), strict=True):
                 param.grad = sum(grads[1:], grads[0])
         made.clip_grad_by_norm(MAX_NORM)
         result = made.step()
         made.zero_grad()
-        trace.losses.append(float(loss))
+        trace.losses.append(loss)
         trace.norms.append(result.grad_norm)
         trace.applied.append(result.applied)
         trace.scales.append(made.loss_scale)

@@ -3,7 +3,20 @@
 from contextlib import nullcontext
 
 import torch
-from matrix import BATCH, LENGTH, MAX_NORM, OPTIMIZERS, OVERFLOWS, SCALE, STEPS, VOCABULARY, Trace, Transformer, loss_of
+from matrix import (
+    BATCH,
+    DOUBLES,
+    LENGTH,
+    MAX_NORM,
+    OPTIMIZERS,
+    OVERFLOWS,
+    SCALE,
+    STEPS,
+    VOCABULARY,
+    Trace,
+    Transformer,
+    loss_of,
+)
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp16_naive": torch.float16, "bf16_naive": torch.bfloat16}
 
@@ -25,10 +38,13 @@ def train_by_hand(precision, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS
     data = torch.Generator().manual_seed(3)
     trace = Trace()
     for step in range(steps):
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
-        inputs, targets = tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
         loss = 0.0
-        for x, y in zip(inputs.chunk(num_splits), targets.chunk(num_splits), strict=True):
+        batches = []
+        for _ in range(2 if step in DOUBLES else 1):
+            tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=data)
+            inputs, targets = tokens[:, :-1], (tokens[:, :-1] * 3 + 1) % VOCABULARY
+            batches += zip(inputs.chunk(num_splits), targets.chunk(num_splits), strict=True)
+        for x, y in batches:
             autocast = precision in HALF and not naive
             with torch.autocast("cpu", HALF[precision]) if autocast else nullcontext():
                 output = model(x)

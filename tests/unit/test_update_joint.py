@@ -132,3 +132,18 @@ def test_clips_of_two_optimizers_may_both_wait(decides):
     assert second.step()
     for param in a + b:
         assert torch.allclose(param, torch.full((4,), 0.5), atol=1e-5)
+
+
+@both
+@pytest.mark.parametrize("scale", [None, 2.0**8])
+@pytest.mark.parametrize("max_norm", [0.25, 0.0])
+def test_a_clip_holds_for_gradients_that_outlive_a_step_skipped_for_the_sake_of_another(decides, scale, max_norm):
+    a, b = parameters(4), parameters(4)
+    first, second = sgd(a, decides, scale), sgd(b, decides, scale)
+    run_backward(loss_with(a + b, [INF, 0.5]), [first, second])
+    first.clip_grad_by_norm(1.0)
+    second.clip_grad_by_norm(max_norm)  # of 1.0
+    assert not first.step() and not second.step()
+    second.backward(loss_with(b, [0.125]))
+    assert second.step()
+    assert torch.allclose(b[0], torch.full((4,), 1.0 - 0.5 * max_norm - 0.125), atol=1e-6)

@@ -39,7 +39,7 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         skip_nonfinite: bool = False,
     ) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
-        masters.gradient_of = self._sums.get
+        masters.gradient_of = self._sum_of  # a method, which follows this object into a deep copy
         MasterUpdate.__init__(
             self, optimizer, scaler, names, masters=masters, group=group, shards=shards, skip_nonfinite=skip_nonfinite
         )
@@ -76,13 +76,21 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
     def closure_refusal(self) -> str | None:
         return NO_CLOSURE
 
+    def _sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        return self._sums.get(param)
+
     def _set_aside(self) -> None:
-        halves = [p for p in self._held() if _has_master(p)]
+        halves = [p for p in self.shards.holders() if _has_master(p)]
         for param in halves:
             if param.grad is not None:
                 self._before[param] = param.grad if self._group is None else param.grad.clone()
                 param.grad = None
         super()._set_aside()
+
+    def _fresh(self) -> list[torch.Tensor]:
+        # Of half parameters this rank's parts, to which its masters and sums belong.
+        halves = [p for p in self._held() if _has_master(p) and p.grad is not None]
+        return halves + [p for p in super()._fresh() if not _has_master(p)]
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         wide = [

@@ -89,7 +89,7 @@ class ApexUpdate(HostUpdate):
         if self._delayed is None:
             self._settle()
         else:
-            fresh = [param for param in self._held() if param.grad is not None]
+            fresh = [param for param in self.shards.holders() if param.grad is not None]
             self._before = {param: param.grad.clone() for param in fresh}  # type: ignore[union-attr]
             if self._delayed != scale:  # of another loss
                 unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
@@ -130,7 +130,7 @@ class ApexUpdate(HostUpdate):
             return
         before = {**self._before, **self._stash}
         with self.shards.local():
-            for param in self._held():
+            for param in self.shards.holders():
                 param.grad = before.get(param)
         self._delayed, self._before, self._stash = self._delayed_before, {}, {}
 
@@ -146,7 +146,7 @@ class ApexUpdate(HostUpdate):
         self._factor = None
 
     def _set_aside(self) -> None:
-        for param in self._held():
+        for param in self.shards.holders():
             if param.grad is not None:
                 # The plugin may own the memory, as DistributedDataParallel's buckets do, and write to it in the pass.
                 self._stash[param] = param.grad if self._group is None else param.grad.clone()
@@ -154,7 +154,7 @@ class ApexUpdate(HostUpdate):
 
     def _take_in(self, check: bool) -> bool:
         """Unscale what a pass brought and add what was set aside; returns whether it held an inf or NaN."""
-        fresh = [param for param in self._held() if param.grad is not None]
+        fresh = self._fresh()
         found = self._unscale_fresh(fresh, gradient_values(fresh), check)
         for param, before in self._stash.items():
             if param.grad is None:
@@ -185,6 +185,10 @@ class ApexUpdate(HostUpdate):
             for update in updates:
                 update._overflow = update._overflow or overflow
 
+    def _fresh(self) -> list[torch.Tensor]:
+        """What holds the gradients that a pass brought."""
+        return [param for param in self.shards.holders() if param.grad is not None]
+
     def _held(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
@@ -196,6 +200,7 @@ class ApexUpdate(HostUpdate):
         return super().step() if self._overflow is None else self._skip(self._overflow)
 
     def _skip(self, overflow: _Overflow) -> StepResult:
+        self._settle()  # gradients that outlive the step stay clipped, as where a clip writes to them at once
         if self._verbose_skips:
             _logger.info(
                 "Gradient overflow.  Skipping step, loss scaler %s reducing loss scale to %s",
