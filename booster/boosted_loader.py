@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler
 
-from booster.batch import to_device
+from booster.trees import map_tensors
 
 
 @dataclass(frozen=True)
@@ -163,3 +163,22 @@ def _samplers(loader: Any) -> list[Any]:
 def _epoch_of(target: Any) -> int | None:
     epoch = getattr(target, "epoch", None)
     return epoch if isinstance(epoch, int) else None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor on `device`, in containers of the same types, all of them new.
+
+    batch: see `booster.trees`; an object with a method `to(device)` (such as a tokenizer's output, which moves itself in
+    place) moves itself. A tensor that is there already is not copied. Copies from pinned memory do not block; others wait
+    for the copy.
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
+
+    def move_itself(value: Any) -> Any:
+        return (
+            value.to(device) if callable(getattr(value, "to", None)) and not isinstance(value, type) else NotImplemented
+        )
+
+    return map_tensors(move, batch, instead=move_itself, copy_containers=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+
+from booster.trees import map_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,9 @@ def divide(batch: Any, count: Callable[[int], int]) -> list[MicroBatch]:
     Tensors with that first dimension are divided, in whatever containers; all else goes to every micro-batch. Raises
     ValueError if the size is not a multiple of their number.
     """
-    tensors = [tensor for tensor in _tensors(batch) if tensor.dim()]
-    if not tensors:
+    size = next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim()), None)
+    if size is None:
         raise ValueError("the batch holds no tensor with a batch dimension, so it cannot be divided into micro-batches")
-    size = tensors[0].shape[0]
     num = count(size)
     if size % num:
         raise ValueError(
@@ -52,49 +53,10 @@ def divide(batch: Any, count: Callable[[int], int]) -> list[MicroBatch]:
         )
     if num == 1:
         return [MicroBatch.of(batch)]
-    return [MicroBatch.of(_part(batch, size, index * size // num, size // num)) for index in range(num)]
 
+    def part(tensor: torch.Tensor, index: int) -> torch.Tensor:
+        if not tensor.dim() or tensor.shape[0] != size:
+            return tensor
+        return tensor.narrow(0, index * size // num, size // num)
 
-def joined(outputs: list[Any]) -> Any:
-    """What the model returned for each micro-batch, as for one batch: tensors joined along their first dimension."""
-    first = outputs[0]
-    if len(outputs) == 1:
-        return first
-    if isinstance(first, torch.Tensor):
-        return torch.cat([out if out.dim() else out.reshape(1) for out in outputs])
-    if isinstance(first, MutableMapping):
-        whole = copy.copy(first)
-        for key in first:
-            whole[key] = joined([output[key] for output in outputs])
-        return whole
-    if isinstance(first, tuple) and hasattr(first, "_fields"):
-        return type(first)(*(joined(list(parts)) for parts in zip(*outputs, strict=True)))
-    if isinstance(first, (tuple, list)):
-        return type(first)(joined(list(parts)) for parts in zip(*outputs, strict=True))
-    return outputs
-
-
-def _part(value: Any, size: int, start: int, length: int) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.narrow(0, start, length) if value.dim() and value.shape[0] == size else value
-    if isinstance(value, MutableMapping):
-        part = copy.copy(value)
-        for key, entry in value.items():
-            part[key] = _part(entry, size, start, length)
-        return part
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_part(entry, size, start, length) for entry in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_part(entry, size, start, length) for entry in value)
-    return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, (tuple, list)):
-        for entry in value:
-            yield from _tensors(entry)
+    return [MicroBatch.of(map_tensors(partial(part, index=index), batch)) for index in range(num)]

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
-from booster.micro_batch import MicroBatch, divide, joined
+from booster.micro_batch import MicroBatch, divide
 from booster.plugin import Pipeline
+from booster.trees import join, map_tensors
 from booster.update.backward import abandon_backward, begin_backward, end_backward
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def execute(
     loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None
     if return_loss and pipeline is not None:
         loss = pipeline.share(loss, booster.device)
-    return {"loss": loss if return_loss else None, "outputs": joined(outputs) if outputs else None}
+    return {"loss": loss if return_loss else None, "outputs": join(outputs) if outputs else None}
 
 
 def _run_whole(
@@ -72,7 +72,7 @@ def _run_whole(
                 booster.backward(loss, optimizers)
             losses.append(loss.detach())
             if return_outputs:
-                outputs.append(tree_map(_detached, output))
+                outputs.append(map_tensors(torch.Tensor.detach, output))
     return losses, outputs
 
 
@@ -115,7 +115,3 @@ def _run_stages(
 
 def _is_accumulating(booster: Booster, optimizers: Sequence[OptimizerWrapper]) -> bool:
     return any(entry in group.optimizers for group in booster._accumulations for entry in optimizers)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from booster.casting import cast_floats, tensors
+from booster.casting import cast_floats
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
+from booster.trees import tensors
 
 __all__ = [
     "CriterionWrapper",

@@ -19,13 +19,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from booster.casting import HALF_DTYPES, tensors
+from booster.casting import HALF_DTYPES
 from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy, install_pins
 from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
 from booster.shards.fully_sharded import reshard
+from booster.trees import map_tensors, tensors
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
@@ -210,13 +211,12 @@ class _Own(torch.autograd.Function):
 def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     # fully_shard hooks the gradients of outputs. An in-place operation on a view drops such a hook, of which torch warns,
     # and a Linear with a bias already returns a view.
-    if isinstance(output, torch.Tensor):
-        return _Own.apply(output) if output._is_view() and output.grad_fn is not None else output
-    if type(output) in (tuple, list):
-        return type(output)(_own_outputs(module, args, item) for item in output)
-    if type(output) is dict:
-        return {key: _own_outputs(module, args, value) for key, value in output.items()}
-    return output
+    return map_tensors(_own, output)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    own: torch.Tensor = _Own.apply(tensor) if tensor._is_view() and tensor.grad_fn is not None else tensor
+    return own
 
 
 class _AdmitUnfrozen:

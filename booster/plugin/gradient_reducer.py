@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.casting import tensors
 from booster.flat import flat_like
 from booster.interface.transparent import PlacedModule
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
+from booster.trees import tensors
 
 # torch 2.13 renamed the collective and warns about the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 
 from booster.casting import cast_floats
 from booster.interface.model import ForwardPrecision, ModelWrapper
+from booster.trees import is_container
 
 
 class ApexModel(ModelWrapper):
@@ -23,22 +23,22 @@ class ApexModel(ModelWrapper):
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return cast_floats(tree, dtype, float64=True)
-    if isinstance(tree, (str, bytes, bytearray, range, nn.Module)) or hasattr(tree, "__array__"):
-        return tree
-    if isinstance(tree, (tuple, list, Mapping)) or dataclasses.is_dataclass(tree):
-        return cast_floats(tree, dtype, float64=True, cast_other=_cast)
-    if callable(getattr(tree, "to", None)) and not isinstance(tree, type):
-        return tree.to(dtype)
-    if not isinstance(tree, Collection):
-        return tree
-    items = [_cast(item, dtype) for item in tree]
-    if all(new is old for new, old in zip(items, tree, strict=True)):
-        return tree
-    if isinstance(tree, deque):
-        return type(tree)(items, tree.maxlen)
-    return type(tree)(items)  # type: ignore[call-arg]
+    return cast_floats(tree, dtype, float64=True, instead=partial(_cast_object, dtype=dtype))
+
+
+def _cast_object(value: Any, *, dtype: torch.dtype) -> Any:
+    if isinstance(value, (str, bytes, bytearray, range, nn.Module)) or hasattr(value, "__array__"):
+        return value
+    if is_container(value):
+        return NotImplemented
+    if callable(getattr(value, "to", None)) and not isinstance(value, type):
+        return value.to(dtype)
+    if not isinstance(value, Collection):
+        return value
+    items = [_cast(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(items)  # type: ignore[call-arg]
 
 
 class CriterionPrecision:

@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from booster.casting import cast_floats, tensors
+from booster.casting import cast_floats
 from booster.mixed_precision.apex.dispatched import dispatched
 from booster.mixed_precision.apex.functions import Rule, active_modes, as_float32, as_half, as_widest
+from booster.trees import tensors
 
 Kind = Literal["half", "float", "promote"]
 Name = tuple[str, str]  # of a module or class, and of what is in it

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
 from booster.casting import HALF_DTYPES
 from booster.interface.transparent import PlacedModule
@@ -18,6 +18,7 @@ from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count
 from booster.plugin.pipeline.stage import Stage
 from booster.plugin.pipeline.tied_weights import TiedWeights
+from booster.trees import map_tensors
 
 if TYPE_CHECKING:
     from booster.plugin.pipeline.plan import PipelinePlan
@@ -195,7 +196,7 @@ class Pipeline(PlacedModule):
         loss = (loss.float() if loss.dtype in HALF_DTYPES else loss).reshape(())
         self._losses.append(loss.detach())
         if self._keep_outputs:
-            self._outputs.append(tree_map(_detached, output))
+            self._outputs.append(map_tensors(torch.Tensor.detach, output))
         if self._factor is None:
             return loss
         if not loss.requires_grad:
@@ -203,10 +204,6 @@ class Pipeline(PlacedModule):
                 "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
             )
         return loss * self._factor
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _no_criterion(output: Any, target: Any) -> torch.Tensor:
