@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 NPROC ?= 2
+WORKERS ?= 2
 DEMO := .venv-demo
 TEST := .venv-test
 INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
@@ -17,15 +18,15 @@ demo: $(DEMO)/.installed
 compare: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16 $(ARGS)
 
-# Parallel mode gives every process that is measured a file of its own; `combine` adds them up. The report is printed
-# also when tests fail, and the tests' own exit code is what make sees.
+# Files of tests are dealt to WORKERS processes. Parallel mode gives every process that is measured a file of its own;
+# `combine` adds them up. The report is printed also when tests fail, and the tests' own exit code is what make sees.
 test: $(TEST)/.installed
 	$(TEST)/bin/python -m coverage erase
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest -m "not slow" $(ARGS); code=$$?; \
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS); code=$$?; \
 	$(TEST)/bin/python -m coverage combine --quiet; $(TEST)/bin/python -m coverage report; exit $$code
 
 slow: $(TEST)/.installed
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(TEST)/.linters
 	$(TEST)/bin/ruff check .

@@ -187,7 +187,7 @@ def test_closing_leaves_no_process_and_no_folder(pool):
 
 def announce_and_hang(rank, world_size, folder):
     (Path(folder) / str(os.getpid())).touch()
-    time.sleep(60)
+    time.sleep(300)
 
 
 def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
@@ -206,7 +206,7 @@ def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     folders = os.pathsep.join(str(Path(file).parent) for file in (__file__, inspect.getfile(RankPool)))
     command = [sys.executable, str(script), folders, str(folder)]
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(meeting)}) as parent:
-        assert wait_until(lambda: len(list(folder.iterdir())) == 2, 60.0)
+        assert wait_until(lambda: len(list(folder.iterdir())) == 2, 120.0)
         parent.kill()
     assert wait_until(lambda: not any(alive(int(path.name)) for path in folder.iterdir()))
     assert not list(meeting.glob("booster-*"))

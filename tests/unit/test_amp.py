@@ -497,7 +497,6 @@ NORMS = {"blocks.0.norm1", "blocks.1.norm1"}
         (["blocks.0.attn", "blocks.0.attn.0"], {"blocks.0.attn.0"}),
         (nn.Linear, ATTENTION | NORMS | {"special"}),
     ],
-    ids=str,
 )
 def test_keep_fp32_takes_types_patterns_and_predicates(precision, keep_fp32, expected):
     assert pinned_names(keep_fp32, precision) == expected

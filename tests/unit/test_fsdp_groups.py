@@ -70,7 +70,6 @@ def test_a_transformers_model_names_its_blocks():
         (60, [*BLOCKS, "head"]),  # 68 parameters each, no part of it above 60
         (10**6, []),
     ],
-    ids=str,
 )
 def test_blocks_are_chosen_by_class_name_predicate_or_size(wrap_policy, names):
     assert sorted(block_names(Net(), wrap_policy)) == sorted(names)
