@@ -477,10 +477,17 @@ def whole_tensors(rank, world_size, precision, stage, name):
             precision, plugin, model, make=lambda _, m=model, make=make: make([p.weight for p in m.layers], lr=1e-2)
         )
         jobs.append(job.train(range(STEPS), rank, world_size, clip=0.5))
-    # Muon orthogonalises in bfloat16: gradients that differ in their last bit move an update by up to 2**-8 of its size.
-    rounding = 1e-2 * 2**-8 * STEPS if name == "Muon" else 0.0
+    # Muon orthogonalises in bfloat16, in five iterations: gradients that differ in their last bit move an update by several
+    # roundings of it, on machines whose products of bfloat16 are not summed alike for every shape.
+    rounding = 4 * 2**-8 * 1e-2 * STEPS if name == "Muon" else 0.0
     for key, weight in jobs[0].weights().items():
-        assert torch.allclose(jobs[1].weights()[key], weight, atol=TOLERANCE[precision] + rounding), key
+        torch.testing.assert_close(
+            jobs[1].weights()[key],
+            weight,
+            rtol=0,
+            atol=TOLERANCE[precision] + rounding,
+            msg=lambda m, key=key: f"{key}: {m}",
+        )
     parts = jobs[1].parts()
     params = dict(jobs[1].model.named_parameters())
     held = {key for key, (part, _) in parts.items() if part.numel()}

@@ -143,7 +143,8 @@ def test_a_clip_holds_for_gradients_that_outlive_a_step_skipped_for_the_sake_of_
     run_backward(loss_with(a + b, [INF, 0.5]), [first, second])
     first.clip_grad_by_norm(1.0)
     second.clip_grad_by_norm(max_norm)  # of 1.0
-    assert not first.step() and not second.step()
+    assert not first.step()
+    assert not second.step()
     second.backward(loss_with(b, [0.125]))
     assert second.step()
     assert torch.allclose(b[0], torch.full((4,), 1.0 - 0.5 * max_norm - 0.125), atol=1e-6)

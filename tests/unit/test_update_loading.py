@@ -112,7 +112,8 @@ def test_state_of_the_same_shapes_is_loaded(name, precision):
         {key: {name: torch.as_tensor(value).shape for name, value in own.items()} for key, own in state.items()}
         for state in (optimizer.state_dict()["state"], other.state_dict()["state"])
     ]
-    assert shapes[0] == shapes[1] and shapes[0]
+    assert shapes[0] == shapes[1]
+    assert shapes[0]
 
 
 def test_names_the_entry_of_the_parameter_that_differs():
