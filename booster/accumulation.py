@@ -108,25 +108,25 @@ class Accumulation:
 class Unsynchronised:
     """Keeps note, while entered, that backward passes of a model leave its gradients incomplete.
 
-    context: the plugin's own. optimizer: whose passes those are; None means every optimizer of the model's parameters.
+    context: the plugin's own. optimizers: whose passes those are; None means every optimizer of the model's parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: OptimizerWrapper | None,
+        optimizers: Sequence[OptimizerWrapper] | None,
         running: list[Unsynchronised],
         context: AbstractContextManager[Any],
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._running = running
         self._context = context
         self._known: dict[int, bool] = {}
 
     def covers(self, optimizer: OptimizerWrapper) -> bool:
-        if self._optimizer is not None:
-            return optimizer is self._optimizer
+        if self._optimizers is not None:
+            return any(optimizer is each for each in self._optimizers)
         if id(optimizer) not in self._known:
             own = {id(param) for param in self._model.parameters()}
             self._known[id(optimizer)] = any(id(p) in own for g in optimizer.param_groups for p in g["params"])

@@ -96,7 +96,7 @@ class Booster:
     def boost(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         dataloader: Iterable[Any] | None = None,
         lr_scheduler: Any | None = None,
@@ -107,16 +107,23 @@ class Booster:
         loader arrive on `device` (a loader of `prepare_dataloader` is returned as it is). Call it again for further models,
         as a GAN does. The user's model and optimizer are edited in place; a plugin may broadcast the model's weights.
 
+        optimizer: one, or a list of several that share the model's parameters, which come back as a list; then
+        `backward(loss, optimizers)`, and each is stepped, clipped and saved by itself. lr_scheduler: one, or a list.
+
         Raises before anything is changed: TypeError for a wrong object, RuntimeError for one that was boosted before,
-        ValueError for an optimizer without parameters of the model, a loader that is not sharded in a world of several
-        ranks, or a model that cannot train in this precision.
+        ValueError for an optimizer without parameters of the model, a parameter in two optimizers of the list, a loader
+        that is not sharded in a world of several ranks, or a model that cannot train in this precision.
         """
         checks.check_model(model, self._models)
         checks.check_criterion(criterion, self.plugin)
-        checks.check_optimizer(
-            optimizer, model, criterion, models=self._models, optimizers=self._optimizers, plugin=self.plugin
-        )
-        owner = None if lr_scheduler is None else checks.scheduler_owner(lr_scheduler, optimizer, self._optimizers)
+        several = list(optimizer) if isinstance(optimizer, (list, tuple)) else None
+        for each in [optimizer] if several is None else several:
+            checks.check_optimizer(
+                each, model, criterion, models=self._models, optimizers=self._optimizers, plugin=self.plugin
+            )
+        if several is not None:
+            checks.check_shared(several, model)
+        owners = checks.scheduler_owners(lr_scheduler, optimizer, self._optimizers)
         loader = checks.boosted_loader(dataloader, self._loaders, device=self.device, plugin=self.plugin)
         place = functools.partial(self.plugin.place, device=self.device)
         placement = Placement(
@@ -129,16 +136,17 @@ class Booster:
             group=self.plugin.group,
         )
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
-            model, optimizer, criterion, placement=placement, options=self._options
+            model, optimizer if several is None else several, criterion, placement=placement, options=self._options
         )
         self._models |= {model, boosted}
         if loader is not None:
             self._loaders.add(loader)
-        if optimizer is not None and boosted_optimizer is not None:
-            self._optimizers[id(optimizer)] = boosted_optimizer
-        if owner is not None:
-            lr_scheduler = LRSchedulerWrapper(lr_scheduler, self._optimizers[id(owner)])
-        return boosted, boosted_optimizer, boosted_criterion, loader, lr_scheduler
+        for wrapper in [boosted_optimizer] if several is None else boosted_optimizer:
+            if wrapper is not None:
+                self._optimizers[id(wrapper.unwrap())] = wrapper
+        wrapped = [LRSchedulerWrapper(each, self._optimizers[id(owner)]) for each, owner in owners]
+        schedulers = wrapped if isinstance(lr_scheduler, (list, tuple)) else next(iter(wrapped), None)
+        return boosted, boosted_optimizer, boosted_criterion, loader, schedulers
 
     def backward(
         self,
@@ -231,15 +239,14 @@ class Booster:
         )
         return Listed(group, self._accumulations)
 
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper | None = None) -> AbstractContextManager[Any]:
+    def no_sync(self, model: nn.Module, optimizer: Optimizers | None = None) -> AbstractContextManager[Any]:
         """Context in which forward and backward of `model` leave gradients unsynchronised among ranks.
 
-        optimizer: the boosted optimizer of the model, for plugins that hold gradients in it.
+        optimizer: the boosted optimizer of the model, or several, for plugins that hold gradients in it.
         """
-        if optimizer is not None:
-            checks.check_boosted_optimizers(optimizer, "no_sync")
+        optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._own(model, "no_sync")
-        return Unsynchronised(boosted, optimizer, self._unsynchronised, self.plugin.no_sync(boosted.module))
+        return Unsynchronised(boosted, optimizers, self._unsynchronised, self.plugin.no_sync(boosted.module))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,17 +119,62 @@ def check_optimizer(
         )
 
 
-def scheduler_owner(
-    scheduler: Any, optimizer: Optimizer | None, optimizers: Mapping[int, OptimizerWrapper]
+def check_shared(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Raise unless `optimizers` share the parameters of `model`, none in two; one WARNING names those in none that train."""
+    if not optimizers:
+        raise ValueError("boost got an empty list of optimizers; pass None for a model that is not trained")
+    if any(optimizer is None for optimizer in optimizers):
+        raise TypeError("optimizer must be a torch.optim.Optimizer, got NoneType in a list; leave it out")
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ValueError("boost got the same optimizer twice in one list; name each once")
+    held = [{id(param) for group in each.param_groups for param in group["params"]} for each in optimizers]
+    named = dict(model.named_parameters())
+    shared = [name for name, param in named.items() if sum(id(param) in own for own in held) > 1]
+    if shared:
+        raise ValueError(
+            f"{_shown(shared)} {'is' if len(shared) == 1 else 'are'} in several of the {len(optimizers)} optimizers, and "
+            "would be stepped by each of them; give every parameter to one"
+        )
+    idle = [n for n, p in named.items() if p.requires_grad and not any(id(p) in own for own in held)]
+    if idle and (not dist.is_initialized() or dist.get_rank() == 0):
+        _logger.warning(
+            "%s of %s %s in none of the %d optimizers, and will not be trained; give them to one, or freeze them with "
+            "requires_grad_(False)",
+            _shown(idle),
+            type(bare(model)).__name__,
+            "is" if len(idle) == 1 else "are",
+            len(optimizers),
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def scheduler_owners(
+    scheduler: Any, optimizer: Any, optimizers: Mapping[int, OptimizerWrapper]
+) -> list[tuple[Any, Optimizer]]:
+    """Each of the schedulers with the optimizer that it drives, which is in `optimizer` or was boosted before.
+
+    scheduler, optimizer: as given to `boost`, one, a list, or None. Schedulers without an `optimizer` of their own belong
+    to that in the same place of the list.
+    """
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    several = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    paired = given if len(given) == len(several) else [None] * len(several)
+    return [(each, _owner(each, own, given, optimizers)) for each, own in zip(several, paired, strict=True)]
+
+
+def _owner(
+    scheduler: Any, optimizer: Optimizer | None, given: Sequence[Optimizer], optimizers: Mapping[int, OptimizerWrapper]
 ) -> Optimizer:
-    """The optimizer that `scheduler` drives; raises unless it is `optimizer` or one of `optimizers`, boosted before."""
     if isinstance(scheduler, LRSchedulerWrapper):
         raise RuntimeError("this lr_scheduler is boosted already; pass it to boost() once")
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"lr_scheduler must have a step method, got {type(scheduler).__name__}")
     owner = getattr(scheduler, "optimizer", optimizer)
     owner = owner.unwrap() if isinstance(owner, OptimizerWrapper) else owner
-    if owner is None or (owner is not optimizer and id(owner) not in optimizers):
+    if owner is None or (all(owner is not each for each in given) and id(owner) not in optimizers):
         raise ValueError(
             "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
             "together"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -149,16 +149,16 @@ class MixedPrecision:
     def configure(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         *,
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
-    ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
-        """Wrap model, optimizer and criterion so that they run under this precision.
+    ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
+        """Wrap model, optimizer and criterion so that they run under this precision; several optimizers come as a list.
 
-        Order: check, convert, place, rebind the optimizer to the placed parameters, wrap. The user's objects are edited
-        in place: parameters move to the device, the optimizer may switch to its fused kernel.
+        Order: check, convert, place, rebind the optimizers to the placed parameters, wrap. The user's objects are edited
+        in place: parameters move to the device, optimizers may switch to their fused kernels.
         """
         placement = placement or Placement()
         options = options or UpdateOptions()
@@ -167,27 +167,47 @@ class MixedPrecision:
             self.check(criterion)
         before = named_parameters(bare(model))
         policy = self.policy_for(model)
-        kept = {} if optimizer is None else self.keep_weights(model, placement)
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+        kept = self.keep_weights(model, placement) if optimizers else {}
         placed = placement.place(self.convert(model), policy)
         boosted = self.wrap_model(placed)
         boosted_criterion = self._wrap_criterion(criterion, placement.device)
-        if optimizer is None:
-            return boosted, None, boosted_criterion
-        after = placed_parameters(placed)
-        kept_params = rebind(optimizer, before, after, partial=isinstance(placed, PlacedModule) and placed.is_partial)
-        compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
-        if options.fused_optimizer and not compiled and self.may_fuse(optimizer):
-            switch_to_fused(optimizer, boosted)
+        after = placed_parameters(placed) if optimizers else {}
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):
             names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
-        shards = placement.shards(optimizer)
-        shards.kept = kept_params
+        partial = isinstance(placed, PlacedModule) and placed.is_partial
+        all_kept = [rebind(each, before, after, partial=partial) for each in optimizers]
+        # All before the first is wrapped: together they may settle how parameters are divided.
+        all_shards = [placement.shards(each) for each in optimizers]
+        wrapped = []
+        for each, shards, of_rank in zip(optimizers, all_shards, all_kept, strict=True):
+            shards.kept = of_rank
+            wrapped.append(self._wrap_optimizer(each, boosted, dict(names), after, kept, shards, placement, options))
+        return boosted, (wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None)), boosted_criterion
+
+    def _wrap_optimizer(
+        self,
+        optimizer: Optimizer,
+        boosted: ModelWrapper,
+        names: dict[torch.Tensor, str],
+        after: Mapping[str, torch.Tensor],
+        kept: dict[str, torch.Tensor],
+        shards: Shards,
+        placement: Placement,
+        options: UpdateOptions,
+    ) -> OptimizerWrapper:
+        """The boosted optimizer; it takes the weights of its parameters out of `kept`. `after`: placed parameters by name."""
+        compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
+        if options.fused_optimizer and not compiled and self.may_fuse(optimizer):
+            switch_to_fused(optimizer, boosted)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        own = [name for name in list(kept) if after.get(name) in held]
         with shards.local():
             names |= {shards.part_of(param): name for name, param in after.items()}
-            weights = {shards.part_of(after[n]): shards.cut(kept.pop(n), after[n]) for n in list(kept) if n in after}
+            weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
             make_update = self.make_update(optimizer, names, weights, compiled=compiled)
-        boosted_optimizer = OptimizerWrapper(
+        return OptimizerWrapper(
             optimizer,
             self.make_scaler(),
             names,
@@ -198,7 +218,6 @@ class MixedPrecision:
             backward_context=self.backward_context,
             make_update=make_update,
         )
-        return boosted, boosted_optimizer, boosted_criterion
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         """The boosted model around a placed one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
-from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.transparent import PlacedModule
 from booster.loss_scaler import DynamicScale, LossScaler
 from booster.masters.compiled import can_compile_masters
@@ -143,12 +142,12 @@ class NaiveMixedPrecision(MixedPrecision):
     def configure(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         *,
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
-    ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+    ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
         options = options or UpdateOptions()
         if self._max_norm:
             if options.clip_grad_norm not in (0.0, self._max_norm):

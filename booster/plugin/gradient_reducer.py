@@ -58,7 +58,7 @@ class GradientReducer:
     # ------------------------------------------------------------------ one backward
 
     def _start(self) -> None:
-        self._layout.divide(whole=False)  # unless an optimizer had it divided otherwise
+        self._layout.divide_rest()
         self._missing = [set(bucket.params) for bucket in self._layout.buckets]
         self._bucket = {param: index for index, params in enumerate(self._missing) for param in params}
         self._next = 0

@@ -46,7 +46,9 @@ class ZeroShards(Shards):
             )
         self._layouts = list(layouts)
         for layout in self._layouts:
-            layout.divide(whole=kind == "per tensor")
+            layout.divide(
+                {param for group in optimizer.param_groups for param in group["params"]}, whole=kind == "per tensor"
+            )
         self._reduced = reduced
         self._parts: dict[torch.Tensor, torch.Tensor] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
@@ -88,6 +90,8 @@ class ZeroShards(Shards):
             if holding is None:
                 return param
             bucket, index = holding
+            if bucket.data is None:  # of parameters that no optimizer had when this one came
+                torch.autograd.graph.increment_version(bucket.lay_down())
             start, stop = bucket.overlap(index, self._rank)
             if start == stop:
                 part = torch.empty(0, dtype=param.dtype, device=param.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,7 +122,8 @@ class Layout:
     """The trainable parameters of one module in flat buckets, in about the order in which backward reaches them.
 
     bucket_bytes: of parameters in a bucket, at most, unless a single one is larger. Raises ValueError for parameters that are
-    not floating point. How they are divided among ranks is open until `divide`.
+    not floating point. How they are divided among ranks is open until `divide`, which each of several optimizers calls for
+    its own; a bucket holds parameters of one optimizer.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], *, group: dist.ProcessGroup, bucket_bytes: float) -> None:
@@ -134,38 +135,48 @@ class Layout:
             )
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.whole: bool | None = None
         self.buckets: list[FlatParameters] = []
         self._bucket_bytes = bucket_bytes
+        self._by_tensors = False
         self._places: dict[torch.Tensor, tuple[FlatParameters, int]] = {}
 
-    def divide(self, whole: bool) -> None:
-        """Divide parameters among ranks: tensor by tensor if `whole`, else by elements. The first call decides.
+    def divide(self, params: Collection[torch.Tensor], *, whole: bool) -> None:
+        """Divide those of `params` that are of this layout among ranks: tensor by tensor if `whole`, else by elements.
 
-        Raises RuntimeError if parameters that are divided by elements are asked for whole.
+        How those were divided that were divided before, stays. Raises RuntimeError if such are divided by elements and
+        asked for whole.
         """
-        if self.whole is not None:
-            if whole and not self.whole:
-                raise RuntimeError(
-                    "an optimizer that needs whole tensors came after the parameters of this model were divided by "
-                    "elements; boost the model together with that optimizer first"
-                )
-            return
-        self.whole = whole
-        owners = _deal(self.params, self.world_size) if whole else {}
-        for params in self._bucketed():
-            bucket = FlatParameters(params, self.world_size, [owners[p] for p in params] if whole else None)
+        if whole and any(param in self._places and self._places[param][0].even for param in params):
+            raise RuntimeError(
+                "an optimizer that needs whole tensors came after the parameters of this model were divided by "
+                "elements; boost the model together with that optimizer first"
+            )
+        fresh = [param for param in self.params if param in params and param not in self._places]
+        self._by_tensors |= whole
+        owners = _deal(fresh, self.world_size) if whole else {}
+        for members in self._bucketed(fresh):
+            bucket = FlatParameters(members, self.world_size, [owners[p] for p in members] if whole else None)
             self.buckets.append(bucket)
             self._places |= {param: (bucket, index) for index, param in enumerate(bucket.params)}
+        # Backward fills that one last whose first parameter comes first in the model.
+        position = {param: index for index, param in enumerate(self.params)}
+        self.buckets.sort(key=lambda bucket: -min(position[param] for param in bucket.params))
+
+    def divide_rest(self) -> None:
+        """Divide what no optimizer asked for, so that any of those there are may ask for it later."""
+        if len(self._places) < len(self.params):
+            self.divide(set(self.params) - self._places.keys(), whole=self._by_tensors)
 
     def place_of(self, param: torch.Tensor) -> tuple[FlatParameters, int] | None:
-        """The bucket of `param` and its index there; None if it is not divided."""
+        """The bucket of `param` and its index there; None if it is not of this layout."""
+        if param not in self._places:
+            self.divide_rest()
         return self._places.get(param)
 
-    def _bucketed(self) -> list[list[torch.Tensor]]:
+    def _bucketed(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         done: list[list[torch.Tensor]] = []
         growing: dict[Any, list[torch.Tensor]] = {}
-        for param in reversed(self.params):
+        for param in reversed(params):
             kind = (param.dtype, param.device)
             members = growing.setdefault(kind, [])
             if members and sum(p.nbytes for p in members) + param.nbytes > self._bucket_bytes:

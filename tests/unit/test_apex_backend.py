@@ -44,9 +44,9 @@ def initialize(models, optimizers=None, enabled=True, opt_level="O1", cast_model
     models.initialized_with = opt_level
     if optimizers is None:
         return models
-    optimizers._amp_stash = types.SimpleNamespace(already_patched=False)
-    old = optimizers.zero_grad
-    optimizers.zero_grad = lambda: old()
+    for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+        optimizer._amp_stash = types.SimpleNamespace(already_patched=False)
+        optimizer.zero_grad = lambda old=optimizer.zero_grad: old()
     return models, optimizers
 
 @contextlib.contextmanager
@@ -254,6 +254,21 @@ def test_a_forced_apex_scales_skips_and_reports_through_booster(site):
     assert [entry["loss_scale"] for entry in state.values()] == [8.0, 4.0]
     with pytest.raises(RuntimeError, match="initialises once.*backend='native' for several"):
         booster.boost(nn.Linear(2, 2))
+
+
+def test_a_forced_apex_takes_several_optimizers_of_one_model(site):
+    install(site, nvidia())
+    booster = Booster("cpu", FP16ApexMixedPrecision(backend="apex", verbosity=0))
+    plain = nn.Linear(4, 2)
+    before = [param.detach().clone() for param in plain.parameters()]
+    optimizers = [torch.optim.SGD([plain.weight], lr=0.1), torch.optim.SGD([plain.bias], lr=0.01)]
+    model, optimizers, *_ = booster.boost(plain, optimizers)
+    booster.backward(model(torch.ones(3, 4)).sum(), optimizers)
+    assert all(optimizer.step() for optimizer in optimizers)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    torch.testing.assert_close(plain.weight, before[0] - 0.3)
+    torch.testing.assert_close(plain.bias, before[1] - 0.03)
 
 
 def test_the_real_apex_is_refused_where_parameters_are_divided_among_ranks():

@@ -532,3 +532,142 @@ def test_a_prepared_loader_passes_through_boost_once():
     assert booster.boost(net(), dataloader=prepared)[3] is prepared
     with pytest.raises(RuntimeError, match="boosted already"):
         booster.boost(net(), dataloader=prepared)
+
+
+# ---- one model, several optimizers ----
+
+
+def halves(model, second=torch.optim.AdamW):
+    """Muon for the matrices of `model`, another optimizer for the rest."""
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    return [torch.optim.Muon(matrices, lr=0.1), second([p for p in model.parameters() if p.dim() != 2], lr=0.1)]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_two_optimizers_of_one_model_step_as_torch_steps_them(kind):
+    torch.manual_seed(0)
+    raw = net()
+    plain, x = copy.deepcopy(raw), torch.randn(8, 4)
+    plain_optimizers = halves(plain)
+    booster = Booster("cpu")
+    model, optimizers, *_ = booster.boost(raw, kind(halves(raw)))
+    assert isinstance(optimizers, list)
+    for _ in range(3):
+        booster.backward(model(x).square().mean(), optimizers)
+        plain(x).square().mean().backward()
+        for optimizer in (*optimizers, *plain_optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    for param, other in zip(raw.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(param, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp16_naive", "bf16_naive"])
+def test_an_overflow_under_one_of_two_optimizers_skips_both(precision):
+    raw = net()
+    booster = Booster("cpu", precision, skip_nonfinite=True)
+    model, optimizers, *_ = booster.boost(raw, halves(raw))
+    before = [param.detach().clone() for param in raw.parameters()]
+    handle = raw[2].bias.register_hook(lambda grad: grad * float("inf"))
+    booster.backward(model(torch.ones(8, 4)).mean(), optimizers)
+    results = [optimizer.step() for optimizer in optimizers]
+    assert [result.applied for result in results] == [False, False]
+    assert {result.culprit for result in results} == {("2.bias",)}
+    assert all(torch.equal(param, old) for param, old in zip(raw.parameters(), before, strict=True))
+    handle.remove()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    booster.backward(model(torch.ones(8, 4)).mean(), optimizers)
+    assert all(optimizer.step() for optimizer in optimizers)
+
+
+def test_two_optimizers_accumulate_together():
+    raw = net()
+    booster = Booster("cpu", "fp16")
+    model, optimizers, *_ = booster.boost(raw, halves(raw))
+    with booster.accumulate(model, optimizers, 2), booster.no_sync(model, optimizers):
+        for _ in range(2):
+            booster.backward(model(torch.ones(8, 4)).mean(), optimizers)
+    assert all(optimizer.step() for optimizer in optimizers)
+
+
+class Named:
+    """A scheduler of the user's own, which does not say whose it is."""
+
+    def step(self):
+        pass
+
+
+def test_schedulers_of_two_optimizers_come_back_each_with_its_own():
+    model = net()
+    optimizers = halves(model)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers[::-1]]
+    booster = Booster("cpu")
+    model, boosted, _, _, wrapped = booster.boost(model, optimizers, lr_scheduler=schedulers)
+    assert isinstance(wrapped, list)
+    assert [each._optimizer for each in wrapped] == boosted[::-1]
+    model = net()
+    optimizers = halves(model)
+    schedulers = [Named(), torch.optim.lr_scheduler.StepLR(optimizers[1], 1)]
+    model, boosted, _, _, wrapped = booster.boost(model, optimizers, lr_scheduler=schedulers)
+    assert [each._optimizer for each in wrapped] == boosted
+    model = net()
+    optimizers = halves(model)
+    one = torch.optim.lr_scheduler.StepLR(optimizers[1], 1)
+    model, boosted, _, _, wrapped = booster.boost(model, optimizers, lr_scheduler=one)
+    assert wrapped._optimizer is boosted[1]
+    model = net()
+    both = [torch.optim.lr_scheduler.StepLR(own := sgd(model), 1), torch.optim.lr_scheduler.ExponentialLR(own, 0.9)]
+    model, boosted, _, _, wrapped = booster.boost(model, own, lr_scheduler=both)
+    assert [each._optimizer for each in wrapped] == [boosted, boosted]
+
+
+def wrong_lists(model):
+    muon, adamw = halves(model)
+    whole = sgd(model)
+    alien = sgd(net())
+    return {
+        "shared": ([muon, whole], ValueError, r"0.weight, 2.weight are in several of the 2 optimizers"),
+        "one shared": (
+            [muon, torch.optim.SGD([model[0].weight, model[0].bias], lr=0.1)],
+            ValueError,
+            "0.weight is in several",
+        ),
+        "empty": ([], ValueError, "empty list of optimizers"),
+        "twice": ([muon, muon], ValueError, "same optimizer twice"),
+        "alien": ([muon, alien], ValueError, "parameters belong to the model"),
+        "no optimizer": ([muon, 3], TypeError, "must be a torch.optim.Optimizer, got int"),
+        "none": ([muon, None], TypeError, "must be a torch.optim.Optimizer, got NoneType"),
+        "iterator": (iter([muon, adamw]), TypeError, "must be a torch.optim.Optimizer"),
+    }
+
+
+@pytest.mark.parametrize("name", list(wrong_lists(net())))
+def test_what_is_wrong_with_a_list_of_optimizers_is_said(name):
+    model = net()
+    optimizers, error, message = wrong_lists(model)[name]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        Booster("cpu", "fp16_naive").boost(model, optimizers)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_scheduler_without_owner_is_refused_where_two_could_be_it():
+    model = net()
+    with pytest.raises(ValueError, match="neither"):
+        Booster("cpu").boost(model, halves(model), lr_scheduler=Named())
+
+
+def test_parameters_of_neither_optimizer_are_named_in_a_warning(caplog):
+    model = net()
+    muon, adamw = halves(model)
+    adamw.param_groups[0]["params"].pop()
+    Booster("cpu").boost(model, [muon, adamw])
+    (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+    assert "2.bias of Sequential is in none of the 2 optimizers" in record.getMessage()
+    caplog.clear()
+    model = net()
+    muon, adamw = halves(model)
+    adamw.param_groups[0]["params"].pop().requires_grad_(False)
+    Booster("cpu").boost(model, [muon, adamw])
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,14 +121,14 @@ class RealUpdate(HostUpdate):
 def configure(
     amp: Any,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
     criterion: Callable[..., Any] | None,
     *,
     arguments: Mapping[str, Any],
     scale_window: int,
     placement: Placement,
     options: UpdateOptions,
-) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
     """As `MixedPrecision.configure`, by apex's initialize with `arguments`, which comes before the placement."""
     if not placement.is_whole:
         raise ValueError(
@@ -136,25 +136,29 @@ def configure(
             "backend='native' with this plugin"
         )
     model = model.to(placement.device)
+    optimizers: list[Any] = []
     if optimizer is None:
         model = amp.initialize(model, **arguments)
+    elif isinstance(optimizer, Sequence):
+        model, optimizers = amp.initialize(model, list(optimizer), **arguments)
     else:
-        model, optimizer = amp.initialize(model, optimizer, **arguments)
-        _accept_set_to_none(optimizer)
+        model, patched = amp.initialize(model, optimizer, **arguments)
+        optimizers = [patched]
+    for each in optimizers:
+        _accept_set_to_none(each)
     for scaler in amp._amp_state.loss_scalers:
         scaler._scale_seq_len = scale_window
     plain = FP32()  # apex casts by itself
     policy = plain.policy_for(model)
     boosted = ModelWrapper(placement.place(model, policy), plain)
     boosted_criterion = plain._wrap_criterion(criterion, placement.device)
-    if optimizer is None:
-        return boosted, None, boosted_criterion
     names = {param: name for name, param in named_parameters(boosted).items()}
     update = functools.partial(RealUpdate, amp=amp)
-    wrapper = OptimizerWrapper(
-        optimizer, RealScales(amp), names, group=placement.group, options=options, make_update=update
-    )
-    return boosted, wrapper, boosted_criterion
+    wrapped = [
+        OptimizerWrapper(each, RealScales(amp), names, group=placement.group, options=options, make_update=update)
+        for each in optimizers
+    ]
+    return boosted, (wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None)), boosted_criterion
 
 
 def _accept_set_to_none(optimizer: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
-from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
@@ -164,12 +163,12 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def configure(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         *,
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
-    ) -> tuple[ModelWrapper, OptimizerWrapper | None, ModelWrapper | CriterionWrapper | None]:
+    ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
         placement = placement or Placement()
         if not self._boosted_any:
             self._real = choose_backend(
@@ -191,8 +190,9 @@ class FP16ApexMixedPrecision(MixedPrecision):
             )
         if self._real is None:
             self.check(model)
-            if optimizer is not None and not placement.stores_float32:
-                self.check_optimizer(optimizer, [model], placement.device)
+            several = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+            for each in [] if placement.stores_float32 else several:
+                self.check_optimizer(each, [model], placement.device)
             return super().configure(model, optimizer, criterion, placement=placement, options=options)
         return real.configure(
             self._real,
