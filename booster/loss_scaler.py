@@ -9,7 +9,10 @@ the scale grows. With hysteresis 1 the trajectory is that of `torch.amp.GradScal
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
 from ctypes import c_float
+from numbers import Real
 from typing import Any
 
 import torch
@@ -204,18 +207,29 @@ def _float32(value: float) -> float:
 
 
 def _read_state(state: dict[str, Any]) -> tuple[float, int, int]:
-    missing = {"scale"} - state.keys()
-    if missing:
-        raise ValueError(f"loss-scaler state lacks {sorted(missing)}; it holds {sorted(state)}")
-    try:
-        scale = _float32(float(state["scale"]))
-        growth = int(state.get("growth_tracker", state.get("_growth_tracker", 0)))
-        hysteresis = int(state.get("hysteresis_tracker", 0))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"loss-scaler state holds something that is not a number: {state}") from error
-    if not (_is_scale(scale) and growth >= 0 and hysteresis >= 0):
-        raise ValueError(f"loss-scaler state is out of range: {state}")
-    return scale, growth, hysteresis
+    if not isinstance(state, Mapping) or "scale" not in state:
+        found = sorted(map(str, state)) if isinstance(state, Mapping) else repr(state)
+        raise ValueError(
+            f"the loss-scaler state lacks 'scale', it is {found}; pass what state_dict() of a booster loss scaler or of "
+            "torch.amp.GradScaler gave"
+        )
+    scale = state["scale"]
+    growth = state.get("growth_tracker", state.get("_growth_tracker", 0))
+    hysteresis = state.get("hysteresis_tracker", 0)
+    if not is_number(scale) or not _is_scale(float(scale)):
+        raise ValueError(
+            f"the loss-scaler state holds scale={scale!r}, which is not a number of at least 2**-126 that is finite in "
+            "float32"
+        )
+    for name, count in (("growth_tracker", growth), ("hysteresis_tracker", hysteresis)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"the loss-scaler state holds {name}={count!r}, which is not a whole number of at least 0")
+    return _float32(float(scale)), growth, hysteresis
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite real number, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= sys.float_info.max)  # type: ignore[operator]
 
 
 def _is_scale(value: float) -> bool:

@@ -17,10 +17,10 @@ from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.update.backward import run_backward
 from booster.update.base import Update
-from booster.update.checkpoint import STATE_KEY, load_into, read_own, state_of
+from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
-from booster.update.fused import implementation, keep_implementation
 from booster.update.history import StepHistory
+from booster.update.loading import load_state
 from booster.update.options import UpdateOptions
 from booster.update.step_result import StepResult
 
@@ -266,25 +266,11 @@ class OptimizerWrapper(Optimizer):
         """Load what `state_dict` gave, or a plain torch optimizer's or one without a loss scaler; then the scale stays.
 
         The implementation (fused, foreach) stays that of this optimizer, gradients and clips that wait stay as they are.
-        Raises ValueError, with nothing loaded, if the scaler state does not fit this precision.
+        A collective on several ranks. Raises ValueError or TypeError, on all ranks and with nothing changed on any, for a
+        state that does not fit this optimizer or this precision on one of them.
         """
         self.settle()
-        state_dict = dict(state_dict)
-        has_own = STATE_KEY in state_dict
-        own = state_dict.pop(STATE_KEY, {})
-        counts, scale = read_own(own) if has_own else (None, {})
-        scaler = self._update.scaler
-        before, choice = scaler.state_dict(), implementation(self.optimizer)
-        if scale:
-            scaler.load_state_dict(scale)
-        try:
-            load_into(self._update, state_dict, own)
-        except Exception:
-            scaler.load_state_dict(before)
-            raise
-        keep_implementation(self.optimizer, choice)
-        if counts is not None:
-            self._history.load_state_dict(counts)
+        load_state(self._update, self._history, state_dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

@@ -125,31 +125,28 @@ class Masters:
         finally:
             self.optimizer.state = own
 
-    def load_optimizer_state_dict(self, state_dict: dict[str, Any], masters: Weights) -> None:
-        """Load torch's state dict; `masters` gives new values by parameter, others stay as they are.
+    def read_optimizer_state_dict(self, state_dict: dict[str, Any]) -> dict[torch.Tensor, State]:
+        """Load torch's state dict into the optimizer, but for the state of half parameters, which is returned.
 
-        If torch refuses it, nothing has changed.
+        Masters and handles stay; only containers of the optimizer change.
         """
-        self.adopt()
-        self.follow_weights()
         optimizer, params = self.optimizer, self.params()
         stand_ins = {p: nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in params}
-        own = optimizer.state
         optimizer.state = defaultdict(dict)
         with self._replaced(stand_ins):
-            try:
-                # Torch casts state to the dtype of the parameter that it belongs to.
-                optimizer.load_state_dict(state_dict)
-            except Exception:
-                optimizer.state = own
-                raise
+            # Torch casts state to the dtype of the parameter that it belongs to.
+            optimizer.load_state_dict(state_dict)
         loaded = optimizer.state
-        states = {p: loaded.pop(s) for p, s in stand_ins.items() if s in loaded}
+        return {p: loaded.pop(s) for p, s in stand_ins.items() if s in loaded}
+
+    def take_over(self, states: Mapping[torch.Tensor, State], masters: Weights) -> None:
+        """Make these the states and masters of half parameters; masters that are not given stay as they are."""
+        params = self.params()
         values = {p: masters[p] if p in masters else self.joined(p) for p in params}
         held = set(params)
         self.buckets = []
         self.buckets = self._build(
-            [[p for p in group["params"] if p in held] for group in optimizer.param_groups], states, values
+            [[p for p in group["params"] if p in held] for group in self.optimizer.param_groups], states, values
         )
         self.note_weights()
 
@@ -198,21 +195,34 @@ class Masters:
         }
         return state | ({"rounding": generators} if generators else {})
 
-    def read_state_dict(self, state: Any) -> Weights:
-        """The weights in `state`, by parameter. Raises ValueError, with nothing changed, if they are not this model's."""
-        try:
-            weights = dict(state["weights"])
-            shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError("the optimizer state's masters are not what state_dict() wrote") from error
+    def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
+        """The weights in `state`, by parameter. Raises ValueError, with nothing changed, if they cannot be masters here."""
+        weights, rounding = state["weights"], state.get("rounding", {})
         params = {self._name(p): p for p in self.params()}
-        unknown = {n: s for n, s in shapes.items() if n not in params or tuple(params[n].shape) != s}
+        unknown = {
+            name: tuple(weight.shape)
+            for name, weight in weights.items()
+            if name not in params or params[name].shape != weight.shape
+        }
         if unknown:
             raise ValueError(
                 f"the optimizer state holds masters {unknown} that are no half parameters of this optimizer; it has "
                 f"{ {name: tuple(param.shape) for name, param in params.items()} }"
             )
+        self._check_rounding(rounding)
         return {params[name]: weight for name, weight in weights.items()}
+
+    def _check_rounding(self, rounding: Mapping[str, Any]) -> None:
+        if not any(isinstance(form, Stochastic) for form in self._formats.values()):
+            return
+        for device, state in rounding.items():
+            try:
+                torch.Generator(device).set_state(state)
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the optimizer state's random state of stochastic rounding on {device!r} is none of this machine "
+                    f"({error}); delete state['booster']['masters']['rounding'] to round with new random numbers"
+                ) from error
 
     def load_rounding(self, state: Mapping[str, Any]) -> None:
         """Continue the random numbers of stochastic rounding where `state` was written."""

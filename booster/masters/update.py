@@ -112,12 +112,19 @@ class MasterUpdate(HostUpdate):
     def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
 
-    def load_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
+    def read_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
         saved = own.get("masters")
+        self.masters.adopt()
+        self.masters.follow_weights()
         weights = {} if saved is None else self.masters.read_state_dict(saved)
-        self.masters.load_optimizer_state_dict(state_dict, weights)
-        if saved is not None:
-            self.masters.load_rounding(saved)
+        states = self.masters.read_optimizer_state_dict(state_dict)
+
+        def take_over() -> None:
+            self.masters.take_over(states, weights)
+            if saved is not None:
+                self.masters.load_rounding(saved)
+
+        return take_over
 
 
 def _outcome(result: StepResult) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -207,11 +208,16 @@ class Update(ABC):
         """`state_dict` of what the optimizer's groups hold."""
         return self.optimizer.state_dict(), {}
 
-    def load_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
-        """`load_state_dict` into what the optimizer's groups hold."""
-        if dict(own.get("masters") or {}).get("weights"):
+    def read_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
+        """`load_state_dict` into what the optimizer's groups hold; own: what `optimizer_state_dict` gave besides.
+
+        Containers of the optimizer may change, but no tensor; what is returned does the rest, and does not fail.
+        """
+        masters = own.get("masters")
+        if masters is not None and not (isinstance(masters, Mapping) and not masters.get("weights")):
             raise ValueError(FOREIGN_MASTERS)
         self.optimizer.load_state_dict(state_dict)
+        return lambda: None
 
     @abstractmethod
     def _decide_and_apply(self) -> StepResult:
@@ -240,6 +246,10 @@ class Update(ABC):
     def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
         """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""
         return gradient_values(self.shards.written(self.params()) if written else self.params())
+
+    def all_or_none(self, what: str) -> AbstractContextManager[None]:
+        """Context whose error on one rank of those that step together is raised on all; see `agreement.all_or_none`."""
+        return agreement.all_or_none(self._group, what)
 
     @property
     def closure_refusal(self) -> str | None:

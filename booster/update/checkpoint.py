@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from booster.optimizer_kinds import kind_of
-from booster.update.history import read_counters
 
 if TYPE_CHECKING:
+    from booster.shards import Shards
     from booster.update.base import Update
 
 STATE_KEY = "booster"  # of what is ours in a state dict
@@ -35,19 +36,21 @@ def state_of(update: Update) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, own
 
 
-def load_into(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Load what `state_of` gave; `own` may lack entries. If it raises, nothing has changed."""
+def cut(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Of what `state_of` gave, numbered, the part of this rank. Inside `local()`; a collective where parts are others'."""
     shards = update.shards
-    state_dict = _numbered(shards.kept.of(state_dict) if shards.kept is not None else state_dict)
-    check_shapes(update, state_dict)
-    with shards.local():
-        if isinstance(state_dict.get("state"), dict):
-            state_dict = {**state_dict, "state": shards.cut_state(state_dict["state"])}
-        masters = own.get("masters")
-        if isinstance(masters, Mapping) and isinstance(masters.get("weights"), Mapping):
-            weights = shards.cut_weights(dict(masters["weights"]), update.names)
-            own = {**own, "masters": {**masters, "weights": weights}}
-        update.load_optimizer_state_dict(state_dict, own)
+    if isinstance(state_dict.get("state"), dict):
+        state_dict = {**state_dict, "state": shards.cut_state(state_dict["state"])}
+    masters = own.get("masters")
+    if isinstance(masters, Mapping) and isinstance(masters.get("weights"), Mapping):
+        weights = shards.cut_weights(dict(masters["weights"]), update.names)
+        own = {**own, "masters": {**masters, "weights": weights}}
+    return state_dict, own
+
+
+def numbered(shards: Shards, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The part of a torch state dict that is of this rank's parameters, which it calls by their numbers."""
+    return _numbered(shards.kept.of(state_dict) if shards.kept is not None else state_dict)
 
 
 def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
@@ -64,6 +67,15 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
+            if (
+                key in _SHAPED
+                and kind_of(optimizer) == "elementwise"
+                and not isinstance(value, (torch.Tensor, NoneType))
+            ):
+                raise ValueError(
+                    f"the optimizer state holds {key!r} of {update.name_of(param)} as {type(value).__name__}, and it must be a "
+                    "tensor. Nothing was loaded"
+                )
             for tensor in _tensors(value):
                 legal = _legal_shape(optimizer, param, key, tensor)
                 if tuple(tensor.shape) != legal:
@@ -96,16 +108,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     for entry in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(entry, torch.Tensor):
             yield entry
-
-
-def read_own(own: Any) -> tuple[dict[str, int], dict[str, Any]]:
-    """(counters, loss-scaler state) from the entry `STATE_KEY`; raises ValueError if `state_dict` did not write it."""
-    try:
-        return read_counters(own), dict(own["loss_scaler"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote ({error}): {own!r}"
-        ) from error
 
 
 def _numbered(state_dict: dict[str, Any]) -> dict[str, Any]:

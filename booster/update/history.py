@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from booster.update.errors import LossScaleError
@@ -77,14 +77,19 @@ class StepHistory:
         )
 
 
-def read_counters(state: Any) -> dict[str, int]:
-    """The counters in `state`, checked; raises ValueError if one is missing, no number or negative."""
-    try:
-        counters = {name: int(state[name]) for name in _COUNTERS}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"step counters are not what state_dict() wrote: {state!r}") from error
-    if min(counters.values()) < 0:
-        raise ValueError(f"step counters hold a negative count: {state!r}")
+def read_counters(state: Mapping[str, Any]) -> dict[str, int]:
+    """The counters in `state`; raises ValueError if one is missing or no whole number, or if they contradict each other."""
+    missing = [name for name in _COUNTERS if name not in state]
+    if missing:
+        raise ValueError(f"step counters {missing} are missing; there are {sorted(map(str, state))}")
+    counters = {name: state[name] for name in _COUNTERS}
+    for name, count in counters.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(f"{name}={count!r} is not a whole number of at least 0")
+    if counters["num_applied"] + counters["num_consecutive_skips"] > counters["num_steps"]:
+        raise ValueError(
+            f"the step counters contradict each other, more were applied and skipped than done: {counters}"
+        )
     return counters
 
 

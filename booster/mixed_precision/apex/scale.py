@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from booster.loss_scaler import SMALLEST_SCALE, LossScaler
+from booster.loss_scaler import SMALLEST_SCALE, LossScaler, is_number
 
 _logger = logging.getLogger(__name__)
 
@@ -123,8 +122,9 @@ class ApexScales(LossScaler):
         good, unexpected = _entries(state)
         if unexpected or not state:
             raise ValueError(
-                f"loss-scaler state holds {sorted(state)}, where fp16_apex keeps loss_scaler0 and so on, each with a positive "
-                "loss_scale and unskipped; resume with the precision that wrote it, or delete that entry to start over"
+                f"the loss-scaler state holds {sorted(map(str, state))}, where fp16_apex keeps loss_scaler0 and so on, each "
+                "with a positive loss_scale and unskipped; resume with the precision that wrote it, or delete that entry to "
+                "start over"
             )
         kinds = [value.get("dynamic") for value in state.values()]
         kept = []
@@ -163,12 +163,11 @@ def _entries(state: Mapping[str, Any]) -> tuple[list[tuple[float, int]], list[st
     """(scale, unskipped) of every loss scaler in `state`, and the keys of what is none."""
     good, unexpected = [], []
     for key, value in state.items():
-        try:
-            scale, unskipped = float(value["loss_scale"]), int(value["unskipped"])
-        except (KeyError, TypeError, ValueError):
-            scale = unskipped = -1
-        if "loss_scaler" in key and 0 < scale < math.inf and unskipped >= 0:
-            good.append((scale, unskipped))
+        entry = value if isinstance(value, Mapping) else {}
+        scale, unskipped = entry.get("loss_scale"), entry.get("unskipped")
+        counted = isinstance(unskipped, int) and not isinstance(unskipped, bool) and unskipped >= 0
+        if "loss_scaler" in str(key) and counted and is_number(scale) and float(scale) > 0:  # type: ignore[arg-type]
+            good.append((float(scale), int(unskipped)))  # type: ignore[arg-type]
         else:
-            unexpected.append(key)
+            unexpected.append(str(key))
     return good, unexpected

@@ -1,0 +1,233 @@
+"""Loading the state of a boosted optimizer: read whole, agreed on by all ranks, then taken over, or nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from booster.loss_scaler import LossScaler
+from booster.shards.base import is_dtensor
+from booster.update.checkpoint import STATE_KEY, check_shapes, cut, numbered
+from booster.update.fused import implementation, keep_implementation
+from booster.update.history import StepHistory, read_counters
+
+if TYPE_CHECKING:
+    from booster.update.base import Update
+
+_KEEP_SCALE = f"to keep the scale that there is, set state[{STATE_KEY!r}]['loss_scaler'] = {{}}"
+
+
+class _Own(NamedTuple):
+    """What is ours in a state dict. counts, scale: None and empty where it was not written."""
+
+    counts: dict[str, int] | None
+    scale: dict[str, Any]
+    rest: Mapping[str, Any]
+
+
+def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
+    """Load what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; if it raises on one rank, on none has
+    anything changed, and all raise. A collective of every rank of the update's group.
+
+    Raises TypeError for what is no mapping, ValueError for a state that does not fit, and whatever the optimizer's own
+    `load_state_dict` or a hook of it raises.
+    """
+    optimizer, scaler = update.optimizer, update.scaler
+    with update.all_or_none("load its optimizer state"):
+        own = _read_own(state_dict)
+        state = numbered(update.shards, _plain(optimizer, state_dict))
+        _check_entries(optimizer, state)
+        check_shapes(update, state)
+    before = implementation(optimizer)
+    with (
+        _undone_on_error(optimizer, scaler),
+        update.all_or_none("load its optimizer state"),
+        update.shards.local(),
+    ):
+        if own.scale:
+            _load_scale(scaler, own.scale)
+        groups = [dict(group) for group in optimizer.param_groups]
+        take_over = update.read_optimizer_state_dict(*cut(update, state, own.rest))
+        keep_implementation(optimizer, before)
+        _check_options(groups, optimizer.param_groups)
+    with update.shards.local():
+        take_over()
+    if own.counts is not None:
+        history.load_state_dict(own.counts)
+
+
+# ---------------------------------------------------------------------- what can be seen without the optimizer
+
+
+def _read_own(state_dict: Any) -> _Own:
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"load_state_dict takes the mapping that optimizer.state_dict() gave, got {type(state_dict).__name__}"
+        )
+    if STATE_KEY not in state_dict:
+        return _Own(None, {}, {})
+    own = state_dict[STATE_KEY]
+    try:
+        if not isinstance(own, Mapping):
+            raise ValueError(f"it is {own!r}")
+        counts = read_counters(own)
+        scale = own.get("loss_scaler")
+        if not isinstance(scale, Mapping):
+            raise ValueError(f"loss_scaler is {scale!r}, and no mapping")
+        if "masters" in own:
+            _check_masters(own["masters"])
+    except ValueError as error:
+        raise ValueError(
+            f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote: {error}. Delete that entry to load "
+            "states and groups alone; counters, loss scale and masters then stay as they are"
+        ) from error
+    return _Own(counts, dict(scale), own)
+
+
+def _check_masters(masters: Any) -> None:
+    weights = masters.get("weights") if isinstance(masters, Mapping) else None
+    if not isinstance(weights, Mapping) or not isinstance(masters.get("rounding", {}), Mapping):
+        found = sorted(map(str, masters)) if isinstance(masters, Mapping) else repr(masters)
+        raise ValueError(f"masters hold no mapping 'weights', or another 'rounding' than a mapping, but {found}")
+    for name, weight in weights.items():
+        wrong = _why_no_master(weight)
+        if wrong:
+            raise ValueError(f"the master of {name} {wrong}")
+
+
+def _why_no_master(weight: Any) -> str | None:
+    if not isinstance(weight, torch.Tensor):
+        return f"is of type {type(weight).__name__}, and must be a tensor"
+    if weight.dtype not in (torch.float32, torch.float64):
+        return f"is of {weight.dtype}, and must be of float32"
+    local: Any = weight.to_local() if is_dtensor(weight) else weight  # type: ignore[attr-defined]
+    return "holds NaN: the run had failed when it was saved" if bool(local.isnan().any()) else None
+
+
+def _plain(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `state_dict` that is torch's, checked as far as torch's own format goes."""
+    plain = {key: value for key, value in state_dict.items() if key != STATE_KEY}
+    if not has_torch_format(optimizer):
+        return plain
+    missing = [key for key in ("state", "param_groups") if key not in plain]
+    if missing:
+        raise ValueError(
+            f"the optimizer state lacks {missing}; it holds {sorted(map(str, plain))[:8]}. Pass what optimizer.state_dict() "
+            "gave"
+        )
+    states, groups = plain["state"], plain["param_groups"]
+    if not isinstance(states, Mapping):
+        raise ValueError(f"the optimizer state's 'state' is of type {type(states).__name__}, and must be a mapping")
+    if not isinstance(groups, (list, tuple)):
+        raise ValueError(f"the optimizer state's 'param_groups' is of type {type(groups).__name__}, and must be a list")
+    for index, group in enumerate(groups):
+        params = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(
+                f"param_groups[{index}] of the optimizer state is no mapping with a list 'params', as state_dict() writes"
+            )
+    keys = [key for group in groups for key in group["params"]]
+    twice = sorted({str(key) for key in keys if keys.count(key) > 1}) if len(set(keys)) < len(keys) else []
+    if twice:
+        raise ValueError(
+            f"the optimizer state lists parameters {twice[:8]} more than once. Every rank of a pipeline numbers its own from "
+            "0, so states of several ranks cannot simply be put together"
+        )
+    return plain
+
+
+def has_torch_format(optimizer: Optimizer) -> bool:
+    """Whether the state dict of `optimizer` is torch's: it may have one of its own, which it alone can read."""
+    return type(optimizer).load_state_dict is Optimizer.load_state_dict
+
+
+# ---------------------------------------------------------------------- what must fit the optimizer
+
+
+def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError if groups or states are not those of the parameters of `optimizer`, whose numbers are the keys."""
+    if not has_torch_format(optimizer):
+        return
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    given = [len(group["params"]) for group in state_dict["param_groups"]]
+    if len(given) != len(sizes):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(given)}, and this optimizer has {len(sizes)}"
+        )
+    if given != sizes:
+        raise ValueError(
+            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: there are "
+            f"{given} parameters in the groups of the state, and {sizes} in those of this optimizer"
+        )
+    for key, entry in state_dict["state"].items():
+        if isinstance(key, int) and not 0 <= key < sum(sizes):
+            raise ValueError(f"the optimizer state holds state of parameter {key}, which is in none of its groups")
+        if isinstance(key, int) and not isinstance(entry, Mapping):
+            raise ValueError(
+                f"the optimizer state of parameter {key} is of type {type(entry).__name__}, and must be a mapping"
+            )
+        names = [name for name in entry if not isinstance(name, str)] if isinstance(key, int) else []
+        if names:
+            raise ValueError(f"the optimizer state of parameter {key} has entries {names[:4]}, which are no names")
+
+
+def _check_options(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        missing = sorted(old.keys() - new.keys() - _OF_SCHEDULERS)
+        if missing:
+            raise ValueError(f"param_groups[{index}] of the optimizer state lacks {missing}, which this optimizer has")
+
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "param_names"}
+
+
+def _load_scale(scaler: LossScaler, state: dict[str, Any]) -> None:
+    try:
+        scaler.load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(
+            f"the loss scale in the optimizer state, state[{STATE_KEY!r}]['loss_scaler'], does not load: {error}; "
+            f"{_KEEP_SCALE}"
+        ) from error
+
+
+# ---------------------------------------------------------------------- undoing
+
+
+@contextmanager
+def _undone_on_error(optimizer: Optimizer, scaler: LossScaler) -> Iterator[None]:
+    """What the body does to the containers of `optimizer`, not to tensors, and to `scaler` is undone if it raises."""
+    undo, scale = _undo(optimizer), scaler.state_dict()
+    try:
+        yield
+    except BaseException:
+        undo()
+        scaler.load_state_dict(scale)
+        raise
+
+
+def _undo(optimizer: Optimizer) -> Callable[[], None]:
+    attributes = dict(vars(optimizer))
+    inner = [_undo(value) for value in attributes.values() if isinstance(value, Optimizer)]
+    held: list[Any] = [optimizer.state, *optimizer.param_groups]
+    held += [entry for entry in optimizer.state.values() if isinstance(entry, dict)]
+    mappings = [(mapping, dict(mapping)) for mapping in held]
+    groups: Any = optimizer.param_groups
+    lists = [(items, list(items)) for items in (groups, *(group["params"] for group in groups))]
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        for mapping, entries in mappings:
+            mapping.clear()
+            mapping.update(entries)
+        for items, content in lists:
+            items[:] = content
+        for again in inner:
+            again()
+
+    return undo

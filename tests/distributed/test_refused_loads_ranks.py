@@ -1,0 +1,89 @@
+"""A load that one rank refuses is refused on all, and has changed nothing on any, in every precision on every plugin."""
+
+import pytest
+import torch
+from refusals import fingerprint, zoo
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import (
+    BF16NaiveMixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+PRECISIONS = {
+    "fp32": lambda: "fp32",
+    "bf16": lambda: "bf16",
+    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
+    "O1": lambda: FP16ApexMixedPrecision("O1", max_loss_scale=2.0**10, verbosity=0),
+    "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0),
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
+    "bf16_naive": BF16NaiveMixedPrecision,
+}
+PLUGINS = {
+    "ddp": TorchDDPPlugin,
+    "zero1": LowLevelZeroPlugin,
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+    "fsdp": TorchFSDPPlugin,
+    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan={"*.up": "colwise", "*.down": "rowwise"}),
+    "pp": lambda: HybridParallelPlugin(1, 2),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def trained(precision, plugin, steps):
+    torch.manual_seed(0)
+    booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin]())
+    model = nn.Sequential(Block(), Block())
+    made = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, made, criterion, *_ = booster.boost(model, made, nn.MSELoss())
+    for step in range(steps + 1):
+        torch.manual_seed(step)
+        booster.execute_pipeline(iter([(torch.randn(4, 8), torch.randn(4, 8))]), model, criterion, made)
+        if step < steps:
+            made.step()
+            made.zero_grad()
+    made.clip_grad_by_norm(1e-3)
+    return booster, model, made
+
+
+def refused(rank, world_size, precision, plugin):
+    _, model, made = trained(precision, plugin, 1)
+    good = trained(precision, plugin, 2)[2].state_dict()
+    before = fingerprint(made, model)
+    wrong = []
+    for index, (name, state) in enumerate(zoo(good)):
+        mine = state if index % 3 == 0 or index % 2 == rank else good
+        expected = "of the group could not load" if mine is good else ""
+        try:
+            made.load_state_dict(mine)
+        except (ValueError, TypeError) as error:
+            if expected not in str(error):
+                wrong.append(f"{name}: {error}")
+        except Exception as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            wrong.append(f"{name}: loaded")
+        if fingerprint(made, model) != before:
+            return [*wrong, f"{name}: something changed"]
+    made.load_state_dict(good)
+    if fingerprint(made, model) == before:
+        wrong.append("the good state changed nothing")
+    return wrong
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_refused_load_changes_nothing_on_any_rank(ranks2, precision, plugin):
+    assert ranks2(refused, precision, plugin) == [[], []]
