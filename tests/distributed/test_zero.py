@@ -472,22 +472,19 @@ def whole_tensors(rank, world_size, precision, stage, name):
     for plugin in (TorchDDPPlugin(**SMALL), zero(stage)):
         torch.manual_seed(0)
         model = PerTensor()
+        start = {key: weight.detach().clone() for key, weight in model.named_parameters()}
         make = getattr(torch.optim, name)
         job = Job(
             precision, plugin, model, make=lambda _, m=model, make=make: make([p.weight for p in m.layers], lr=1e-2)
         )
         jobs.append(job.train(range(STEPS), rank, world_size, clip=0.5))
-    # Muon orthogonalises in bfloat16, in five iterations: gradients that differ in their last bit move an update by several
-    # roundings of it, on machines whose products of bfloat16 are not summed alike for every shape.
-    rounding = 4 * 2**-8 * 1e-2 * STEPS if name == "Muon" else 0.0
     for key, weight in jobs[0].weights().items():
-        torch.testing.assert_close(
-            jobs[1].weights()[key],
-            weight,
-            rtol=0,
-            atol=TOLERANCE[precision] + rounding,
-            msg=lambda m, key=key: f"{key}: {m}",
-        )
+        if name == "Muon":
+            # It orthogonalises in bfloat16, which blows up the last bits of gradients that are summed in another order,
+            # differently on every machine. An update of a part of the tensor would be another one altogether.
+            assert (jobs[1].weights()[key] - weight).norm() <= 2**-5 * (weight - start[key]).norm(), key
+        else:
+            assert torch.allclose(jobs[1].weights()[key], weight, atol=TOLERANCE[precision]), key
     parts = jobs[1].parts()
     params = dict(jobs[1].model.named_parameters())
     held = {key for key, (part, _) in parts.items() if part.numel()}
