@@ -482,7 +482,7 @@ def whole_tensors(rank, world_size, precision, stage, name):
         if name == "Muon":
             # It orthogonalises in bfloat16, which blows up the last bits of gradients that are summed in another order,
             # differently on every machine. An update of a part of the tensor would be another one altogether.
-            assert (jobs[1].weights()[key] - weight).norm() <= 2**-5 * (weight - start[key]).norm(), key
+            assert (jobs[1].weights()[key] - weight).norm() <= 2**-3 * (weight - start[key]).norm(), key
         else:
             assert torch.allclose(jobs[1].weights()[key], weight, atol=TOLERANCE[precision]), key
     parts = jobs[1].parts()
