@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from booster import checks, collectives
 from booster.accumulation import Accumulation, Listed, Unsynchronised
 from booster.boosted_loader import DataLoaderWrapper
+from booster.cast_regions import forward_region
 from booster.config import translate
 from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
@@ -250,7 +251,7 @@ class Booster:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""
-        return self.precision.forward_context()
+        return forward_region(self.precision)
 
     def unwrap(self, boosted: Any) -> Any:
         """The user's object inside a boosted model, optimizer, criterion, dataloader or scheduler."""

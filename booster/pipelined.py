@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster.cast_regions import forward_region, outside
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.micro_batch import MicroBatch, divide
@@ -96,13 +97,13 @@ def _run_stages(
 
     def computed(output: Any, target: Any) -> torch.Tensor:
         # A criterion that was not boosted runs outside of the precision, as it does without a pipeline.
-        with nullcontext() if boosted else torch.autocast(booster.device.type, enabled=False):
+        with nullcontext() if boosted else outside():
             return criterion(model.cast_outputs(output), target)
 
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
     this, seed = begin_backward(optimizers) if optimizers else (None, None)
     try:
-        with precision.forward_context(), precision.backward_context():
+        with forward_region(precision), precision.backward_context():
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)
     except BaseException:
         if this is not None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from booster.cast_regions import forward_region
 from booster.casting import cast_floats
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
 from booster.trees import tensors
@@ -55,7 +56,7 @@ class PrecisionModule(TransparentModule):
         self.__dict__.update(_precision=precision, _input_dtype=input_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._precision.forward_context():
+        with forward_region(self._precision):
             output = self.module(*self.cast_inputs(args), **self.cast_inputs(kwargs))
         return self.cast_outputs(output)
 
@@ -81,7 +82,7 @@ class PrecisionModule(TransparentModule):
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._precision.forward_context():
+            with forward_region(self._precision):
                 output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             if isinstance(output, Generator):
                 return self._stream(output, name)
@@ -93,7 +94,7 @@ class PrecisionModule(TransparentModule):
         # The body of a generator runs when it is iterated, long after the method returned.
         with closing(outputs):
             while True:
-                with self._precision.forward_context():
+                with forward_region(self._precision):
                     try:
                         output = next(outputs)
                     except StopIteration:
@@ -131,7 +132,7 @@ class CriterionWrapper:
         self._precision = precision
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._precision.forward_context():
+        with forward_region(self._precision):
             output = self.criterion(*args, **kwargs)
         return cast_floats(output, self._precision.output_dtype)
 

@@ -12,7 +12,6 @@ from torch import nn
 from booster.casting import HALF_DTYPES
 from booster.interface.model import bare
 from booster.loss_scaler import DynamicScale, LossScaler
-from booster.mixed_precision.apex.functions import outside_casts
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.keep_fp32 import Pin, normalise_pins, pin, pin_names
@@ -59,11 +58,11 @@ class AutocastMixedPrecision(MixedPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         autocast = torch.autocast(self.device.type, self.dtype, cache_enabled=self._cache_enabled)
         if not self._float32_attention or not torch.is_grad_enabled():
-            return outside_casts(autocast)
-        return outside_casts(_both(autocast, Float32Attention(self.device.type)))
+            return autocast
+        return _both(autocast, Float32Attention(self.device.type))
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return outside_casts(Float32Attention(self.device.type) if self._float32_attention else nullcontext())
+        return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
 
     def check(self, model: nn.Module) -> None:
         half = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF_DTYPES]

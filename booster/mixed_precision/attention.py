@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
+from booster.cast_regions import CastMode
 from booster.casting import HALF_DTYPES
 from booster.update.engine import run_engine
 
 
-class Float32Attention(TorchFunctionMode):
+class Float32Attention(CastMode):
     """While active, attention computes in float32 and returns the dtype it would have returned.
 
     device_type: where autocast may be on, e.g. "cpu". Thread-local, as every torch function mode is. It does not ask
@@ -30,6 +30,8 @@ class Float32Attention(TorchFunctionMode):
         self._device_type = device_type
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not self.enabled:
+            return func(*args, **(kwargs or {}))
         if func is torch.autograd.backward:
             with self:
                 return run_engine(*args, **(kwargs or {}))

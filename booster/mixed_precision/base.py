@@ -16,7 +16,6 @@ from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.transparent import PlacedModule
 from booster.loss_scaler import LossScaler, NoScale
-from booster.mixed_precision.apex.functions import outside_casts
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
@@ -97,12 +96,12 @@ class MixedPrecision:
         self._device = device
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """A new context for one forward pass."""
-        return outside_casts(nullcontext())
+        """A new context for one forward pass; what surrounds it, such as another precision's autocast, was left before."""
+        return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        """A new context for one backward pass, where activations may be recomputed."""
-        return outside_casts(nullcontext())
+        """A new context for one backward pass, where activations may be recomputed; likewise."""
+        return nullcontext()
 
     def make_scaler(self) -> LossScaler:
         """A new loss scaler; every boosted optimizer gets its own."""

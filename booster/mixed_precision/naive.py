@@ -20,7 +20,6 @@ from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.update import MasterUpdate
-from booster.mixed_precision.apex.functions import outside_casts
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
@@ -91,11 +90,11 @@ class NaiveMixedPrecision(MixedPrecision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._float32_attention and torch.is_grad_enabled():
-            return outside_casts(Float32Attention(self.device.type))
-        return outside_casts(nullcontext())
+            return Float32Attention(self.device.type)
+        return nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return outside_casts(Float32Attention(self.device.type) if self._float32_attention else nullcontext())
+        return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         if placement.stores_float32 and self._store is None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from booster.cast_regions import backward_region
 from booster.casting import HALF_DTYPES
 from booster.update.backward_pass import BackwardPass
 from booster.update.joint import JointDecision
@@ -52,7 +53,7 @@ def run_backward(
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
     try:
-        with optimizers[0].backward_context():
+        with backward_region(optimizers[0].backward_context):
             torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
     except BaseException:
         abandon_backward(this)

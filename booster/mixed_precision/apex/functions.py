@@ -1,55 +1,22 @@
-"""O1 where autocast is not enough: a torch function mode that casts arguments by the lists of apex."""
+"""O1 where autocast is not enough: the rules by which a torch function mode casts arguments, from the lists of apex."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from booster.cast_regions import CastFunctions, Function, Rule
 from booster.casting import HALF_DTYPES, cast_floats
 from booster.mixed_precision.apex import lists
 from booster.mixed_precision.attention import Float32Attention
 from booster.update.engine import run_engine
 
-Function = Callable[..., Any]
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
-Rule = Callable[["CastFunctions", Function, Arguments, Keywords], Any]
-Table = Mapping[Function, Rule]
-
-
-class CastFunctions(TorchFunctionMode):
-    """While active, torch functions of `table` are called as their rules say; enter it inside `torch.autocast`.
-
-    Thread-local, as every torch function mode is. Out of its reach is what Python composites such as
-    `F.multi_head_attention_forward` call inside; there autocast alone decides. enabled: see `disable_casts`. owner: what
-    tells the modes of one strategy from those of another.
-    """
-
-    def __init__(self, table: Table, device_type: str, owner: Any = None) -> None:
-        super().__init__()
-        self.table = table
-        self.device_type = device_type
-        self.owner = owner
-        self.enabled = True
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Keywords | None = None) -> Any:
-        rule = self.table.get(func)
-        if rule is None or not self.enabled:
-            return func(*args, **(kwargs or {}))
-        return rule(self, func, args, kwargs or {})
-
-
-def active_modes() -> list[CastFunctions]:
-    """The modes of this thread that cast at present, outermost first."""
-    if not torch._C._len_torch_function_stack():
-        return []
-    stack = (torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack()))
-    return [mode for mode in stack if isinstance(mode, CastFunctions) and mode.enabled]
 
 
 @contextmanager
@@ -57,34 +24,6 @@ def region(autocast: AbstractContextManager[Any], casts: CastFunctions) -> Itera
     """Both contexts, as one."""
     # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
     with autocast, casts:
-        yield
-
-
-@contextmanager
-def disable_casts() -> Iterator[None]:
-    """Inside, torch functions run as they would without O1, in this thread."""
-    modes = active_modes()
-    if not modes:
-        yield
-        return
-    for mode in modes:
-        mode.enabled = False
-    try:
-        with torch.autocast(modes[-1].device_type, enabled=False):
-            yield
-    finally:
-        for mode in modes:
-            mode.enabled = True
-
-
-def outside_casts(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """`context`, inside which nothing is cast by O1 regions that are active in this thread, if any are."""
-    return _outside_casts(context) if active_modes() else context
-
-
-@contextmanager
-def _outside_casts(context: AbstractContextManager[Any]) -> Iterator[None]:
-    with disable_casts(), context:
         yield
 
 

@@ -8,20 +8,13 @@ from typing import Any
 
 import torch
 
-from booster.mixed_precision.apex.functions import (
-    CastFunctions,
-    Table,
-    active_modes,
-    disable_casts,
-    make_table,
-    outside_casts,
-    region,
-)
+from booster.cast_regions import CastFunctions, Table, active_casts, disable_casts, holds_casts
+from booster.mixed_precision.apex.functions import make_table, region
 from booster.mixed_precision.apex.user_functions import Kind, Registered
 
 
 class O1Casts:
-    """Contexts for one strategy; inside the region of another, each ends the casts of that one."""
+    """The contexts of one strategy."""
 
     def __init__(self) -> None:
         self._registered = Registered()
@@ -45,18 +38,18 @@ class O1Casts:
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """A new context for one forward pass."""
-        if self._cast_already():
-            return nullcontext()
         if self._disabled:
-            return outside_casts(nullcontext())
-        autocast = torch.autocast(device_type, torch.float16)
-        return outside_casts(region(autocast, self.mode(device_type, training=torch.is_grad_enabled())))
+            return nullcontext()
+        # In a session, which no forward pass ends, autocast's cache of half weights would outlive them.
+        autocast = torch.autocast(device_type, torch.float16, cache_enabled=not holds_casts())
+        return region(autocast, self.mode(device_type, training=torch.is_grad_enabled()))
 
     def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """A new context for one backward pass, where activations may be recomputed."""
-        if self._cast_already():
+        modes = active_casts()
+        if self._disabled or (modes and modes[-1].owner is self._registered):
             return nullcontext()
-        return outside_casts(nullcontext() if self._disabled else self.mode(device_type, training=True))
+        return self.mode(device_type, training=True)
 
     @contextmanager
     def disable(self) -> Iterator[None]:
@@ -74,10 +67,6 @@ class O1Casts:
         if key not in self._tables:
             self._tables[key] = make_table(device_type, attention=key[1]) | self._registered.rules()
         return CastFunctions(self._tables[key], device_type, self._registered)
-
-    def _cast_already(self) -> bool:
-        modes = active_modes()
-        return bool(modes) and modes[-1].owner is self._registered
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": {}}  # made of torch's functions, which do not pickle

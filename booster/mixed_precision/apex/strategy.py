@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from booster.cast_regions import CastFunctions
+from booster.casting import HALF_DTYPES
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
@@ -28,7 +30,6 @@ from booster.mixed_precision.apex.cautions import (
     planned_dtypes,
     warn_of_static_scale,
 )
-from booster.mixed_precision.apex.functions import CastFunctions, outside_casts
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
 from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
 from booster.mixed_precision.apex.o1 import O1Casts
@@ -210,15 +211,16 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if self.options.patch_torch_functions:
             return self._o1.forward_context(self.device.type)
-        half = self.policy.param in (torch.float16, torch.bfloat16)
-        training = half and self.device.type == "cpu" and torch.is_grad_enabled()
-        return outside_casts(Float32Attention("cpu") if training else nullcontext())
+        return Float32Attention("cpu") if self._float32_attention and torch.is_grad_enabled() else nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
         if self.options.patch_torch_functions:
             return self._o1.backward_context(self.device.type)
-        half = self.device.type == "cpu" and self.input_dtype
-        return outside_casts(Float32Attention("cpu") if half else nullcontext())
+        return Float32Attention("cpu") if self._float32_attention else nullcontext()
+
+    @property
+    def _float32_attention(self) -> bool:
+        return self.device.type == "cpu" and self.policy.param in HALF_DTYPES
 
     def disable_casts(self) -> AbstractContextManager[None]:
         """Inside, torch functions and models of this precision run without the casts of O1."""

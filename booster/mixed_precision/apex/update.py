@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.optim import SGD, Optimizer
 
+from booster.cast_regions import casts_as_here, disable_casts
 from booster.grads import gradient_values, unscale_values
 from booster.mixed_precision.apex.cautions import check_dtypes
-from booster.mixed_precision.apex.functions import active_modes, disable_casts
 from booster.mixed_precision.apex.scale import ApexScales
 from booster.shards import Shards
 from booster.update import agreement
@@ -246,24 +245,3 @@ class ApexUpdate(HostUpdate):
                 "the last backward was one of an unfinished accumulation (inside no_sync, or with delay_unscale=True), so "
                 "gradients are still scaled; run the last backward of the group outside of it"
             )
-
-
-def casts_as_here() -> Callable[[], AbstractContextManager[None]]:
-    """What makes a context, for use inside `disable_casts`, in which functions are cast as they are now."""
-    modes = active_modes()
-
-    @contextmanager
-    def cast_again() -> Iterator[None]:
-        for mode in modes:
-            mode.enabled = True
-        try:
-            if modes:
-                with torch.autocast(modes[-1].device_type, torch.float16):
-                    yield
-            else:
-                yield
-        finally:
-            for mode in modes:
-                mode.enabled = False
-
-    return cast_again

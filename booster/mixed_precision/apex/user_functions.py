@@ -11,9 +11,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from booster.cast_regions import Rule, active_casts
 from booster.casting import cast_floats
 from booster.mixed_precision.apex.dispatched import dispatched
-from booster.mixed_precision.apex.functions import Rule, active_modes, as_float32, as_half, as_widest
+from booster.mixed_precision.apex.functions import as_float32, as_half, as_widest
 from booster.trees import tensors
 
 Kind = Literal["half", "float", "promote"]
@@ -84,7 +85,7 @@ class Registered:
 def _cast_arguments(function: Any, kind: Kind) -> Any:
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
-        return _call(function, kind if active_modes() else None, args, kwargs)
+        return _call(function, kind if active_casts() else None, args, kwargs)
 
     return cast
 
@@ -99,7 +100,7 @@ def _replace(holder: Any, name: str, key: Name) -> None:
 
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
-        modes = active_modes()
+        modes = active_casts()
         registered = modes[-1].owner if modes else None
         return _call(function, registered.kind_of(key) if isinstance(registered, Registered) else None, args, kwargs)
 

@@ -1,0 +1,156 @@
+"""Regions of one thread in which torch casts: what a precision enters, and how it leaves those that surround it.
+
+Two things cast: `torch.autocast`, and torch function modes of this library, which are thread-local too. A model computes in
+its own precision wherever it is called: inside another model, a criterion, `booster.autocast()` or a session of
+`apex_amp`. So whoever calls a precision's contexts does it through `forward_region` and `backward_region`, and a precision
+need not know that there are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+Function = Callable[..., Any]
+Rule = Callable[["CastFunctions", Function, tuple[Any, ...], dict[str, Any]], Any]
+Table = Mapping[Function, Rule]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+
+class CastMode(TorchFunctionMode):
+    """Base of the torch function modes that change the dtype in which functions run. enabled: while False it does nothing.
+
+    Thread-local, as every torch function mode is; make a new one for every region.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enabled = True
+
+
+class CastFunctions(CastMode):
+    """While active, torch functions of `table` are called as their rules say; enter it inside `torch.autocast`.
+
+    Out of its reach is what Python composites such as `F.multi_head_attention_forward` call inside; there autocast alone
+    decides. owner: what tells the modes of one strategy from those of another.
+    """
+
+    def __init__(self, table: Table, device_type: str, owner: Any = None) -> None:
+        super().__init__()
+        self.table = table
+        self.device_type = device_type
+        self.owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        rule = self.table.get(func)
+        if rule is None or not self.enabled:
+            return func(*args, **(kwargs or {}))
+        return rule(self, func, args, kwargs or {})
+
+
+class _ForwardContext(Protocol):
+    def forward_context(self) -> AbstractContextManager[Any]: ...
+
+
+def forward_region(precision: _ForwardContext) -> AbstractContextManager[Any]:
+    """A context for one forward pass under `precision`, and under nothing that surrounds it."""
+    return _alone(precision.forward_context)
+
+
+def backward_region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """A context for one backward pass under the context that is made inside it, and under nothing that surrounds it."""
+    return _alone(make_context)
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Inside, torch functions run as if no precision surrounded them, in this thread."""
+    with _disabled(_active(CastMode)):
+        yield
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Inside, torch functions run without `CastFunctions`, and without autocast where there were any, in this thread."""
+    modes = active_casts()
+    if not modes:
+        yield
+        return
+    with _disabled(modes):
+        yield
+
+
+def casts_as_here() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context, for use inside `disable_casts`, in which functions are cast as they are now."""
+    modes = active_casts()
+
+    @contextmanager
+    def cast_again() -> Iterator[None]:
+        for mode in modes:
+            mode.enabled = True
+        try:
+            if modes:
+                with torch.autocast(modes[-1].device_type, torch.float16):
+                    yield
+            else:
+                yield
+        finally:
+            for mode in modes:
+                mode.enabled = False
+
+    return cast_again
+
+
+def active_casts() -> list[CastFunctions]:
+    """The `CastFunctions` of this thread that cast at present, outermost first."""
+    return _active(CastFunctions)
+
+
+def holds_casts() -> bool:
+    """Whether this thread is inside the region of some `CastFunctions`, casting at present or not."""
+    return any(isinstance(mode, CastFunctions) for mode in _stack())
+
+
+# ---------------------------------------------------------------------- inside
+
+_Mode = TypeVar("_Mode", bound=CastMode)
+
+
+def _alone(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _active(CastMode):
+        return _left(make_context)
+    return make_context()  # as it is, because torch.compile traces it
+
+
+@contextmanager
+def _left(make_context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with outside(), make_context():
+        yield
+
+
+def _active(kind: type[_Mode]) -> list[_Mode]:
+    return [mode for mode in _stack() if isinstance(mode, kind) and mode.enabled]
+
+
+def _stack() -> list[Any]:
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+
+
+@contextmanager
+def _disabled(modes: list[Any]) -> Iterator[None]:
+    with ExitStack() as off:
+        for device_type in _DEVICE_TYPES:
+            if torch.is_autocast_enabled(device_type):
+                off.enter_context(torch.autocast(device_type, enabled=False))
+        for mode in modes:
+            mode.enabled = False
+        try:
+            yield
+        finally:
+            for mode in modes:
+                mode.enabled = True

@@ -1,0 +1,90 @@
+"""Activation checkpointing of attention: what backward recomputes is what forward computed, in every precision."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from booster import Booster
+from booster.mixed_precision import (
+    BF16MixedPrecision,
+    BF16NaiveMixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
+
+SCALE = 2.0**8
+APEX = {
+    "O0": ("O0", {}),
+    "O1": ("O1", {}),
+    "O2": ("O2", {}),
+    "O3": ("O3", {}),
+    "O2 in float32": ("O2", {"cast_model_type": torch.float32}),
+    "O2 in bfloat16": ("O2", {"cast_model_type": torch.bfloat16, "master_weights": False, "loss_scale": 1.0}),
+}
+PRECISIONS = {
+    "fp32": lambda: "fp32",
+    "fp16": lambda: FP16TorchMixedPrecision(init_scale=SCALE),
+    "bf16": lambda: "bf16",
+    "bf16, half attention": lambda: BF16MixedPrecision(sdpa_fp32=False),
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE),
+    "bf16_naive": lambda: "bf16_naive",
+    "bf16_naive, half attention": lambda: BF16NaiveMixedPrecision(sdpa_fp32=False),
+    **{
+        f"fp16_apex {name}": lambda level=level, options=options: FP16ApexMixedPrecision(
+            level, max_loss_scale=SCALE, verbosity=0, **options
+        )
+        for name, (level, options) in APEX.items()
+    },
+}
+
+
+class Multihead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Sdpa(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, block, how):
+        super().__init__()
+        self.first, self.block, self.how = nn.Linear(8, 8), block(), how
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.how is None:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=self.how == "reentrant")
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("block", [Multihead, Sdpa])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_checkpointed_attention_trains_as_it_does_without(precision, block, how):
+    def train(how):
+        torch.manual_seed(0)
+        model = Model(block, how)
+        booster = Booster("cpu", PRECISIONS[precision]())
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            booster.backward(model(torch.randn(2, 5, 8)).float().square().mean(), optimizer)
+            assert optimizer.step().applied
+            optimizer.zero_grad()
+        return [param.detach() for param in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(how), train(None), strict=True))
