@@ -1,4 +1,4 @@
-"""The strategy interface, which is also the float32 strategy."""
+"""The strategy interface, and the float32 strategy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.casting import HALF_DTYPES
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.transparent import PlacedModule
@@ -55,7 +56,7 @@ class Placement:
 
 
 class MixedPrecision:
-    """A precision: how model and criterion compute, and whether the loss is scaled. This base class is float32.
+    """A precision: how model and criterion compute, and whether the loss is scaled. This base class changes nothing.
 
     To write one, override what differs: `policy` or `policy_for` (dtypes as data), `forward_context` (entered around every
     forward, in the thread that runs it), `make_scaler`, `check` (refuse what cannot work), `convert` (swap modules),
@@ -235,4 +236,13 @@ class MixedPrecision:
         return f"{type(self).__name__}(device={str(self.device)!r})"
 
 
-FP32 = MixedPrecision
+class FP32(MixedPrecision):
+    """Models compute in the dtype of their parameters.
+
+    The half inputs of a float32 model, such as the activations of a half model around it, are widened.
+    """
+
+    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
+        dtypes = {param.dtype for param in placed.parameters()}
+        widens = torch.float32 in dtypes and dtypes.isdisjoint(HALF_DTYPES)
+        return ModelWrapper(placed, self, input_dtype=torch.float32 if widens else None)

@@ -646,7 +646,7 @@ def test_strings_mean_the_strategies_with_their_defaults():
     for name, strategy in {"fp32": FP32, "fp16": FP16TorchMixedPrecision, "bf16": BF16MixedPrecision}.items():
         assert type(Booster("cpu", name).precision) is strategy
     assert type(Booster("cpu").precision) is FP32
-    assert FP32 is MixedPrecision
+    assert issubclass(FP32, MixedPrecision)
 
 
 @pytest.mark.parametrize("unknown", ["fp17", "FP16", "", "float16"])
@@ -762,7 +762,7 @@ def test_two_boosters_in_one_process_do_not_touch_each_other():
 
 def test_a_model_of_one_booster_inside_that_of_another_keeps_its_precision():
     inner_net, outer_net = nn.Linear(4, 4), nn.Linear(4, 4)
-    seen = watch_outputs(inner_net) or watch_outputs(outer_net)
+    seen = watch_outputs(inner_net)
     outer_seen = watch_outputs(outer_net)
     inner = Booster("cpu").boost(inner_net)[0]
 
@@ -776,7 +776,36 @@ def test_a_model_of_one_booster_inside_that_of_another_keeps_its_precision():
 
     make("bf16").boost(Outer())[0](torch.ones(1, 4))
     assert outer_seen == [torch.bfloat16]
-    assert seen == [torch.bfloat16]  # float32 is the absence of a context: the outer one reaches in
+    assert seen == [torch.float32]  # and the half activations are widened on their way in
+
+
+@pytest.mark.parametrize("outer", ["fp16", "bf16", "fp16_naive", "bf16_naive"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_float32_model_takes_the_activations_of_a_half_one_in_float32(outer, training):
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    inner = Booster("cpu").boost(teacher)[0]
+    given, returned = [], []
+
+    class Student(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.teacher = nn.Linear(4, 4), [inner]
+
+        def forward(self, x):
+            given.append(self.layer(x))
+            returned.append(self.teacher[0](given[0]))
+            return given[0] - returned[0]
+
+    with torch.set_grad_enabled(training):
+        Booster("cpu", outer).boost(Student())[0](torch.ones(2, 4))
+        assert given[0].dtype in (torch.float16, torch.bfloat16)
+        assert torch.equal(returned[0], teacher(given[0].float()))
+
+
+def test_a_model_with_half_weights_under_fp32_computes_in_them():
+    model = Booster("cpu").boost(nn.Linear(4, 4).to(torch.bfloat16))[0]
+    assert model(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 # ---- curves ----
