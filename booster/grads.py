@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -32,8 +33,11 @@ def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Norm of each tensor of `values` (at least one), stacked on the device of the first; shape (len(values),).
 
-    dtype: what to sum in; None means each tensor's own, and float32 for half tensors, whose squares would overflow.
+    dtype: what to sum in; None means each tensor's own, and float32 for half tensors, whose squares would overflow. An empty
+    tensor, as a rank's part of a short one can be, has the norm 0.
     """
+    if norm_type == math.inf:  # which torch does not define for them
+        values = [value if value.numel() else value.new_zeros(1) for value in values]
     if dtype is None and any(value.dtype in _HALF for value in values):
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
     norms = torch._foreach_norm(values, norm_type, dtype=dtype)  # type: ignore[arg-type]

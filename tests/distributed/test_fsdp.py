@@ -840,3 +840,23 @@ def test_a_tensor_parallel_model_is_sharded_and_cast_and_loads(run_on_ranks, hal
         assert abs(other - loss) <= bound
         assert (up - model.blocks[1].up.weight.grad).abs().max() <= bound
         assert (embedding - model.embedding.weight.grad).abs().max() <= bound
+
+
+def norms_of_short_parameters(rank, world_size, precision):
+    """Rank 1 holds nothing of the last layer."""
+    booster = Booster("cpu", PRECISIONS[precision](), TorchFSDPPlugin())
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.backward(model(torch.ones(2, 3)).square().mean(), optimizer)
+    return [float(optimizer.clip_grad_by_norm(1e6, order)) for order in (1.0, 2.0, 3.0, math.inf)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
+def test_norms_of_every_order_where_a_rank_holds_nothing_of_a_parameter(ranks2, precision):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    model(torch.ones(2, 3)).square().mean().backward()
+    expected = [float(nn.utils.clip_grad_norm_(model.parameters(), 1e6, order)) for order in (1.0, 2.0, 3.0, math.inf)]
+    for norms in ranks2(norms_of_short_parameters, precision):
+        assert norms == pytest.approx(expected, rel=0.02 if precision != "fp32" else 1e-5)

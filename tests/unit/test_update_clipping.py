@@ -67,6 +67,16 @@ def test_every_norm_type_clips_as_torch_does(decides, norm_type, max_norm):
 
 
 @both
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, INF])
+def test_an_empty_parameter_has_no_part_in_any_norm(decides, norm_type):
+    params = parameters(3, 0)
+    optimizer = sgd(params, decides, 2.0**8)
+    optimizer.backward(loss_with(params, [2.0, 1.0]))
+    assert float(optimizer.clip_grad_by_norm(1e6, norm_type)) == pytest.approx(2.0 * 3 ** (1 / norm_type))
+    assert optimizer.step()
+
+
+@both
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("norm_type", [1, 2, 3, INF])
 def test_every_norm_type_sees_inf_and_nan(decides, norm_type, bad):
