@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler
 
+from booster import arguments
 from booster.trees import map_tensors
 
 
@@ -38,8 +39,9 @@ class DataLoaderWrapper:
     def __init__(self, loader: Iterable[Any], device: str | torch.device) -> None:
         if isinstance(loader, DataLoaderWrapper):
             raise TypeError("this dataloader is boosted already; pass it on as it is")
-        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise TypeError(f"dataloader must be an iterable of batches, got {type(loader).__name__}")
+        iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+        if not iterable or isinstance(loader, (str, bytes, Mapping, type)) or getattr(loader, "ndim", 1) == 0:
+            raise TypeError(f"dataloader must be an iterable of batches, got {arguments.described(loader)}")
         self._loader = loader
         self.device = torch.device(device)
         self._epoch = next((epoch for target in self._targets() if (epoch := _epoch_of(target)) is not None), 0)
@@ -54,9 +56,7 @@ class DataLoaderWrapper:
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(f"epoch={epoch!r}: give a whole number, at least 0")
-        self._epoch = epoch
+        self._epoch = arguments.count("epoch", epoch, least=0)
         self._chosen = True
 
     def set_epoch(self, epoch: int) -> None:

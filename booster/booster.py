@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from booster import checks, collectives
+from booster import arguments, checks, collectives
 from booster.accumulation import Accumulation, Listed, Unsynchronised
 from booster.boosted_loader import DataLoaderWrapper
 from booster.cast_regions import forward_region
@@ -204,13 +204,16 @@ class Booster:
         "outputs": what the model returned, on the last stage}, None for what was not asked for or is elsewhere.
         """
         optimizers = [] if optimizer is None else checks.check_boosted_optimizers(optimizer, "execute_pipeline")
+        arguments.function("criterion", criterion, "a function of output and target")
+        arguments.flag("return_loss", return_loss)
+        arguments.flag("return_outputs", return_outputs)
         wrapper, batch = self._own(model, "execute_pipeline"), checks.next_batch(data_iter)
         return execute(
             self, batch, wrapper, criterion, optimizers, return_loss=return_loss, return_outputs=return_outputs
         )
 
     def accumulate(
-        self, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: int | None = None
+        self, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: float | None = None
     ) -> AbstractContextManager[Any]:
         """Context around one group of micro-batches whose gradients are summed before a step.
 
@@ -225,7 +228,7 @@ class Booster:
                 optimizer.step()
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
-        checks.check_accumulation(num_micro_batches, num_tokens)
+        num_micro_batches, num_tokens = checks.checked_group(num_micro_batches, num_tokens)
         placed = self._own(model, "accumulate").module
         size = self.plugin.data_parallel_size
         # Ranks average their gradients, while tokens count over all of them.
@@ -259,7 +262,7 @@ class Booster:
             return boosted_wrapper(boosted, "unwrap").unwrap()
         if isinstance(boosted, (OptimizerWrapper, CriterionWrapper, DataLoaderWrapper, LRSchedulerWrapper)):
             return boosted.unwrap()
-        raise TypeError(f"unwrap needs an object that boost() returned, got {type(boosted).__name__}")
+        raise TypeError(f"unwrap needs a boosted object, as boost() returned it, got {arguments.described(boosted)}")
 
     def prepare_dataloader(
         self,

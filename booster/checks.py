@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.boosted_loader import DataLoaderWrapper
 from booster.data import check_sharded
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
@@ -42,12 +43,11 @@ def check_plugin(plugin: Any) -> None:
 
 def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
     """Raise unless `model` is a module that is not in `boosted`."""
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, ModelWrapper) or model in boosted:
         raise RuntimeError(
             f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned"
         )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
 
@@ -74,7 +74,7 @@ def check_criterion(criterion: Any, plugin: Plugin) -> None:
     if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
         raise RuntimeError("this criterion is boosted already; pass the original, or None")
     if not callable(criterion):
-        raise TypeError(f"criterion must be callable, got {type(criterion).__name__}")
+        raise TypeError(f"criterion must be callable, got {arguments.described(criterion)}")
     trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
     if trainable and plugin.data_parallel_size > 1:
         raise ValueError(
@@ -100,8 +100,7 @@ def check_optimizer(
         return
     if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
         raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer or None")
     modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
     known = {id(param) for module in modules for param in module.parameters()}
     own = {id(param) for param in model.parameters()}
@@ -170,8 +169,10 @@ def _owner(
 ) -> Optimizer:
     if isinstance(scheduler, LRSchedulerWrapper):
         raise RuntimeError("this lr_scheduler is boosted already; pass it to boost() once")
-    if not callable(getattr(scheduler, "step", None)):
-        raise TypeError(f"lr_scheduler must have a step method, got {type(scheduler).__name__}")
+    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, (type, Optimizer)):
+        raise TypeError(
+            f"lr_scheduler must have a step method, as schedulers have, or be None; got {arguments.described(scheduler)}"
+        )
     owner = getattr(scheduler, "optimizer", optimizer)
     owner = owner.unwrap() if isinstance(owner, OptimizerWrapper) else owner
     if owner is None or (all(owner is not each for each in given) and id(owner) not in optimizers):
@@ -188,23 +189,23 @@ def check_boosted_optimizers(optimizer: Any, method: str) -> list[OptimizerWrapp
     for entry in several:
         if not isinstance(entry, OptimizerWrapper):
             raise TypeError(
-                f"{method} needs the optimizer that boost() returned, or a list of such, got {type(entry).__name__}"
+                f"{method} needs the optimizer that boost() returned, or a list of such, got {arguments.described(entry)}"
             )
     if not several:
-        raise ValueError(f"{method} got an empty list of optimizers; name those that will step on this loss")
+        raise ValueError(f"{method} got no optimizer, but an empty list; name those that will step on this loss")
     return several
 
 
-def check_accumulation(num_micro_batches: Any, num_tokens: Any) -> None:
-    """Raise unless the arguments of `Booster.accumulate` are counts."""
-    if not isinstance(num_micro_batches, int) or num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches={num_micro_batches} is not legal; it must be a whole number of at least 1")
-    if num_tokens is not None and not num_tokens > 0:
-        raise ValueError(f"num_tokens={num_tokens} is not legal; it must be above 0")
+def checked_group(num_micro_batches: Any, num_tokens: Any) -> tuple[int, float | None]:
+    """Return the arguments of `Booster.accumulate`; raise unless they are counts. A 0-dim tensor of tokens is read."""
+    count = arguments.count("num_micro_batches", num_micro_batches)
+    if num_tokens is None:
+        return count, None
+    return count, arguments.number("num_tokens", arguments.plain(num_tokens), above=0, also="None")
 
 
 def next_batch(data_iter: Any) -> Any:
     """The next batch of an iterator; raises TypeError for what is none, such as a dataloader, and StopIteration at its end."""
     if not hasattr(data_iter, "__next__"):
-        raise TypeError(f"data_iter must be an iterator, got {type(data_iter).__name__}; pass iter(dataloader)")
+        raise TypeError(f"data_iter must be an iterator, got {arguments.described(data_iter)}; pass iter(dataloader)")
     return next(data_iter)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from booster import arguments
 from booster.boosted_loader import DataLoaderWrapper, Share
 
 Op = Literal["mean", "sum", "max", "min"]
@@ -70,8 +71,7 @@ def reduce(tensor: Any, op: Op = "mean", *, group: dist.ProcessGroup | None = No
     tensors: list[torch.Tensor] = []
     problem: Exception | None = None
     try:
-        if op not in _OPS:
-            raise ValueError(f"op={op!r} is unknown; choose one of {list(_OPS)}")
+        arguments.choice("op", op, _OPS)
         tensors = [_as_tensor(leaf) for leaf in leaves]
         if op in ("max", "min") and any(value.is_complex() for value in tensors):
             raise TypeError(f"reduce with op={op!r} got complex numbers, which have no order; use 'mean' or 'sum'")
@@ -202,12 +202,18 @@ def _world_size(group: dist.ProcessGroup | None) -> int:
 
 def _as_tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, (bool, int, float)):
+        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+            raise ValueError(f"tensor holds {leaf}, and gather and reduce take whole numbers of 64 bits; pass a float")
         return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
     if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
-        what = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        raise TypeError(f"gather and reduce take dense tensors, numbers and containers of them, got {what}")
+        what = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else arguments.described(leaf)
+        raise TypeError(
+            f"tensor is not legal: gather and reduce take dense tensors, numbers and containers of them, got {what}"
+        )
     if leaf.dim() > _MAX_DIMS:
-        raise ValueError(f"gather and reduce take tensors of at most {_MAX_DIMS} dimensions, got {leaf.dim()}")
+        raise ValueError(
+            f"tensor is not legal: gather and reduce take at most {_MAX_DIMS} dimensions, got {leaf.dim()}"
+        )
     return leaf
 
 
@@ -219,7 +225,7 @@ def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> Share | None
     if loader is None:
         return None
     if not isinstance(loader, DataLoaderWrapper):
-        raise TypeError(f"gather needs the dataloader that boost() returned, got {type(loader).__name__}")
+        raise TypeError(f"gather needs the dataloader that boost() returned, got {arguments.described(loader)}")
     share = loader.share
     if share is None:
         if world_size == 1:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+from booster import arguments
 from booster.mixed_precision import (
     FP32,
     FP16ApexMixedPrecision,
@@ -88,7 +88,9 @@ def translate(fp16: Mapping[str, Any] | None, clip_grad_norm: float | None = Non
     for what is not a dict.
     """
     if fp16 is not None and not isinstance(fp16, Mapping):
-        raise TypeError(f"fp16 must be a dict such as dict(mode=AMP_TYPE.NAIVE), or None, got {fp16!r}")
+        raise TypeError(
+            f"fp16 must be a dict such as dict(mode=AMP_TYPE.NAIVE), or None, got {arguments.described(fp16)}"
+        )
     fields = dict(fp16 or {})
     clips = {"clip_grad_norm": clip_grad_norm, **{f"fp16[{name!r}]": fields.pop(name, None) for name in _CLIPS}}
     clip = _one_clip({name: value for name, value in clips.items() if value is not None})
@@ -96,8 +98,7 @@ def translate(fp16: Mapping[str, Any] | None, clip_grad_norm: float | None = Non
         return FP32(), clip
     mode = _mode(fields)
     enabled = fields.pop("enabled", True)
-    if not isinstance(enabled, bool):
-        raise TypeError(f"fp16['enabled']={enabled!r} is not legal; choose True or False")
+    arguments.flag("fp16['enabled']", enabled)
     _check_fields(mode, fields)
     if not enabled:
         return FP32(), clip
@@ -131,8 +132,7 @@ def _check_fields(mode: AMP_TYPE, fields: Mapping[str, Any]) -> None:
 
 def _one_clip(given: Mapping[str, Any]) -> float:
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f"{name}={value!r} is not legal; it must be a finite number of at least 0, where 0 is off")
+        arguments.number(name, value, least=0, fix="0 is off")
     if len(set(given.values())) > 1:
         raise ValueError(
             f"the norm to clip to is given twice with different values: "

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from booster import arguments
 from booster.launch import environment_local_rank
 
 __all__ = ["DistCoordinator"]
@@ -32,13 +33,15 @@ class DistCoordinator:
         launched = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if launched else 0
         self.world_size: int = dist.get_world_size() if launched else 1
+        if local_rank is not None:
+            arguments.count("local_rank", local_rank, least=0, also="None")
         if local_rank is None:
             local_rank = environment_local_rank() if launched else 0
         self.local_rank: int = self._count_neighbours() if local_rank is None else local_rank
 
     def is_master(self, group: dist.ProcessGroup | None = None) -> bool:
         """Say whether this process is rank 0 of `group` (None: of the world)."""
-        return (self.rank if group is None else dist.get_rank(group)) == 0
+        return (self.rank if group is None else dist.get_rank(_checked(group))) == 0
 
     def is_node_master(self) -> bool:
         """Say whether this process is the first one on its machine."""
@@ -48,7 +51,7 @@ class DistCoordinator:
         """Say whether this process is the last rank of `group` (None: of the world)."""
         if group is None:
             return self.rank == self.world_size - 1
-        return dist.get_rank(group) == dist.get_world_size(group) - 1
+        return dist.get_rank(_checked(group)) == dist.get_world_size(group) - 1
 
     def print_on_master(self, msg: str, group: dist.ProcessGroup | None = None) -> None:
         """Print `msg` on rank 0 of `group`; no collective."""
@@ -68,8 +71,8 @@ class DistCoordinator:
         Cost: one broadcast of one number. If the body raises on the executor, the others raise RuntimeError instead
         of entering; if it raises on another rank, only that rank knows.
         """
-        size = self.world_size if group is None else dist.get_world_size(group)
-        if not 0 <= executor_rank < size:
+        size = self.world_size if group is None else dist.get_world_size(_checked(group))
+        if arguments.count("executor_rank", executor_rank, least=0) >= size:
             raise ValueError(
                 f"executor_rank={executor_rank} is not a rank of this group; it must be from 0 to {size - 1}"
             )
@@ -92,6 +95,8 @@ class DistCoordinator:
 
     def block_all(self, group: dist.ProcessGroup | None = None) -> None:
         """Wait until every rank of `group` (None: of the world) has come here; nothing in a world of one."""
+        if group is not None:
+            _checked(group)
         if self._launched():
             dist.barrier(group)
 
@@ -99,8 +104,12 @@ class DistCoordinator:
         self, group: dist.ProcessGroup | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
         """Decorate a function so that only rank 0 of `group` runs it; the others get None at once (no barrier)."""
+        if group is not None:
+            _checked(group)
 
         def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+            arguments.function("function", function)
+
             @functools.wraps(function)
             def run_on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
                 return function(*args, **kwargs) if self.is_master(group) else None
@@ -130,3 +139,7 @@ class DistCoordinator:
         flag = torch.tensor([float(succeeded)], device=torch.device("cuda" if on_cuda else "cpu"))
         dist.broadcast(flag, group=group, group_src=executor_rank)
         return bool(flag.item())
+
+
+def _checked(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return arguments.group("group", group)

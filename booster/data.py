@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
+from booster import arguments
 from booster.boosted_loader import DataLoaderWrapper, distributed_sampler
 
 __all__ = ["DataLoaderWrapper", "SeededDataLoader", "check_sharded", "prepare_dataloader"]
@@ -67,8 +68,17 @@ def prepare_dataloader(
     seed=, drop_last=); None means torch's DistributedSampler. dataloader_options: other arguments of the DataLoader.
 
     Raises ValueError for `sampler`, `batch_sampler` and `generator`, and for an iterable dataset that would have to be
-    sharded or shuffled; TypeError for an option that DataLoader does not know.
+    sharded or shuffled; TypeError or ValueError for arguments that are not legal, and options that DataLoader does not know.
     """
+    _check_dataset(dataset)
+    arguments.count("batch_size", batch_size)
+    arguments.flag("shuffle", shuffle)
+    arguments.count("seed", seed, least=0, most=2**63 - 1)
+    arguments.flag("drop_last", drop_last)
+    arguments.flag("pin_memory", pin_memory)
+    arguments.count("num_workers", num_workers, least=0)
+    if distributed_sampler_cls is not None:
+        arguments.function("distributed_sampler_cls", distributed_sampler_cls, "a class of samplers", also="None")
     for name in _RESERVED.keys() & dataloader_options.keys():
         raise ValueError(f"prepare_dataloader got {name}, which it makes itself; {_RESERVED[name]}")
     if isinstance(dataset, IterableDataset) and (world_size > 1 or shuffle or distributed_sampler_cls is not None):
@@ -77,9 +87,14 @@ def prepare_dataloader(
             "shuffle; do both inside the dataset, build a torch DataLoader over it and give that to boost()"
         )
     if world_size > 1 or distributed_sampler_cls is not None:
-        make_sampler: Any = distributed_sampler_cls or DistributedSampler
-        dataloader_options["sampler"] = make_sampler(
-            dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        dataloader_options["sampler"] = _sampler_of(
+            distributed_sampler_cls or DistributedSampler,
+            dataset,
+            num_replicas=world_size,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
         )
         shuffle = False
     return SeededDataLoader(
@@ -93,6 +108,33 @@ def prepare_dataloader(
         num_workers=num_workers,
         **dataloader_options,
     )
+
+
+def _check_dataset(dataset: Any) -> None:
+    legal = "a Dataset: an object with a length and items by index, or an IterableDataset"
+    if isinstance(dataset, IterableDataset):
+        return
+    if isinstance(dataset, (str, bytes, type)) or not all(
+        hasattr(dataset, name) for name in ("__getitem__", "__len__")
+    ):
+        raise TypeError(arguments.refusal("dataset", dataset, legal))
+    try:
+        length = len(dataset)
+    except TypeError as error:  # as of a 0-dim tensor
+        raise TypeError(arguments.refusal("dataset", dataset, legal, fix=str(error))) from None
+    if length == 0:
+        raise ValueError("dataset is empty, so there is nothing to load; give it samples")
+
+
+def _sampler_of(make: Any, dataset: Any, **options: Any) -> Any:
+    try:
+        sampler = make(dataset, **options)
+    except TypeError as error:
+        called = "cls(dataset, num_replicas=, rank=, shuffle=, seed=, drop_last=)"
+        raise TypeError(f"distributed_sampler_cls={make!r} failed as it was called, {called}: {error}") from error
+    if not hasattr(sampler, "__iter__"):
+        raise TypeError(f"distributed_sampler_cls={make!r} made a {type(sampler).__name__}, which is no sampler")
+    return sampler
 
 
 def check_sharded(loader: Iterable[Any], world_size: int) -> None:

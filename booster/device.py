@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from booster import arguments
+
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
     """`device` with an index where it has one; None is the current CUDA device if the process group can use it, or "cpu".
@@ -17,7 +19,9 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
             usable = "nccl" in dist.get_backend()
         device = "cuda" if usable else "cpu"
     if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"device must be 'cpu', 'cuda', 'cuda:N', a torch.device or None, got {device!r}")
+        raise TypeError(
+            f"device must be 'cpu', 'cuda', 'cuda:N', a torch.device or None, got {arguments.described(device)}"
+        )
     try:
         resolved = torch.device(device)
     except RuntimeError as error:

@@ -9,14 +9,19 @@ import argparse
 import atexit
 import difflib
 import gc
+import logging
 import os
 import random
+import socket
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+from booster import arguments
 
 __all__ = [
     "environment_local_rank",
@@ -29,6 +34,9 @@ __all__ = [
 ]
 
 DEFAULT_SEED = 1024
+
+_logger = logging.getLogger(__name__)
+_RESOLVE_SECONDS = 30  # a cluster may learn the names of its machines a little later than they start
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TORCH_STARTER = "`booster run` (or torchrun)"
@@ -62,6 +70,7 @@ def launch(
     _check_rank(rank, world_size)
     _check_whole("port", port, 1, 65535, "the port on which rank 0 listens")
     init_method = f"tcp://{_bracketed(host)}:{port}"
+    _check_address("host", host)
     _start(rank, world_size, backend, local_rank, seed, init_method=init_method)
 
 
@@ -84,8 +93,10 @@ def launch_from_torch(
         return
     _require(_TORCH_VARIABLES, _TORCH_STARTER, _TORCH_FIX)
     rank, world_size, local_rank = (_whole_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    _check_rank(rank, world_size)
+    _check_rank(rank, world_size, " (RANK, WORLD_SIZE)")
+    _check_whole("LOCAL_RANK", local_rank, 0, 2**31 - 1, "the index of this process on its machine")
     _check_whole("MASTER_PORT", _whole_variable("MASTER_PORT"), 1, 65535, "the port on which rank 0 listens")
+    _check_address("MASTER_ADDR", os.environ["MASTER_ADDR"])
     # env:// and not tcp://: under torchrun the agent already listens on this port and rank 0 must not bind it again.
     _start(rank, world_size, options["backend"], local_rank, options["seed"], init_method="env://")
 
@@ -172,8 +183,7 @@ def _close_group() -> None:
 def _checked_backend(backend: str | None) -> str:
     if backend is None:
         return "nccl" if torch.cuda.is_available() else "gloo"
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a string or None, got {type(backend).__name__}")
+    arguments.instance("backend", backend, str, "a string or None")
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
     # "cpu:gloo,cuda:nccl" names one backend per device type.
     for name in (part.rpartition(":")[2].strip().lower() for part in backend.split(",")):
@@ -234,21 +244,44 @@ def _merged(config: Mapping[str, Any] | None, *, backend: str | None, seed: int)
 
 def _bracketed(host: str) -> str:
     if not isinstance(host, str) or not host.strip("[] "):
-        raise ValueError(f"host={host!r} is not an address; pass a host name, an IPv4 or an IPv6 address of rank 0")
+        raise ValueError(
+            f"host={arguments.shown(host)} is not an address; pass a host name, an IPv4 or an IPv6 address of rank 0"
+        )
     bare = host.strip()
     if bare.startswith("[") and bare.endswith("]"):
         bare = bare[1:-1]
     return f"[{bare}]" if ":" in bare else bare
 
 
-def _check_rank(rank: int, world_size: int) -> None:
-    _check_whole("world_size", world_size, 1, 2**31 - 1, "the number of processes")
-    _check_whole("rank", rank, 0, world_size - 1, f"the index of this process among world_size={world_size}")
+def _check_address(name: str, host: str) -> None:
+    """Wait until `host` resolves, and raise RuntimeError if it does not; torch would retry for minutes without a word."""
+    bare = host.strip().removeprefix("[").removesuffix("]")
+    for seconds_left in range(_RESOLVE_SECONDS, -1, -1):
+        try:
+            if not bare:
+                raise OSError("it is empty")
+            socket.getaddrinfo(bare, None)
+            return
+        except (OSError, UnicodeError) as error:
+            reason = error
+        if seconds_left and seconds_left == _RESOLVE_SECONDS:
+            _logger.warning("%s=%r does not resolve (%s); trying for %d seconds", name, host, reason, seconds_left)
+        if seconds_left:
+            time.sleep(1)
+    raise RuntimeError(
+        f"{name}={host!r} does not resolve on {socket.gethostname()} ({reason}); give a name or an address of rank 0's machine "
+        "that all machines of the job know"
+    )
+
+
+def _check_rank(rank: int, world_size: int, source: str = "") -> None:
+    _check_whole("world_size", world_size, 1, 2**31 - 1, f"the number of processes{source}")
+    _check_whole("rank", rank, 0, world_size - 1, f"the index of this process among world_size={world_size}{source}")
 
 
 def _check_whole(name: str, value: int, low: int, high: int, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if not arguments.is_whole(value):
+        raise TypeError(f"{name} must be an int, got {arguments.described(value)}")
     if not low <= value <= high:
         raise ValueError(f"{name}={value} is out of range; {what} must be from {low} to {high}")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from booster import arguments
 from booster.launch import environment_world_size
 
 __all__ = ["DistLogger", "get_dist_logger"]
@@ -21,7 +24,7 @@ class DistLogger:
     """
 
     def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
+        self._logger = logging.getLogger(arguments.instance("name", name, str, "the name of a logger"))
         if not self._logger.handlers:
             # As libraries do: without it, Python's last-resort handler would print warnings nobody asked for.
             self._logger.addHandler(logging.NullHandler())
@@ -59,8 +62,11 @@ class DistLogger:
         records of that level, its own level is lowered to it. Asking twice for one file attaches it once.
         Errors: RuntimeError in a launched job before `booster.launch`, when all ranks would share one file.
         """
-        if mode not in ("a", "w"):
-            raise ValueError(f"mode={mode!r} is unknown; choose 'a' to append or 'w' to start anew")
+        arguments.choice("mode", mode, ("a", "w"), fix="'a' appends, 'w' starts anew")
+        if not isinstance(path, Path):
+            arguments.text("path", path, "a directory, as a string or a Path")
+        if suffix is not None:
+            arguments.text("suffix", suffix, "a string that ends the file's name", also="None")
         number = _level_number(level)
         if not _initialized() and environment_world_size() > 1:
             raise RuntimeError("the rank is not known yet; call booster.launch_from_torch() before log_to_file()")
@@ -81,10 +87,11 @@ class DistLogger:
         return file
 
     def _log(self, level: int, msg: str, ranks: Iterable[int] | None) -> None:
+        chosen = None if ranks is None else _checked_ranks(ranks)
         if not self._logger.isEnabledFor(level):
             return
         rank, world_size = _place()
-        if ranks is None or rank in set(ranks):
+        if chosen is None or rank in chosen:
             # stacklevel 3 makes %(filename)s and %(lineno)d those of the caller of info(), warning(), ...
             self._logger.log(level, "%s", msg, stacklevel=3, extra={"rank": rank, "world_size": world_size})
 
@@ -106,13 +113,21 @@ def _place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if _initialized() else (0, 1)
 
 
+def _checked_ranks(ranks: Any) -> set[int]:
+    several = isinstance(ranks, Iterable) and not isinstance(ranks, (str, bytes, Mapping, torch.Tensor))
+    entries = list(ranks) if several else []
+    if not several or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in entries):
+        raise TypeError(arguments.refusal("ranks", ranks, "a list of ranks, such as [0]", "None for all"))
+    return set(entries)
+
+
 def _level_number(level: str | int) -> int:
     if isinstance(level, int) and not isinstance(level, bool):
         return level
     names = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else _LEVELS
     if not isinstance(level, str) or level.upper() not in names:
         raise ValueError(
-            f"level={level!r} is unknown; choose one of {sorted(names, key=lambda n: names[n])} or a number"
+            f"level={arguments.shown(level)} is unknown; choose one of {sorted(names, key=lambda n: names[n])} or a number"
         )
     return names[level.upper()]
 

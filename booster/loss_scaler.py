@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from booster import arguments
+
 SMALLEST_SCALE = 2.0**-126  # gradients are multiplied by its inverse, which float32 must hold
 
 
@@ -81,7 +83,9 @@ class DynamicScale(LossScaler):
         min_scale: float | None = None,
         max_scale: float | None = None,
     ) -> None:
-        _check_options(init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
+        check_scale_options(
+            init_scale, growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale
+        )
         self.growth_factor = float(growth_factor)
         self.backoff_factor = float(backoff_factor)
         self.growth_interval = int(growth_interval)
@@ -203,7 +207,7 @@ class DeviceScale(LossScaler):
 
 
 def _float32(value: float) -> float:
-    return float(c_float(value).value)
+    return float(c_float(float(value)).value)
 
 
 def _read_state(state: dict[str, Any]) -> tuple[float, int, int]:
@@ -236,7 +240,7 @@ def _is_scale(value: float) -> bool:
     return SMALLEST_SCALE <= _float32(value) < math.inf
 
 
-def _check_options(
+def check_scale_options(
     init_scale: float,
     growth_factor: float,
     backoff_factor: float,
@@ -244,18 +248,23 @@ def _check_options(
     hysteresis: int,
     min_scale: float | None,
     max_scale: float | None,
+    *,
+    initial: str = "init_scale",
 ) -> None:
-    def require(condition: bool, name: str, value: object, legal: str) -> None:
-        if not condition:
-            raise ValueError(f"{name}={value!r} is not legal; it must be {legal}")
-
-    require(_is_scale(init_scale), "init_scale", init_scale, "at least 2**-126, and finite in float32")
-    require(1 < growth_factor < math.inf, "growth_factor", growth_factor, "above 1 and finite")
-    require(0 < backoff_factor < 1, "backoff_factor", backoff_factor, "between 0 and 1")
-    for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
-        require(count >= 1 and count == int(count), name, count, "a whole number of at least 1")
+    """Raise TypeError or ValueError for options that `DynamicScale` cannot have. initial: what the first one is called."""
+    arguments.number(initial, init_scale)
+    if not _is_scale(init_scale):
+        raise ValueError(arguments.refusal(initial, init_scale, "at least 2**-126, and finite in float32"))
+    arguments.number("growth_factor", growth_factor, above=1)
+    arguments.number("backoff_factor", backoff_factor, above=0, below=1)
+    arguments.count("growth_interval", growth_interval)
+    arguments.count("hysteresis", hysteresis)
     if min_scale is not None:
-        legal = f"at least 2**-126 and at most init_scale={init_scale}"
-        require(_is_scale(min_scale) and min_scale <= init_scale, "min_scale", min_scale, legal)
+        arguments.number("min_scale", min_scale, also="None")
+        if not (_is_scale(min_scale) and min_scale <= init_scale):
+            legal = f"at least 2**-126 and at most {initial}={init_scale}"
+            raise ValueError(arguments.refusal("min_scale", min_scale, legal, "None"))
     if max_scale is not None:
-        require(max_scale >= init_scale, "max_scale", max_scale, f"at least init_scale={init_scale}")
+        arguments.number("max_scale", max_scale, infinite=True, also="None")
+        if not max_scale >= init_scale:
+            raise ValueError(arguments.refusal("max_scale", max_scale, f"at least {initial}={init_scale}", "None"))

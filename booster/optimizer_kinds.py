@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
+from booster import arguments
+
 Kind = Literal["elementwise", "per tensor", "whole"]
 
 _ELEMENTWISE: set[type[Optimizer]] = {
@@ -35,7 +37,9 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     factorise or look at another parameter must not be registered. The class counts exactly, not its subclasses.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise TypeError(f"register_elementwise needs a subclass of torch.optim.Optimizer, got {cls!r}")
+        raise TypeError(
+            f"register_elementwise needs a subclass of torch.optim.Optimizer as cls, got {arguments.described(cls)}"
+        )
     _ELEMENTWISE.add(cls)
     return cls
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from booster import arguments
 from booster.cast_regions import forward_region
 from booster.casting import cast_floats
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
@@ -119,7 +120,9 @@ def boosted_wrapper(model: nn.Module, method: str) -> ModelWrapper:
     while not isinstance(model, ModelWrapper):
         inner = getattr(model, "_modules", {}).get("_orig_mod")
         if inner is None:
-            raise TypeError(f"{method} needs the model that boost() returned, got {type(model).__name__}")
+            raise TypeError(
+                f"{method} needs the model that boost() returned, the boosted one, got {arguments.described(model)}"
+            )
         model = inner
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.interface.signature import takes
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
@@ -92,6 +94,8 @@ class OptimizerWrapper(Optimizer):
         """
         if self._held is not None:
             raise RuntimeError(self._held)
+        if closure is not None:
+            arguments.function("closure", closure, "a function that computes the loss", also="None")
         self.settle()
         if closure is None and self._clip_grad_norm:
             self.clip_grad_by_norm(self._clip_grad_norm)
@@ -105,6 +109,7 @@ class OptimizerWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
+        arguments.flag("set_to_none", set_to_none)
         self.optimizer.zero_grad(**({"set_to_none": set_to_none} if self._takes_set_to_none else {}))
         self._update.forget_gradients(set_to_none)
 
@@ -126,20 +131,17 @@ class OptimizerWrapper(Optimizer):
         `max_norm / (norm + 1e-6)`, and reaches the gradients in `step()` or `unscale_grads()`. A norm that is not finite
         makes the step a skip; with `error_if_nonfinite` it raises RuntimeError.
         """
-        max_norm, norm_type = float(max_norm), float(norm_type)
-        if not max_norm >= 0:
-            raise ValueError(f"max_norm={max_norm} is not legal; it must be a number of at least 0")
-        if not norm_type > 0:
-            raise ValueError(f"norm_type={norm_type} is not legal; it must be above 0, or inf")
-        return self._update.clip_norm(max_norm, norm_type, error_if_nonfinite)
+        max_norm = arguments.number("max_norm", arguments.plain(max_norm), least=0, infinite=True)
+        norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
+        arguments.number("norm_type", norm_type, above=0, infinite=True)
+        arguments.flag("error_if_nonfinite", error_if_nonfinite)
+        return self._update.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp each unscaled gradient to [-clip_value, clip_value]; gradients that are not finite make a skip."""
-        clip_value = float(clip_value)
-        if not clip_value >= 0:
-            raise ValueError(f"clip_value={clip_value} is not legal; it must be a number of at least 0")
-        self._update.clip_value(clip_value)
+        clip_value = arguments.number("clip_value", arguments.plain(clip_value), least=0, infinite=True)
+        self._update.clip_value(float(clip_value))
 
     # ------------------------------------------------------------------ what happened
 
@@ -180,11 +182,11 @@ class OptimizerWrapper(Optimizer):
 
     def hold(self, reason: str | None) -> None:
         """Make `step()` raise RuntimeError with `reason` until it is held with None."""
-        self._held = reason
+        self._held = None if reason is None else arguments.text("reason", reason, "the text of the error", also="None")
 
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
-        self._history.when_settled(action)
+        self._history.when_settled(arguments.function("action", action, "a function without arguments"))
 
     def settle(self) -> None:
         """Take the last step's outcome into the counters and run what waited for it. Waits for the device at most once.
@@ -226,6 +228,9 @@ class OptimizerWrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch. Raises ValueError, on several ranks, for parameters whose gradients are not synchronised."""
+        if not isinstance(param_group, Mapping) or "params" not in param_group:
+            legal = "a dict with the key 'params' and options of the optimizer"
+            raise TypeError(arguments.refusal("param_group", param_group, legal))
         params = param_group["params"]
         params = [params] if isinstance(params, torch.Tensor) else list(params)
         self._update.check_known(params)

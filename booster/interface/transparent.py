@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster import arguments
+
 
 class TransparentModule(nn.Module):
     """A wrapper that only the type tells from the model inside it.
@@ -33,7 +35,7 @@ class TransparentModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch, through a plugin's wrapper, which may keep gradients of its own."""
-        self.module.zero_grad(set_to_none)
+        self.module.zero_grad(arguments.flag("set_to_none", set_to_none))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the user's model."""
@@ -54,7 +56,7 @@ class TransparentModule(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> TransparentModule:
-        bare(self.module).apply(fn)
+        bare(self.module).apply(arguments.function("fn", fn, "a function of a module"))
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransparentModule:
@@ -100,15 +102,21 @@ class TransparentModule(nn.Module):
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """Register with the user's model."""
-        bare(self.module).register_buffer(name, tensor, persistent)
+        if tensor is not None:
+            arguments.instance("tensor", tensor, torch.Tensor, "a tensor or None")
+        bare(self.module).register_buffer(_own_name(name), tensor, arguments.flag("persistent", persistent))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register with the user's model."""
-        bare(self.module).register_parameter(name, param)
+        if param is not None:
+            arguments.instance("param", param, nn.Parameter, "an nn.Parameter or None")
+        bare(self.module).register_parameter(_own_name(name), param)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add to the user's model."""
-        bare(self.module).add_module(name, module)
+        if module is not None:
+            arguments.instance("module", module, nn.Module, "a torch.nn.Module or None")
+        bare(self.module).add_module(_own_name(name), module)
 
     def __len__(self) -> int:
         return len(bare(self.module))  # type: ignore[arg-type]
@@ -164,6 +172,10 @@ def unwrap_placed(module: nn.Module) -> nn.Module:
 
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, PlacedModule)
+
+
+def _own_name(name: Any) -> str:
+    return arguments.text("name", name, "the name of an attribute")
 
 
 def _wrapper_prefix(module: nn.Module) -> str:

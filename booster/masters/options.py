@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
 from booster.optimizer_kinds import kind_of
 
@@ -29,10 +30,8 @@ class MasterOptions:
     rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
-        if self.master_weights not in _FORMS:
-            raise ValueError(f"master_weights={self.master_weights!r} is not legal; choose one of {list(_FORMS)}")
-        if self.rounding not in _ROUNDINGS:
-            raise ValueError(f"rounding={self.rounding!r} is not legal; choose one of {list(_ROUNDINGS)}")
+        arguments.choice("master_weights", self.master_weights, _FORMS)
+        arguments.choice("rounding", self.rounding, list(_ROUNDINGS))
         if self.rounding != "nearest" and self.master_weights != "none":
             raise ValueError(
                 f"rounding={self.rounding!r} is for master_weights='none'; with {self.master_weights!r} masters keep "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from booster import arguments
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
@@ -46,8 +47,12 @@ _REGISTRY: dict[str, type[MixedPrecision]] = {
 
 def register(name: str, strategy: type[MixedPrecision]) -> None:
     """Make `Booster(mixed_precision=name)` mean `strategy()`. Raises ValueError if the name is taken by another class."""
+    arguments.text("name", name, "the name that Booster(mixed_precision=...) will know it by")
     if not (isinstance(strategy, type) and issubclass(strategy, MixedPrecision)):
-        raise TypeError(f"register({name!r}, {strategy!r}) needs a subclass of booster.mixed_precision.MixedPrecision")
+        raise TypeError(
+            f"register({name!r}, strategy) needs a subclass of booster.mixed_precision.MixedPrecision, got "
+            f"{arguments.described(strategy)}"
+        )
     if _REGISTRY.get(name, strategy) is not strategy:
         raise ValueError(f"mixed_precision {name!r} is already {_REGISTRY[name].__name__}; choose another name")
     _REGISTRY[name] = strategy
@@ -71,6 +76,6 @@ def make(precision: str | MixedPrecision | None) -> MixedPrecision:
     if isinstance(precision, MixedPrecision):
         return precision
     raise TypeError(
-        f"mixed_precision must be one of {available()}, a MixedPrecision object or None, got {type(precision).__name__}"
-        + ("; pass an instance of it" if isinstance(precision, type) else "")
+        f"mixed_precision must be one of {available()}, a MixedPrecision object or None, got "
+        f"{arguments.described(precision)}" + ("; pass an instance of it" if isinstance(precision, type) else "")
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from booster import arguments
 from booster.casting import HALF_DTYPES
 from booster.interface.model import bare
 from booster.loss_scaler import DynamicScale, LossScaler
@@ -37,13 +38,11 @@ class AutocastMixedPrecision(MixedPrecision):
         keep_fp32: Pin | Iterable[Pin] = (),
         sdpa_fp32: bool | Literal["auto"] = "auto",
     ) -> None:
-        if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
-            raise ValueError(f"output_dtype={output_dtype!r} is not legal; pass a floating torch dtype, or None")
-        if sdpa_fp32 not in (True, False, "auto"):
-            raise ValueError(f"sdpa_fp32={sdpa_fp32!r} is not legal; choose True, False or 'auto'")
-        self._cache_enabled = bool(cache_enabled)
+        if output_dtype is not None:
+            arguments.floating_dtype("output_dtype", output_dtype)
+        self._cache_enabled = arguments.flag("cache_enabled", cache_enabled)
         self._keep_fp32 = normalise_pins(keep_fp32)
-        self._sdpa_fp32 = sdpa_fp32
+        self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self.policy = DtypePolicy(output=output_dtype)
 
     def bind(self, device: torch.device) -> None:

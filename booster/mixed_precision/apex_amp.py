@@ -14,7 +14,7 @@ optimizer hold the model's parameters at every level; masters are what `master_p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
 from booster.mixed_precision.apex.session import Session
@@ -75,6 +76,7 @@ def initialize(
     Options and errors: those of `FP16ApexMixedPrecision`. Models stay on their device, and are to be wrapped for
     data parallelism afterwards. enabled=False returns everything as it is.
     """
+    arguments.flag("enabled", enabled)
     if not enabled:
         _session.begin(None)
         return models if optimizers is None else (models, optimizers)
@@ -147,7 +149,11 @@ def scale_loss(
     if precision is None:
         yield loss
         return
-    given = optimizers if isinstance(optimizers, Sequence) else [optimizers]
+    arguments.instance("loss", loss, torch.Tensor, "a tensor")
+    arguments.flag("delay_unscale", delay_unscale)
+    arguments.flag("delay_overflow_check", delay_overflow_check)
+    several = isinstance(optimizers, Sequence) and not isinstance(optimizers, (str, bytes))
+    given = optimizers if several else [optimizers]
     updates = [_update_of(optimizer) for optimizer in given]
     own = [update.scaler[loss_id] for update in updates] or [precision.scales[loss_id]]
     scale = min((one.scale for one in own if not one.is_null), default=1.0)
@@ -174,6 +180,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     if isinstance(update, ApexMasterUpdate):
         yield from update.master_params()
         return
+    arguments.instance("optimizer", optimizer, Optimizer, "an optimizer")
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -183,6 +190,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     state = {} if _session.precision is None else _session.precision.scales.amp_state_dict()
     if destination is None:
         return state
+    arguments.instance("destination", destination, MutableMapping, "a dict to add to, or None")
     destination.update(state)
     return destination
 
@@ -249,7 +257,7 @@ def _update_of(optimizer: Any) -> ApexUpdate:
     update = optimizer._update if isinstance(optimizer, OptimizerWrapper) else None
     if not isinstance(update, ApexUpdate):
         raise TypeError(
-            f"scale_loss needs the optimizer that amp.initialize returned, got {type(optimizer).__name__}; write "
-            "model, optimizer = amp.initialize(model, optimizer, ...)"
+            f"scale_loss needs the optimizer that amp.initialize returned, got {arguments.described(optimizer)}; write "
+            "model, optimizer = amp.initialize(model, optimizer, ...), and give it as optimizers"
         )
     return update

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.casting import HALF_DTYPES
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
@@ -43,7 +44,7 @@ class Placement:
     shards: what this rank holds and steps of an optimizer's placed parameters. stores_float32: placed parameters stay as
     wide as they were where `policy.store` is None. is_whole: every rank holds and steps all of every parameter.
     device: where that is. group: the ranks among which found_inf is agreed; None means no collective, also inside a
-    launched job.
+    launched job. Raises TypeError for another type of any of them.
     """
 
     place: Callable[[nn.Module, DtypePolicy], nn.Module] = _place_in_process
@@ -53,6 +54,15 @@ class Placement:
     is_whole: bool = True
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("place", "synchronise", "shards"):
+            arguments.function(name, getattr(self, name))
+        arguments.flag("stores_float32", self.stores_float32)
+        arguments.flag("is_whole", self.is_whole)
+        arguments.instance("device", self.device, torch.device, "a torch.device")
+        if self.group is not None:
+            arguments.group("group", self.group)
 
 
 class MixedPrecision:
@@ -110,8 +120,10 @@ class MixedPrecision:
 
     def check_loss_id(self, loss_id: int) -> None:
         """Raise unless there is a loss scaler of that number."""
-        if loss_id != 0:
-            raise ValueError(f"loss_id={loss_id} is not legal; {type(self).__name__} keeps one loss scaler, number 0")
+        if type(loss_id) is not int or loss_id != 0:
+            raise ValueError(
+                f"loss_id={arguments.shown(loss_id)} is not legal; {type(self).__name__} keeps one loss scaler, number 0"
+            )
 
     def check(self, model: nn.Module) -> None:
         """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from booster import arguments
 from booster.casting import cast_floats
 
 _MARK = "booster_keep_fp32"
@@ -41,14 +42,14 @@ def pin_names(model: nn.Module, keep_fp32: Pin | Iterable[Pin]) -> frozenset[str
 
 def normalise_pins(keep_fp32: Pin | Iterable[Pin]) -> tuple[Pin, ...]:
     """`keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable."""
-    one = isinstance(keep_fp32, (str, type)) or not isinstance(keep_fp32, Iterable)
-    pins: tuple[Any, ...] = (keep_fp32,) if one else tuple(keep_fp32)  # type: ignore[arg-type]
+    several = isinstance(keep_fp32, Iterable) and not isinstance(keep_fp32, (str, type, Mapping, torch.Tensor))
+    pins: tuple[Any, ...] = tuple(keep_fp32) if several else (keep_fp32,)  # type: ignore[arg-type]
     for pin in pins:
         if isinstance(pin, type) and not issubclass(pin, nn.Module):
             raise TypeError(f"keep_fp32 names the type {pin.__name__}, which is not a torch.nn.Module")
         if isinstance(pin, nn.Module) or not (isinstance(pin, (type, str)) or callable(pin)):
             raise TypeError(
-                f"keep_fp32 holds {pin!r}; each entry must be a module type, a name pattern or a predicate "
+                f"keep_fp32 holds {arguments.shown(pin)}; each entry must be a module type, a name pattern or a predicate "
                 "(name, module) -> bool"
             )
     return pins
@@ -93,8 +94,7 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
 
     With everything inside it. Mark modules before the model is given to `NaiveAMPModel` or `Booster.boost`.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"set_fp32_attr_to_module needs a torch.nn.Module, got {type(module).__name__}")
+    arguments.instance("module", module, nn.Module, "a torch.nn.Module")
     setattr(module, _MARK, True)
 
 

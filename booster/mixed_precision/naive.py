@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -13,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.transparent import PlacedModule
-from booster.loss_scaler import DynamicScale, LossScaler
+from booster.loss_scaler import DynamicScale, LossScaler, check_scale_options
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
@@ -56,17 +56,18 @@ class NaiveMixedPrecision(MixedPrecision):
         rounding: Rounding = "nearest",
         sdpa_fp32: bool | Literal["auto"] = "auto",
     ) -> None:
-        if not 0.0 <= clip_grad_norm < math.inf:
-            raise ValueError(f"clip_grad_norm={clip_grad_norm!r} is not legal; it must be a number of at least 0")
-        if sdpa_fp32 not in (True, False, "auto"):
-            raise ValueError(f"sdpa_fp32={sdpa_fp32!r} is not legal; choose True, False or 'auto'")
-        self._count_zeros = bool(log_num_zeros_in_grad)
-        self._max_norm = float(clip_grad_norm)
-        self._verbose = bool(verbose)
+        arguments.flag("output_to_fp32", output_to_fp32)
+        self._count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
+        self._max_norm = float(arguments.number("clip_grad_norm", clip_grad_norm, least=0, fix="0 is off"))
+        self._verbose = arguments.flag("verbose", verbose)
         self._keep_fp32 = normalise_pins(keep_fp32)
-        self._sync_buffer = bool(sync_buffer)
+        self._sync_buffer = arguments.flag("sync_buffer", sync_buffer)
         self._masters = MasterOptions(master_weights=master_weights, rounding=rounding)
-        self._sdpa_fp32 = sdpa_fp32
+        self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
+        if not hasattr(self, "dtype"):
+            raise TypeError(
+                f"{type(self).__name__} has no dtype; use FP16NaiveMixedPrecision or BF16NaiveMixedPrecision"
+            )
         self.policy = DtypePolicy(param=self.dtype, output=torch.float32 if output_to_fp32 else None)
 
     @property
@@ -210,6 +211,17 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             rounding=rounding,
             sdpa_fp32=sdpa_fp32,
         )
+        arguments.flag("dynamic_grad_scale", dynamic_grad_scale)
+        check_scale_options(
+            initial_scale,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+            hysteresis,
+            min_scale if dynamic_grad_scale else None,
+            max_scale if dynamic_grad_scale else None,
+            initial="initial_scale",
+        )
         self._scale_options: dict[str, Any] = {
             "init_scale": initial_scale,
             "growth_factor": growth_factor,
@@ -219,7 +231,6 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             "min_scale": min_scale if dynamic_grad_scale else initial_scale,
             "max_scale": max_scale if dynamic_grad_scale else initial_scale,
         }
-        DynamicScale(**self._scale_options)  # wrong options raise here, not at the first boost
 
     def make_scaler(self) -> LossScaler:
         return DynamicScale(**self._scale_options)

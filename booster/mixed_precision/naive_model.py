@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster import arguments
 from booster.interface.model import PrecisionModule
 from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.keep_fp32 import Pin, is_batch_norm
@@ -58,8 +59,11 @@ class NaiveAMPModel(PrecisionModule):
         *,
         keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        arguments.instance("model", model, nn.Module, "a torch.nn.Module")
+        arguments.flag("output_to_fp32", output_to_fp32)
+        arguments.flag("sync_buffer", sync_buffer)
+        if parallel_group is not None:
+            arguments.group("parallel_group", parallel_group)
         if isinstance(model, PrecisionModule):
             raise RuntimeError(f"this {type(model).__name__} runs under a precision already; pass the model inside it")
         dtype = parse_dtype(dtype)
@@ -75,12 +79,14 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
         return _DTYPES[dtype]
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
         return dtype
-    if dtype == "torch.tf32":
+    if isinstance(dtype, str) and dtype == "torch.tf32":
         raise ValueError(
             "dtype='torch.tf32' is not a storage format but a mode of CUDA matrix products, and there is no tf32 strategy "
             "yet; pass dtype='torch.float32'"
         )
-    raise ValueError(f"dtype={dtype!r} is not legal; pass the torch dtype or the string of one of {list(_DTYPES)}")
+    raise ValueError(
+        f"dtype={arguments.shown(dtype)} is not legal; pass the torch dtype or the string of one of {list(_DTYPES)}"
+    )
 
 
 class _Output:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from booster import arguments
 from booster.interface.transparent import bare
 from booster.mixed_precision.keep_fp32 import (
     Pin,
@@ -29,6 +30,8 @@ class DtypePolicy:
     reduce: dtype of the gradient collectives; None means the dtype of the parameters.
     output: floating dtype of what the model returns, and so of what the criterion receives.
     fp32_modules: names of modules that keep float32 parameters and compute in float32.
+
+    Raises TypeError or ValueError for what is no floating dtype, or no set of names.
     """
 
     param: torch.dtype | None = None
@@ -36,6 +39,14 @@ class DtypePolicy:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     fp32_modules: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("param", "store", "reduce", "output"):
+            if getattr(self, name) is not None:
+                arguments.floating_dtype(name, getattr(self, name))
+        names = self.fp32_modules
+        if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(arguments.refusal("fp32_modules", names, "a frozenset of names of modules"))
 
 
 def half_policy(

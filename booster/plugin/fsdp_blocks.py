@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+
+from booster import arguments
 
 WrapPolicy = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
 
@@ -23,10 +26,9 @@ def check_wrap_policy(wrap_policy: Any) -> None:
     if wrap_policy is None or isinstance(wrap_policy, str):
         return
     if isinstance(wrap_policy, int):
-        if isinstance(wrap_policy, bool) or wrap_policy < 1:
-            raise ValueError(f"wrap_policy={wrap_policy!r} is not legal; a number of parameters is at least 1")
+        arguments.count("wrap_policy", wrap_policy, what="of parameters")
         return
-    if isinstance(wrap_policy, Iterable) and not isinstance(wrap_policy, (type, nn.Module)):
+    if isinstance(wrap_policy, Iterable) and not isinstance(wrap_policy, (type, nn.Module, Mapping, torch.Tensor)):
         entries = list(wrap_policy)
         if not entries:
             raise ValueError(
@@ -35,13 +37,13 @@ def check_wrap_policy(wrap_policy: Any) -> None:
         wrong = [entry for entry in entries if not _is_class_or_pattern(entry)]
         if wrong:
             raise TypeError(
-                f"wrap_policy holds {wrong[0]!r}; in a list each entry must be a module class or a name pattern"
+                f"wrap_policy holds {arguments.shown(wrong[0])}; in a list each entry must be a module class or a name pattern"
             )
         return
     if isinstance(wrap_policy, nn.Module):
         raise TypeError(f"wrap_policy is a module object ({type(wrap_policy).__name__}); pass its class, or its name")
     if not (_is_class_or_pattern(wrap_policy) or (callable(wrap_policy) and not isinstance(wrap_policy, type))):
-        raise TypeError(f"wrap_policy={wrap_policy!r} is not legal; pass {legal}")
+        raise TypeError(f"wrap_policy={arguments.shown(wrap_policy)} is not legal; pass {legal}")
 
 
 def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.interface.transparent import bare
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
@@ -25,7 +26,7 @@ from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
 from booster.plugin.pipeline.schedule import check_count
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
-from booster.plugin.tensor_parallel.plan import TPPlan
+from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
 from booster.shards.fully_sharded import FullyShardedShards
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
@@ -75,26 +76,29 @@ class HybridParallelPlugin(Plugin):
                 "start the job with `booster run` and call booster.launch_from_torch() first"
             )
         world_size = dist.get_world_size()
-        _check_counts(tp_size=tp_size, pp_size=pp_size, num_model_chunks=num_model_chunks)
+        for name, value in (("tp_size", tp_size), ("pp_size", pp_size), ("num_model_chunks", num_model_chunks)):
+            arguments.count(name, value)
         if world_size % (tp_size * pp_size):
             raise ValueError(
                 f"tp_size={tp_size} times pp_size={pp_size} is {tp_size * pp_size}, which does not divide the world size "
                 f"{world_size}; choose sizes whose product does"
             )
-        if zero_stage not in (0, 1, 2):
-            raise ValueError(f"zero_stage={zero_stage!r} is not legal; choose 0, 1 or 2, or use TorchFSDPPlugin for 3")
+        arguments.choice("zero_stage", zero_stage, (0, 1, 2), fix="for 3 use TorchFSDPPlugin")
         _check_schedule(pp_style, pp_size, num_model_chunks)
         if num_microbatches is not None and microbatch_size is not None:
             raise ValueError(
                 f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} say the same; give one of them"
             )
-        _check_counts(num_microbatches=num_microbatches, microbatch_size=microbatch_size)
-        if sequence_parallelism and tp_size == 1:
+        for name, size in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
+            if size is not None:
+                arguments.count(name, size, also="None")
+        if arguments.flag("sequence_parallelism", sequence_parallelism) and tp_size == 1:
             raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
-        if isinstance(split_points, str):
-            raise TypeError(f"split_points={split_points!r} must be a list of names, one for each stage but the first")
-        if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
-            raise ValueError(f"reduce_dtype={reduce_dtype!r} is not legal; pass a floating torch dtype, or None")
+        if split_points is not None:
+            split_points = _checked_names(split_points)
+        if reduce_dtype is not None:
+            arguments.floating_dtype("reduce_dtype", reduce_dtype)
+        check_tp_plan(tp_plan)
         if num_microbatches is not None and pp_size > 1:
             check_count(pp_style, pp_size, num_microbatches)
         if split_points is not None and pp_size == 1:
@@ -108,7 +112,7 @@ class HybridParallelPlugin(Plugin):
         self._pp_style = pp_style
         self._sequence_parallelism = sequence_parallelism
         self._tp_plan = tp_plan
-        self._split_points = None if split_points is None else list(split_points)
+        self._split_points = split_points
         self._wrap_policy = wrap_policy
         self._reduce_dtype = reduce_dtype
         self._meshes: dict[str, DeviceMesh] = {}
@@ -262,15 +266,17 @@ def _with_parameters(root: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if next(model.get_submodule(name).parameters(), None) is not None]
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}={value!r} is not legal; it must be a whole number of at least 1")
+def _checked_names(split_points: Any) -> list[str]:
+    several = isinstance(split_points, Iterable) and not isinstance(split_points, (str, bytes, Mapping, torch.Tensor))
+    names = list(split_points) if several else []
+    if not several or not all(isinstance(name, str) for name in names):
+        legal = "a list of names of modules, one for each stage but the first"
+        raise TypeError(arguments.refusal("split_points", split_points, legal, "None"))
+    return names
 
 
 def _check_schedule(pp_style: str, pp_size: int, num_model_chunks: int) -> None:
-    if pp_style not in get_args(PipelineStyle):
-        raise ValueError(f"pp_style={pp_style!r} is unknown; choose one of {list(get_args(PipelineStyle))}")
+    arguments.choice("pp_style", pp_style, get_args(PipelineStyle))
     if pp_style == "interleaved" and num_model_chunks < 2:
         raise ValueError(
             f"pp_style='interleaved' puts several stages on each rank, and num_model_chunks is {num_model_chunks}; "

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
@@ -17,6 +18,11 @@ from booster.plugin.torch_ddp import TorchDDPPlugin
 from booster.shards import Shards
 from booster.shards.zero import ZeroShards
 from booster.shards.zero_buckets import Layout
+
+_STAGES = (
+    "choose 1 (optimizer states and masters are divided) or 2 (gradients too). To divide the weights as well, use "
+    "TorchFSDPPlugin"
+)
 
 
 class LowLevelZeroPlugin(TorchDDPPlugin):
@@ -48,13 +54,10 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         static_graph: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        if isinstance(stage, bool) or stage not in (1, 2):
-            raise ValueError(
-                f"stage={stage!r} is not legal; choose 1 (optimizer states and masters are divided) or 2 (gradients too). "
-                "To divide the weights as well, use TorchFSDPPlugin"
-            )
+        if arguments.count("stage", stage, fix=_STAGES) > 2:
+            raise ValueError(f"stage={stage!r} is not legal; {_STAGES}")
         of_ddp = {"gradient_as_bucket_view": gradient_as_bucket_view, "static_graph": static_graph}
-        given = [name for name, value in of_ddp.items() if value]
+        given = [name for name, value in of_ddp.items() if arguments.flag(name, value)]
         if stage == 2 and given:
             raise ValueError(
                 f"{given[0]}=True is an option of DistributedDataParallel, which stage=2 does not use; leave it False, or "

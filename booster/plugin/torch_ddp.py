@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from booster import arguments
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Plugin
@@ -55,9 +56,15 @@ class TorchDDPPlugin(Plugin):
             )
         hook = comm_hook[1] if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else comm_hook
         if hook is not None and not callable(hook):
-            raise TypeError(f"comm_hook must be a DDP hook or a pair (state, hook), got {comm_hook!r}")
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not legal; it must be above 0")
+            raise TypeError(
+                f"comm_hook must be a DDP hook or a pair (state, hook), got {arguments.described(comm_hook)}"
+            )
+        arguments.number("bucket_cap_mb", bucket_cap_mb, above=0)
+        arguments.flag("broadcast_buffers", broadcast_buffers)
+        arguments.flag("find_unused_parameters", find_unused_parameters)
+        arguments.flag("gradient_as_bucket_view", gradient_as_bucket_view)
+        arguments.flag("static_graph", static_graph)
+        arguments.flag("sync_batchnorm", sync_batchnorm)
         self._ddp_options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from booster import arguments
 from booster.interface.transparent import bare
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
@@ -62,8 +63,7 @@ class TorchFSDPPlugin(Plugin):
             )
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         check_wrap_policy(wrap_policy)
-        if not isinstance(cpu_offload, bool):
-            raise TypeError(f"cpu_offload must be True or False, got {cpu_offload!r}")
+        arguments.flag("cpu_offload", cpu_offload)
         if cpu_offload and not dist.is_initialized():
             raise RuntimeError(
                 "cpu_offload=True needs a process group, also for a single process; start the job with "

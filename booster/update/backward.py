@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
+from booster import arguments
 from booster.cast_regions import backward_region
 from booster.casting import HALF_DTYPES
 from booster.update.backward_pass import BackwardPass
@@ -34,7 +36,7 @@ def run_backward(
     gradient collectives run inside. If the pass raises, gradients that were set aside for it come back.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else arguments.described(loss)
         raise ValueError(f"the loss must be a tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
     if loss.is_complex():
         raise ValueError(f"the loss must be real, got {loss.dtype}; take its real part or absolute value")
@@ -42,6 +44,9 @@ def run_backward(
         raise RuntimeError(
             "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
         )
+    arguments.flag("retain_graph", retain_graph)
+    arguments.flag("create_graph", create_graph)
+    inputs = None if inputs is None else _checked_inputs(inputs)
     this, scale = begin_backward(optimizers, loss_id=loss_id, delayed=delayed)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
@@ -90,6 +95,21 @@ def abandon_backward(this: BackwardPass) -> None:
     """The pass raised: gradients that were set aside for it come back."""
     for update in this.updates:
         update.abandon_backward()
+
+
+def _checked_inputs(inputs: Any) -> tuple[Any, ...]:
+    one = isinstance(inputs, (torch.Tensor, GradientEdge))
+    several = (inputs,) if one else tuple(inputs) if isinstance(inputs, Iterable) else ()
+    if isinstance(inputs, Sequence) and not inputs:
+        raise ValueError(
+            "inputs are empty, so no gradient would be computed; name tensors, or pass None for all leaves"
+        )
+    if not several or not all(isinstance(entry, (torch.Tensor, GradientEdge)) for entry in several):
+        legal = "a tensor, several in a list, or None for all leaves of the graph"
+        raise TypeError(arguments.refusal("inputs", inputs, legal))
+    if any(isinstance(entry, torch.Tensor) and not entry.requires_grad for entry in several):
+        raise ValueError("inputs hold a tensor that does not require gradients, so none can be accumulated in it")
+    return several
 
 
 def _smallest(scales: list[Any]) -> Any:

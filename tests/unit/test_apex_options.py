@@ -130,7 +130,7 @@ def test_an_override_that_a_level_allows_replaces_its_default(level, override, v
         ({"max_loss_scale": 0.0}, ValueError, "max_loss_scale=0.0"),
         ({"max_loss_scale": None}, ValueError, "max_loss_scale=None is not legal; it must be a number above 0"),
         ({"max_loss_scale": math.nan}, ValueError, "max_loss_scale=nan"),
-        ({"max_loss_scale": "8"}, TypeError, "max_loss_scale='8' is not legal; pass a number"),
+        ({"max_loss_scale": "8"}, TypeError, "max_loss_scale='8' is not legal; it must be a number"),
         ({"min_loss_scale": math.nan}, ValueError, "min_loss_scale=nan"),
         ({"loss_scale": 0}, ValueError, "loss_scale=0 is not legal; a static one must be a finite number above 0"),
         ({"loss_scale": -1.0}, ValueError, "loss_scale=-1.0"),

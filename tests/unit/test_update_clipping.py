@@ -129,7 +129,7 @@ def test_a_value_below_zero_or_a_nan_is_no_bound(decides):
         for bound in (-1.0, NAN):
             with pytest.raises(ValueError, match="must be a number of at least 0"):
                 call(bound)
-    with pytest.raises(ValueError, match="norm_type=0.0"):
+    with pytest.raises(ValueError, match="norm_type=0 "):
         optimizer.clip_grad_by_norm(1.0, 0)
 
 

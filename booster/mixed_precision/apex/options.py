@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import NoneType
 from typing import Any
 
 import torch
+
+from booster import arguments
 
 _DOUBT = "If these options are meant, choose the level that has them: the defaults of each are in `LEVELS`."
 
@@ -115,7 +116,7 @@ def resolve(
     if level is None:
         raise RuntimeError(
             f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'. Note that in `O0`, `O1`, etc., "
-            "the prefix O is the letter O, not the number zero."
+            "the prefix O is the letter O, not the number zero. Write opt_level='O1'."
         )
     options = ApexOptions(
         opt_level,
@@ -128,9 +129,10 @@ def resolve(
     if cast_model_type is not None:
         options = replace(options, cast_model_type=_cast_model_type(opt_level, cast_model_type))
     if patch_torch_functions is not None:
-        if opt_level != "O1" and patch_torch_functions:
+        if opt_level != "O1" and patch_torch_functions is True:
             _refuse("Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'.")
-        options = replace(options, patch_torch_functions=bool(patch_torch_functions))
+        patch_torch_functions = arguments.flag("patch_torch_functions", patch_torch_functions, also="None")
+        options = replace(options, patch_torch_functions=patch_torch_functions)
     if keep_batchnorm_fp32 is not None:
         options = replace(options, keep_batchnorm_fp32=_keep_batchnorm(opt_level, keep_batchnorm_fp32))
     if master_weights is not None:
@@ -139,7 +141,7 @@ def resolve(
                 "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should be "
                 f"FP32. master_weights was {master_weights}"
             )
-        options = replace(options, master_weights=bool(master_weights))
+        options = replace(options, master_weights=arguments.flag("master_weights", master_weights, also="None"))
     if loss_scale is not None:
         options = replace(options, loss_scale=_loss_scale(loss_scale))
     return options
@@ -163,7 +165,7 @@ def _keep_batchnorm(opt_level: str, value: Any) -> bool:
             "With opt_level O1, batchnorm functions are automatically patched to run in FP32, so keep_batchnorm_fp32 "
             f"should be None. keep_batchnorm_fp32 was {value}"
         )
-    if value not in (True, False, "True", "False") or isinstance(value, (int, float)) and not isinstance(value, bool):
+    if not isinstance(value, (bool, str)) or value not in (True, False, "True", "False"):
         raise AssertionError(
             "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, found "
             f"keep_batchnorm_fp32={value}"
@@ -172,13 +174,15 @@ def _keep_batchnorm(opt_level: str, value: Any) -> bool:
 
 
 def _loss_scale(value: Any) -> float | str:
-    if value == "dynamic":
+    if isinstance(value, str) and value == "dynamic":
         return "dynamic"
     try:
-        number = float(value)
+        number = float(value if isinstance(value, str) else arguments.number("loss_scale", value, infinite=True))
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"loss_scale={value!r} is not legal; pass 'dynamic', a number, or a string of one") from None
+        raise kind(
+            f"loss_scale={arguments.shown(value)} is not legal; pass 'dynamic', a number, or a string of one"
+        ) from None
     if not 0 < number < math.inf:
         raise ValueError(
             f"loss_scale={value!r} is not legal; a static one must be a finite number above 0, or pass 'dynamic'"
@@ -190,21 +194,16 @@ def _refuse(reason: str) -> None:
     raise RuntimeError(f"{reason} {_DOUBT}")
 
 
-def check_rest(cast_model_outputs: Any, num_losses: Any, minimum: Any, maximum: Any, window: Any, backend: Any) -> None:
-    """Raise ValueError for an argument that apex does not look at, or does not have, and that is out of range."""
-    if cast_model_outputs is not None and not (
-        isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
-    ):
-        raise ValueError(f"cast_model_outputs={cast_model_outputs!r} is not legal; pass a floating torch dtype or None")
-    for name, value in (("num_losses", num_losses), ("scale_window", window)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is not legal; it must be a whole number of at least 1")
-    for name, value in (("min_loss_scale", minimum), ("max_loss_scale", maximum)):
-        if isinstance(value, bool) or not isinstance(value, (int, float, NoneType)):
-            raise TypeError(f"{name}={value!r} is not legal; pass a number")
-    if minimum is not None and not 0 <= minimum < math.inf:
-        raise ValueError(f"min_loss_scale={minimum!r} is not legal; it must be a finite number of at least 0, or None")
-    if maximum is None or not maximum > 0:
-        raise ValueError(f"max_loss_scale={maximum!r} is not legal; it must be a number above 0; math.inf is no bound")
-    if backend not in ("auto", "native", "apex"):
-        raise ValueError(f"backend={backend!r} is not legal; choose 'auto', 'native' or 'apex'")
+def check_rest(
+    cast_model_outputs: Any, num_losses: Any, verbosity: Any, minimum: Any, maximum: Any, window: Any, backend: Any
+) -> None:
+    """Raise TypeError or ValueError for an argument that apex does not look at, or does not have, and that is not legal."""
+    if cast_model_outputs is not None:
+        arguments.floating_dtype("cast_model_outputs", cast_model_outputs)
+    arguments.count("num_losses", num_losses)
+    arguments.count("verbosity", verbosity, least=-(2**31))
+    if minimum is not None:
+        arguments.number("min_loss_scale", minimum, least=0, also="None")
+    arguments.number("max_loss_scale", maximum, above=0, infinite=True, fix="math.inf is no bound")
+    arguments.count("scale_window", window)
+    arguments.choice("backend", backend, ("auto", "native", "apex"))

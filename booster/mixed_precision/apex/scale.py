@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+from booster import arguments
 from booster.loss_scaler import SMALLEST_SCALE, LossScaler, is_number
 
 _logger = logging.getLogger(__name__)
@@ -79,6 +80,8 @@ class ApexScales(LossScaler):
 
     def __getitem__(self, loss_id: int) -> ApexScale:
         """The scale of a loss; IndexError beyond the last."""
+        if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+            raise TypeError(arguments.refusal("loss_id", loss_id, "the number of a loss scaler, from 0"))
         if not 0 <= loss_id < len(self._scales):
             raise IndexError(
                 f"loss_id={loss_id} is not legal: there are num_losses={len(self._scales)} loss scalers, from number 0"

@@ -84,7 +84,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             "loss_scale": loss_scale,
         }
         self.options = resolve(opt_level, **overrides)
-        check_rest(cast_model_outputs, num_losses, min_loss_scale, max_loss_scale, scale_window, backend)
+        check_rest(cast_model_outputs, num_losses, verbosity, min_loss_scale, max_loss_scale, scale_window, backend)
         self._verbosity = verbosity
         self._backend = backend
         self._real: Any = None  # apex.amp once a model was boosted with it

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from booster import arguments
 from booster.cast_regions import Rule, active_casts
 from booster.casting import cast_floats
 from booster.mixed_precision.apex.dispatched import dispatched
@@ -53,9 +54,12 @@ class Registered:
         by a function that casts as the innermost O1 region at the call has it registered, and passes through elsewhere.
         Raises ValueError if there is no such function, or if it is a Python function of torch that no rule can reach.
         """
+        arguments.text("name", name, "the name of a function of the module")
         if not hasattr(module, name):
             holder = getattr(module, "__name__", module)
             raise ValueError(f"No function named {name} in module {holder}; register functions that exist, by name")
+        if not callable(getattr(module, name)):
+            raise TypeError(f"name={name!r} is not legal; it must be the name of a function of the module")
         path = _path(module)
         if path.partition(".")[0] == "torch":
             dispatched(module, name)
@@ -83,6 +87,8 @@ class Registered:
 
 
 def _cast_arguments(function: Any, kind: Kind) -> Any:
+    arguments.function("function", function)
+
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
         return _call(function, kind if active_casts() else None, args, kwargs)

@@ -5,13 +5,24 @@ stays where it is. Every schedule works with any torch.optim.Optimizer, and resu
 together with the optimizer's.
 """
 
-from booster.nn.lr_scheduler.cosine import CosineAnnealingLR, CosineAnnealingWarmupLR
-from booster.nn.lr_scheduler.flat import FlatAnnealingLR, FlatAnnealingWarmupLR
-from booster.nn.lr_scheduler.linear import LinearWarmupLR
-from booster.nn.lr_scheduler.multistep import MultiStepLR, MultiStepWarmupLR
-from booster.nn.lr_scheduler.onecycle import OneCycleLR
-from booster.nn.lr_scheduler.polynomial import PolynomialLR, PolynomialWarmupLR
-from booster.nn.lr_scheduler.step import ExponentialLR, LambdaLR, MultiplicativeLR, StepLR
+from booster.nn.lr_scheduler.of_torch import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    MultiplicativeLR,
+    OneCycleLR,
+    StepLR,
+)
+from booster.nn.lr_scheduler.schedule import (
+    CosineAnnealingWarmupLR,
+    FlatAnnealingLR,
+    FlatAnnealingWarmupLR,
+    LinearWarmupLR,
+    MultiStepLR,
+    MultiStepWarmupLR,
+    PolynomialLR,
+    PolynomialWarmupLR,
+)
 
 __all__ = [
     "CosineAnnealingLR",

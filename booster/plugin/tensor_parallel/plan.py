@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from booster import arguments
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.derive import derive_plan
 from booster.plugin.tensor_parallel.experts import Experts
 from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
-from booster.plugin.tensor_parallel.strings import STYLES, style_of
+from booster.plugin.tensor_parallel.strings import STYLES, check_style, style_of
 from booster.plugin.tensor_parallel.styles import Colwise, Rowwise, output_dim
 from booster.plugin.tensor_parallel.tied_weights import check_ties, tied_slots
 
@@ -43,6 +44,27 @@ def resolve_plan(
     return plan
 
 
+def check_tp_plan(tp_plan: Any) -> None:
+    """Raise TypeError or ValueError unless `tp_plan` is None, a callable or a dict from patterns to styles."""
+    if tp_plan is None or (callable(tp_plan) and not isinstance(tp_plan, (type, nn.Module))):
+        return
+    if not isinstance(tp_plan, Mapping) or not all(isinstance(pattern, str) for pattern in tp_plan):
+        legal = (
+            f"a dict from module name patterns to styles, such as {_EXAMPLE}, or a function that makes one of the model"
+        )
+        raise TypeError(arguments.refusal("tp_plan", tp_plan, legal, "None"))
+    _check_filled(tp_plan)
+    for pattern, style in tp_plan.items():
+        check_style(pattern, style)
+
+
+def _check_filled(tp_plan: Mapping[str, Any]) -> None:
+    if not tp_plan:
+        raise ValueError(
+            f"tp_plan is empty, so nothing would be divided; name modules, such as {_EXAMPLE}, or pass None"
+        )
+
+
 def _given_plan(model: nn.Module, tp_plan: TPPlan) -> dict[str, ParallelStyle]:
     given = tp_plan(model) if callable(tp_plan) else tp_plan
     if not isinstance(given, Mapping):
@@ -50,10 +72,7 @@ def _given_plan(model: nn.Module, tp_plan: TPPlan) -> dict[str, ParallelStyle]:
         raise TypeError(
             f"{source} is a {type(given).__name__}; it must be a dict from module name patterns to styles, such as {_EXAMPLE}"
         )
-    if not given:
-        raise ValueError(
-            f"tp_plan is empty, so nothing would be divided; name modules, such as {_EXAMPLE}, or pass None"
-        )
+    _check_filled(given)
     return _expand(model, given, strict=True)
 
 

@@ -43,9 +43,15 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 
 
 def style_of(name: str, module: nn.Module, value: object) -> ParallelStyle:
-    """The style that a plan gives `module`, called `name`, as an object. Raises for what is no style."""
+    """The style that a plan gives `module`, called `name`, as an object. Raises as `check_style`."""
+    check_style(name, value)
+    return value if isinstance(value, ParallelStyle) else STYLES[str(value)](module)
+
+
+def check_style(name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless `value`, which a plan gives the modules of `name`, is a style."""
     if isinstance(value, ParallelStyle):
-        return value
+        return
     if not isinstance(value, str):
         raise TypeError(
             f"tp_plan gives {name!r} {value!r}; a style is a torch.distributed.tensor.parallel.ParallelStyle or one of "
@@ -55,4 +61,3 @@ def style_of(name: str, module: nn.Module, value: object) -> ParallelStyle:
         raise ValueError(
             f"tp_plan gives {name!r} the style {value!r}; choose one of {sorted(STYLES)}, or a ParallelStyle"
         )
-    return STYLES[value](module)

@@ -11,8 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from booster import arguments
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.local import LocalStyle, PartForward, local_part, own_dtensors, swapped
+
+
+def _dim(value: Any) -> int:
+    return arguments.count("sequence_dim", value, least=-(2**31), what="a dimension of the input")
+
+
+def _dim_or_none(value: Any) -> int | None:
+    return None if value is None else _dim(value)
 
 
 class Colwise(LocalStyle):
@@ -31,10 +40,10 @@ class Colwise(LocalStyle):
         sequence_dim: int | None = None,
         shared_input: bool = False,
     ) -> None:
-        self.num_parts = num_parts
-        self.gather_output = gather_output
-        self.sequence_dim = sequence_dim
-        self.shared_input = shared_input
+        self.num_parts = arguments.count("num_parts", num_parts)
+        self.gather_output = arguments.flag("gather_output", gather_output)
+        self.sequence_dim = _dim_or_none(sequence_dim)
+        self.shared_input = arguments.flag("shared_input", shared_input)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         dim = output_dim(module)
@@ -85,8 +94,8 @@ class Rowwise(LocalStyle):
     """
 
     def __init__(self, *, split_input: bool = False, sequence_dim: int | None = None) -> None:
-        self.split_input = split_input
-        self.sequence_dim = sequence_dim
+        self.split_input = arguments.flag("split_input", split_input)
+        self.sequence_dim = _dim_or_none(sequence_dim)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         return {"weight": Shard(1 - output_dim(module)), "bias": Replicate()}
@@ -127,7 +136,7 @@ class EmbeddingParallel(LocalStyle):
     """An embedding by vocabulary, whose ranks' lookups are summed, or by features, which are joined."""
 
     def __init__(self, *, by: Literal["vocabulary", "features"]) -> None:
-        self.by = by
+        self.by = arguments.choice("by", by, ("vocabulary", "features"))
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         return {"weight": Shard(0 if self.by == "vocabulary" else 1)}
@@ -204,11 +213,15 @@ class Region(LocalStyle):
         divide: tuple[str, ...] = (),
         assign: Mapping[str, Any] | None = None,
     ) -> None:
-        self.partial_gradients = partial_gradients
-        self.into = into
-        self.out = out
-        self.sequence_dim = sequence_dim
-        self.divide = divide
+        if not isinstance(divide, (tuple, list)) or not all(isinstance(name, str) and name for name in divide):
+            raise TypeError(arguments.refusal("divide", divide, "a tuple of names of attributes"))
+        if assign is not None and not (isinstance(assign, Mapping) and all(isinstance(name, str) for name in assign)):
+            raise TypeError(arguments.refusal("assign", assign, "a dict from names of attributes to values", "None"))
+        self.partial_gradients = arguments.flag("partial_gradients", partial_gradients)
+        self.into = arguments.choice("into", into, (None, "gather", "split"))
+        self.out = arguments.choice("out", out, (None, "gather", "reduce"))
+        self.sequence_dim = _dim(sequence_dim)
+        self.divide = tuple(divide)
         self.assign = dict(assign or {})
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:

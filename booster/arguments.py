@@ -1,0 +1,163 @@
+"""Arguments of public calls, checked: each function returns the value as a plain Python one, or says what is wrong with it.
+
+All messages have one form, so that a call can be mended without reading code: the argument and what was given, what is
+legal, and the way out where there is one (`fix`). Another kind of object is a TypeError, another value a ValueError; None, and
+a bool or fraction where a count is wanted, are values. Numbers and counts of numpy are legal.
+
+also: what the caller lets pass besides, such as "None", for the message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Number, Real
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_LONGEST = 80  # characters of a value in a message; of longer ones it has the type
+
+
+def flag(name: str, value: Any, *, also: str = "", fix: str = "") -> bool:
+    """Return `value`, True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(refusal(name, value, "True or False", also, fix))
+    return value
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    infinite: bool = False,
+    also: str = "",
+    fix: str = "",
+) -> float:
+    """Return `value`, a number of at least `least` and above `above`, at most `most` and below `below`; never NaN.
+
+    infinite: infinity is legal where the bounds allow it. The number keeps its type, so that an int stays exact.
+    """
+    legal = _interval("a number" if infinite else "a finite number", least, above, most, below)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _kind(value)(refusal(name, value, legal, also, fix))
+    value = value if isinstance(value, (int, float)) else float(value)
+    above_low = value >= least and (value > above or above == -math.inf)
+    below_high = value <= most and (value < below or below == math.inf)
+    if not (above_low and below_high and (infinite or _is_finite(value))):
+        raise ValueError(refusal(name, value, legal, also, fix))
+    return value
+
+
+def count(
+    name: str, value: Any, *, least: int = 1, most: int | None = None, what: str = "", also: str = "", fix: str = ""
+) -> int:
+    """Return `value`, a whole number from `least` to `most`. what: of what, for the message."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    legal = f"a whole number {bounds}{f', {what}' if what else ''}"
+    if not is_whole(value):
+        raise _kind(value)(refusal(name, value, legal, also, fix))
+    if value < least or (most is not None and value > most):
+        raise ValueError(refusal(name, value, legal, also, fix))
+    return int(value)
+
+
+def text(name: str, value: Any, what: str = "a string", *, also: str = "", fix: str = "") -> str:
+    """Return `value`, a string that is not empty. what: the string that it is, for the message."""
+    if not isinstance(value, str):
+        raise TypeError(refusal(name, value, what, also, fix))
+    if not value.strip():
+        raise ValueError(refusal(name, value, what, also, fix))
+    return value
+
+
+def choice(name: str, value: T, legal: Sequence[Any], *, fix: str = "") -> T:
+    """Return `value`, one of `legal`; 1 is not True."""
+    if not any(type(value) is type(entry) and value == entry for entry in legal):
+        raise ValueError(f"{name}={shown(value)} is not legal; choose one of {list(legal)}{f'; {fix}' if fix else ''}")
+    return value
+
+
+def floating_dtype(name: str, value: Any, *, also: str = "None") -> torch.dtype:
+    """Return `value`, a floating dtype of torch."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise ValueError(refusal(name, value, "a floating torch dtype", also))
+    return value
+
+
+def instance(name: str, value: Any, kind: type[T] | tuple[type[T], ...], what: str, *, fix: str = "") -> T:
+    """Return `value`, of the type `kind`. what: what that is called, None included where it is legal."""
+    if not isinstance(value, kind):
+        hint = "pass an instance of it" if isinstance(value, type) else ""
+        hints = "; ".join(part for part in (hint, fix) if part)
+        raise TypeError(f"{name} must be {what}, got {described(value)}{f'; {hints}' if hints else ''}")
+    return value
+
+
+def group(name: str, value: Any) -> dist.ProcessGroup:
+    """Return `value`, a process group."""
+    return instance(name, value, dist.ProcessGroup, "a process group of torch.distributed, or None for the world")
+
+
+def function(name: str, value: Any, what: str = "a function", *, also: str = "", fix: str = "") -> Any:
+    """Return `value`, which can be called. what: what it is, for the message."""
+    if not callable(value):
+        raise TypeError(refusal(name, value, what, also, fix))
+    return value
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether `value` is a whole number, of Python or numpy, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def plain(value: Any) -> Any:
+    """Return the number in a 0-dim tensor, which waits for its device; any other value as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def refusal(name: str, value: Any, legal: str, also: str = "", fix: str = "") -> str:
+    """Return the message: what was given, what is legal, the way out."""
+    return f"{name}={shown(value)} is not legal; it must be {legal}{f', or {also}' if also else ''}{f'; {fix}' if fix else ''}"
+
+
+def shown(value: Any) -> str:
+    """Return `value` as it is written, or, where that is long, what it is."""
+    written = repr(value)
+    return written if len(written) <= _LONGEST and "\n" not in written else f"<{type(value).__name__}>"
+
+
+def described(value: Any) -> str:
+    """Return what `value` is, and how it is written where that is short."""
+    if value is None or isinstance(value, type):
+        return repr(value)
+    kind, written = type(value).__name__, shown(value)
+    return kind if kind in written else f"{kind} {written}"
+
+
+def _kind(value: Any) -> type[Exception]:
+    return ValueError if value is None or isinstance(value, Number) else TypeError
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
+
+
+def _interval(noun: str, least: float, above: float, most: float, below: float) -> str:
+    bounds = [
+        *([f"of at least {least:g}"] if least > -math.inf else []),
+        *([f"above {above:g}"] if above > -math.inf else []),
+        *([f"at most {most:g}"] if most < math.inf else []),
+        *([f"below {below:g}"] if below < math.inf else []),
+    ]
+    return " ".join([noun, " and ".join(bounds)]) if bounds else noun

@@ -1,0 +1,478 @@
+"""What is legal in public calls: ranges and objects by the name of a parameter, and legal arguments to vary one at a time.
+
+A new function, class or parameter needs a line here where its annotation does not say everything:
+- RANGES, by parameter name, or "Call(parameter)" where one call differs: which values are legal, None aside;
+- EXAMPLES, by call: legal arguments for its required parameters (several sets where options go together), from a `World`;
+- EXEMPT: what takes anything, with the reason.
+"""
+
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from bad_arguments import Predicate
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Sampler, TensorDataset
+
+import booster
+from booster.mixed_precision import FP32, MixedPrecision, apex_amp
+from booster.plugin import Plugin
+from booster.plugin.tensor_parallel import Region
+
+MODULES = [
+    "booster",
+    "booster.logging",
+    "booster.config",
+    "booster.mixed_precision",
+    "booster.mixed_precision.apex_amp",
+    "booster.plugin",
+    "booster.plugin.tensor_parallel",
+    "booster.nn.lr_scheduler",
+]
+
+
+class World:
+    """A booster and what its `boost` returned, and raw objects to boost."""
+
+    precision = "bf16"
+
+    @cached_property
+    def booster(self) -> booster.Booster:
+        return booster.Booster("cpu", self.precision)
+
+    @cached_property
+    def raw(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    @cached_property
+    def raw_optimizer(self) -> Optimizer:
+        optimizer = torch.optim.SGD(self.raw.parameters(), lr=0.1, momentum=0.9)
+        optimizer.param_groups[0] |= {
+            "initial_lr": 0.1,
+            "max_lr": 0.1,
+            "min_lr": 0.1,
+            "max_momentum": 0.9,
+            "base_momentum": 0.8,
+        }
+        return optimizer
+
+    @cached_property
+    def boosted(self) -> tuple[Any, ...]:
+        schedule = torch.optim.lr_scheduler.StepLR(self.raw_optimizer, 1)
+        dataset = TensorDataset(torch.ones(4, 2), torch.ones(4, 2))
+        loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+        return self.booster.boost(self.raw, self.raw_optimizer, nn.functional.mse_loss, loader, schedule)
+
+    @property
+    def model(self) -> Any:
+        return self.boosted[0]
+
+    @property
+    def optimizer(self) -> Any:
+        return self.boosted[1]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.ones(1, 2)).sum()
+
+
+# ---------------------------------------------------------------------- predicates
+
+
+def number(
+    low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, infinite: bool = False
+) -> Predicate:
+    def legal(value: Any) -> bool:
+        real = isinstance(value, Real) and not isinstance(value, bool) and value == value
+        return real and low <= value <= high and value > above and (infinite or abs(value) != math.inf)
+
+    return legal
+
+
+def whole(low: float = -math.inf, high: float = math.inf) -> Predicate:
+    return lambda value: isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+
+
+def one_of(*legal: Any) -> Predicate:
+    return lambda value: any(type(value) is type(entry) and value == entry for entry in legal)
+
+
+def a(*kinds: type) -> Predicate:
+    return lambda value: isinstance(value, kinds)
+
+
+def either(*predicates: Predicate) -> Predicate:
+    return lambda value: any(predicate(value) for predicate in predicates)
+
+
+def several(predicate: Predicate, *kinds: type) -> Predicate:
+    return lambda value: isinstance(value, kinds or (list, tuple, set, frozenset)) and all(predicate(e) for e in value)
+
+
+def nothing(value: Any) -> bool:
+    """None of the pool is legal: the call wants an object of its own."""
+    return False
+
+
+def text(value: Any) -> bool:
+    return isinstance(value, str) and value.strip() != ""
+
+
+def scalar_tensor(predicate: Predicate) -> Predicate:
+    return lambda value: isinstance(value, torch.Tensor) and value.dim() == 0 and predicate(value.item())
+
+
+def floating(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value.is_floating_point
+
+
+def pin(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return False
+    return issubclass(value, nn.Module) if isinstance(value, type) else isinstance(value, str) or callable(value)
+
+
+def pins(value: Any) -> bool:
+    return pin(value) or several(pin)(value)
+
+
+def wraps(value: Any) -> bool:
+    entry = either(a(str), lambda v: isinstance(v, type) and issubclass(v, nn.Module))
+    return pin(value) or whole(1)(value) or (several(entry)(value) and len(value) > 0)
+
+
+def batches(value: Any) -> bool:
+    rows = isinstance(value, torch.Tensor) and value.dim() > 0
+    return rows or (isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, torch.Tensor)))
+
+
+def samples(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict)) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
+def rows(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(rows(entry) for entry in value.values())
+    if isinstance(value, (list, tuple)):
+        return all(rows(entry) for entry in value)
+    return isinstance(value, (float, torch.Tensor)) or (isinstance(value, int) and abs(value) < 2**63)
+
+
+def trainable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def named_precision(value: Any) -> bool:
+    return isinstance(value, str) and value in booster.mixed_precision.available()
+
+
+def plan(value: Any) -> bool:
+    styles = isinstance(value, Mapping) and value and all(isinstance(style, str) for style in value.values())
+    return bool(styles) or (callable(value) and not isinstance(value, (type, nn.Module)))
+
+
+a_scale = number(2.0**-126, 3.4e38)
+
+RANGES: dict[str, Predicate] = {
+    # the facade
+    "device": one_of("cpu", torch.device("cpu")),
+    "mixed_precision": either(named_precision, a(MixedPrecision)),
+    "precision": either(named_precision, a(MixedPrecision)),
+    "plugin": a(Plugin),
+    "clip_grad_norm": number(0),
+    "max_consecutive_skips": whole(1),
+    "fp16": one_of({}),
+    "model": nothing,
+    "Booster.boost(model)": a(nn.Module),
+    "optimizer": nothing,
+    "criterion": callable,
+    "dataloader": batches,
+    "Booster.gather(dataloader)": nothing,
+    "lr_scheduler": lambda v: v is None,
+    "loss": nothing,
+    "loss_id": one_of(0),
+    "inputs": lambda v: v is None,
+    "data_iter": nothing,
+    "num_micro_batches": whole(1),
+    "num_tokens": either(number(above=0), scalar_tensor(number(above=0))),
+    "boosted": nothing,
+    "dataset": samples,
+    "batch_size": whole(1),
+    "seed": whole(0, 2**63 - 1),
+    "num_workers": whole(0),
+    "distributed_sampler_cls": lambda v: isinstance(v, type) and issubclass(v, Sampler),
+    "tensor": rows,
+    # what boost returns
+    "closure": callable,
+    "max_norm": either(number(0, infinite=True), scalar_tensor(number(0))),
+    "norm_type": number(above=0, infinite=True),
+    "clip_value": either(number(0, infinite=True), scalar_tensor(number(0))),
+    "reason": text,
+    "action": callable,
+    "param_group": nothing,
+    "epoch": whole(0),
+    "fn": callable,
+    "ModelWrapper.register_buffer(name)": text,
+    "ModelWrapper.register_buffer(tensor)": a(torch.Tensor),
+    "ModelWrapper.register_parameter(name)": text,
+    "ModelWrapper.register_parameter(param)": nothing,
+    "ModelWrapper.add_module(name)": text,
+    "ModelWrapper.add_module(module)": a(nn.Module),
+    # launch, ranks, logs
+    "rank": one_of(0),
+    "world_size": one_of(1),
+    "host": one_of("127.0.0.1"),
+    "port": nothing,
+    "backend": one_of("gloo"),
+    "local_rank": whole(0, 2**31 - 1),
+    "DistCoordinator(local_rank)": whole(0),
+    "config": one_of({}),
+    "group": nothing,
+    "executor_rank": one_of(0),
+    "ranks": several(whole(0)),
+    "level": whole(),
+    "mode": one_of("a", "w"),
+    "path": either(text, a(Path)),
+    "suffix": text,
+    "DistLogger(name)": a(str),
+    "get_dist_logger(name)": a(str),
+    # precisions
+    "output_dtype": floating,
+    "keep_fp32": pins,
+    "init_scale": a_scale,
+    "initial_scale": number(1, 2.0**32),
+    "growth_factor": number(above=1),
+    "backoff_factor": lambda v: number(above=0)(v) and v < 1,
+    "growth_interval": whole(1),
+    "hysteresis": whole(1),
+    "min_scale": number(2.0**-126, 2.0**16),
+    "max_scale": number(2.0**16, infinite=True),
+    "param": floating,
+    "store": floating,
+    "reduce": floating,
+    "output": floating,
+    "fp32_modules": several(text, set, frozenset),
+    "place": callable,
+    "Placement(device)": a(torch.device),
+    "synchronise": callable,
+    "shards": callable,
+    "dtype": one_of(torch.float16, torch.bfloat16, torch.float32),
+    "parallel_group": nothing,
+    "NaiveAMPModel(model)": a(nn.Module),
+    "register(name)": text,
+    **{f"register_{kind}_function(name)": nothing for kind in ("half", "float", "promote")},
+    "strategy": nothing,
+    "module": a(nn.Module),
+    # apex
+    "opt_level": nothing,
+    "cast_model_type": either(one_of(None, False), floating),
+    "keep_batchnorm_fp32": one_of(True, False, "True", "False"),
+    "loss_scale": either(one_of("dynamic", "1"), number(above=0)),
+    "cast_model_outputs": floating,
+    "num_losses": whole(1),
+    "verbosity": whole(),
+    "min_loss_scale": number(0),
+    "max_loss_scale": number(above=0, infinite=True),
+    "scale_window": whole(1),
+    "models": either(a(nn.Module), one_of([])),
+    "optimizers": either(a(Optimizer), one_of(None, [])),
+    "scale_loss(loss)": a(torch.Tensor),
+    "scale_loss(optimizers)": one_of([], ()),
+    "master_params(optimizer)": a(Optimizer),
+    "destination": a(dict),
+    "function": callable,
+    # plugins
+    "bucket_cap_mb": number(above=0),
+    "comm_hook": callable,
+    "stage": one_of(1, 2),
+    "reshard_after_forward": nothing,
+    "wrap_policy": wraps,
+    "reduce_dtype": floating,
+    "replicate_size": one_of(1),
+    "tp_size": one_of(1),
+    "pp_size": one_of(1),
+    "num_microbatches": whole(1),
+    "microbatch_size": whole(1),
+    "num_model_chunks": one_of(1),
+    "tp_plan": plan,
+    "split_points": nothing,
+    # styles of tensor parallelism
+    "num_parts": whole(1),
+    "sequence_dim": whole(),
+    "divide": several(text, tuple, list),
+    "assign": lambda v: isinstance(v, Mapping) and all(isinstance(key, str) for key in v),
+    # schedules
+    **{f"{name}(optimizer)": a(Optimizer) for name in booster.nn.lr_scheduler.__all__},
+    "total_steps": whole(1),
+    "warmup_steps": whole(0, 10),
+    "LinearWarmupLR(warmup_steps)": whole(0),
+    "last_epoch": whole(-1),
+    "eta_min": number(0),
+    "end_lr": number(0),
+    "pct_start": number(0, 1),
+    "gamma": number(0),
+    "power": number(0),
+    "step_size": whole(1),
+    "milestones": several(whole(0, 10), list, tuple),
+    "lr_lambda": callable,
+    "base_momentum": number(0, 1),
+    "max_momentum": number(0, 1),
+    "div_factor": number(above=0),
+    "final_div_factor": number(above=0),
+}
+
+EXEMPT: dict[str, str] = {
+    "(msg)": "logging and print write any object",
+    "AMP_TYPE()": "an enum, whose call is the enum's own",
+    "LossScaleError()": "an exception takes anything",
+    "StepResult()": "made by step(), read by users",
+    "Pipeline()": "a protocol",
+    "Plugin()": "an abstract class",
+    "LossScaler()": "the null object has no arguments",
+    "is_batch_norm()": "a predicate that pin_names calls",
+    "apply_tensor_parallel()": "called by HybridParallelPlugin with arguments that it has checked",
+    "check_tensor_parallel()": "called by HybridParallelPlugin with arguments that it has checked",
+    "fsdp_placement()": "called by fully_shard",
+    "make()": "names the argument of Booster that it reads, mixed_precision, which is tried there",
+    "scale_loss(model)": "not used, as in apex",
+    "ModelWrapper.forward()": "the user's model judges its own inputs",
+    "ModelWrapper.cast_inputs()": "any tree; what is no tensor stays",
+    "ModelWrapper.cast_outputs()": "any tree; what is no tensor stays",
+    "ModelWrapper.named_modules()": "torch's own recursion, with torch's arguments",
+    "ModelWrapper.load_state_dict()": "torch's own",
+    "OptimizerWrapper.load_state_dict()": "has tests of its own, with damaged states",
+    "LRSchedulerWrapper.load_state_dict()": "the user's scheduler judges its own state",
+    "load_state_dict()": "has tests of its own, with damaged states",
+}
+
+# Raised as apex raises them.
+OTHER_ERRORS: dict[str, tuple[type[Exception], ...]] = {
+    "FP16ApexMixedPrecision(keep_batchnorm_fp32)": (AssertionError,),
+    "initialize(keep_batchnorm_fp32)": (AssertionError,),
+    "scale_loss(loss_id)": (IndexError,),
+}
+
+Examples = list[Callable[[World], dict[str, Any]]]
+
+
+def _optimizer(w: World) -> dict[str, Any]:
+    return {"optimizer": w.raw_optimizer, "total_steps": 10}
+
+
+def _process(w: World) -> dict[str, Any]:
+    return {"rank": 0, "world_size": 1, "host": "127.0.0.1", "port": 29411}
+
+
+_half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
+
+EXAMPLES: dict[str, Examples] = {
+    "Booster.boost": [
+        lambda w: {"model": w.raw},
+        lambda w: {"model": w.raw, "optimizer": w.raw_optimizer, "criterion": nn.functional.mse_loss},
+    ],
+    "Booster.backward": [lambda w: {"loss": w.loss, "optimizer": w.optimizer}],
+    "Booster.execute_pipeline": [
+        lambda w: {
+            "data_iter": iter([(torch.ones(1, 2), torch.ones(1, 2))]),
+            "model": w.model,
+            "criterion": nn.functional.mse_loss,
+            "optimizer": w.optimizer,
+        }
+    ],
+    "Booster.accumulate": [lambda w: {"model": w.model, "optimizer": w.optimizer, "num_micro_batches": 2}],
+    "Booster.no_sync": [lambda w: {"model": w.model}],
+    "Booster.unwrap": [lambda w: {"boosted": w.model}],
+    "Booster.prepare_dataloader": [
+        lambda w: {"dataset": [1, 2, 3], "batch_size": 1},
+        lambda w: {"dataset": [1, 2, 3], "batch_size": 1, "shuffle": True},
+    ],
+    "Booster.gather": [lambda w: {"tensor": torch.ones(2)}],
+    "Booster.reduce": [lambda w: {"tensor": torch.ones(2)}],
+    "OptimizerWrapper.backward": [lambda w: {"loss": w.loss}],
+    "OptimizerWrapper.clip_grad_by_norm": [lambda w: {"max_norm": 1.0}],
+    "OptimizerWrapper.clip_grad_by_value": [lambda w: {"clip_value": 1.0}],
+    "OptimizerWrapper.hold": [lambda w: {"reason": None}],
+    "OptimizerWrapper.when_settled": [lambda w: {"action": lambda: None}],
+    "OptimizerWrapper.add_param_group": [lambda w: {"param_group": {"params": []}}],
+    "ModelWrapper.apply": [lambda w: {"fn": lambda module: None}],
+    "ModelWrapper.register_buffer": [lambda w: {"name": "b", "tensor": torch.ones(1)}],
+    "ModelWrapper.register_parameter": [lambda w: {"name": "p", "param": None}],
+    "ModelWrapper.add_module": [lambda w: {"name": "m", "module": None}],
+    "DataLoaderWrapper.set_epoch": [lambda w: {"epoch": 1}],
+    "DistLogger.log_to_file": [lambda w: {"path": "logs"}],
+    "DistLogger.set_level": [lambda w: {"level": "INFO"}],
+    "DistLogger": [lambda w: {"name": "tests.bad_arguments"}],
+    **{f"DistLogger.{level}": [lambda w: {"msg": "m"}] for level in ("info", "warning", "debug", "error")},
+    "DistCoordinator.print_on_master": [lambda w: {"msg": ""}],
+    "DistCoordinator.print_on_node_master": [lambda w: {"msg": ""}],
+    "launch": [_process],
+    "translate": [lambda w: {"fp16": None}],
+    "make": [lambda w: {"precision": None}],
+    "register": [lambda w: {"name": "tests_bad_arguments", "strategy": FP32}],
+    "set_fp32_attr_to_module": [lambda w: {"module": w.raw}],
+    "NaiveAMPModel": [lambda w: {"model": w.raw}],
+    "FP16ApexMixedPrecision": [lambda w: {"verbosity": 0}, lambda w: {"opt_level": "O2", "verbosity": 0}],
+    "initialize": [
+        lambda w: {"models": w.raw, "verbosity": 0},
+        lambda w: {"models": w.raw, "optimizers": w.raw_optimizer, "opt_level": "O2", "verbosity": 0},
+    ],
+    "scale_loss": [lambda w: _apex_loss(w)],
+    "master_params": [lambda w: {"optimizer": w.raw_optimizer}],
+    **{f"{kind}_function": [lambda w: {"function": print}] for kind in ("half", "float", "promote")},
+    **{
+        f"register_{kind}_function": [lambda w: {"module": _half, "name": "work"}]
+        for kind in ("half", "float", "promote")
+    },
+    "HybridParallelPlugin": [lambda w: {"tp_size": 1, "pp_size": 1}],
+    "EmbeddingParallel": [lambda w: {"by": "features"}],
+    **{
+        name: [_optimizer]
+        for name in booster.nn.lr_scheduler.__all__
+        if name not in ("LambdaLR", "MultiplicativeLR", "MultiStepLR", "MultiStepWarmupLR")
+    },
+    **{name: [lambda w: {**_optimizer(w), "lr_lambda": lambda step: 1.0}] for name in ("LambdaLR", "MultiplicativeLR")},
+    **{name: [lambda w: {**_optimizer(w), "milestones": [3, 6]}] for name in ("MultiStepLR", "MultiStepWarmupLR")},
+}
+
+
+def _apex_loss(w: World) -> dict[str, Any]:
+    apex_amp.shutdown()
+    model, optimizer = apex_amp.initialize(nn.Linear(2, 2), verbosity=0), None
+    model = nn.Linear(2, 2)
+    model, optimizer = apex_amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+    return {"loss": model(torch.ones(1, 2)).sum(), "optimizers": optimizer}
+
+
+# Whose methods users call, and how to come by an object.
+OBJECTS: dict[type, Callable[[World], Any]] = {
+    booster.Booster: lambda w: w.booster,
+    type(World().model): lambda w: w.model,
+    type(World().optimizer): lambda w: w.optimizer,
+    type(World().boosted[2]): lambda w: w.boosted[2],
+    type(World().boosted[3]): lambda w: w.boosted[3],
+    type(World().boosted[4]): lambda w: w.boosted[4],
+    booster.DistCoordinator: lambda w: booster.DistCoordinator(),
+    booster.logging.DistLogger: lambda w: booster.logging.get_dist_logger("tests.bad_arguments"),
+}
+
+# Whose methods the library calls, with arguments that it has made or checked.
+CALLED_BY_US: tuple[type, ...] = (
+    MixedPrecision,
+    Plugin,
+    booster.mixed_precision.LossScaler,
+    booster.mixed_precision.DtypePolicy,
+    booster.mixed_precision.Placement,
+    torch.optim.lr_scheduler.LRScheduler,
+    Region.__mro__[1],
+    booster.mixed_precision.NaiveAMPModel.__mro__[1],
+    booster.StepResult,
+    booster.AMP_TYPE,
+    booster.LossScaleError,
+    booster.plugin.Pipeline,
+)
