@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from numbers import Integral, Number, Real
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,10 @@ def text(name: str, value: Any, what: str = "a string", *, also: str = "", fix: 
 def choice(name: str, value: T, legal: Sequence[Any], *, fix: str = "") -> T:
     """Return `value`, one of `legal`; 1 is not True."""
     if not any(type(value) is type(entry) and value == entry for entry in legal):
-        raise ValueError(f"{name}={shown(value)} is not legal; choose one of {list(legal)}{f'; {fix}' if fix else ''}")
+        written = [repr(entry) for entry in legal]
+        few = f"{', '.join(written[:-1])} or {written[-1]}"
+        choose = few if len(written) <= 3 else f"one of [{', '.join(written)}]"
+        raise ValueError(f"{name}={shown(value)} is not legal; choose {choose}{f'; {fix}' if fix else ''}")
     return value
 
 
@@ -113,7 +116,12 @@ def function(name: str, value: Any, what: str = "a function", *, also: str = "",
     return value
 
 
-def is_whole(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether `value` is a finite real number, of Python or numpy, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
     """Return whether `value` is a whole number, of Python or numpy, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
@@ -146,7 +154,7 @@ def _kind(value: Any) -> type[Exception]:
     return ValueError if value is None or isinstance(value, Number) else TypeError
 
 
-def _is_finite(value: float) -> bool:
+def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
     except OverflowError:  # an int that no float holds

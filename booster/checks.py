@@ -100,7 +100,7 @@ def check_optimizer(
         return
     if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
         raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
-    arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer or None")
+    arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
     known = {id(param) for module in modules for param in module.parameters()}
     own = {id(param) for param in model.parameters()}
@@ -121,7 +121,7 @@ def check_optimizer(
 def check_shared(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Raise unless `optimizers` share the parameters of `model`, none in two; one WARNING names those in none that train."""
     if not optimizers:
-        raise ValueError("boost got an empty list of optimizers; pass None for a model that is not trained")
+        raise ValueError("optimizer is an empty list of optimizers; pass None for a model that is not trained")
     if any(optimizer is None for optimizer in optimizers):
         raise TypeError("optimizer must be a torch.optim.Optimizer, got NoneType in a list; leave it out")
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):

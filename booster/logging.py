@@ -116,13 +116,13 @@ def _place() -> tuple[int, int]:
 def _checked_ranks(ranks: Any) -> set[int]:
     several = isinstance(ranks, Iterable) and not isinstance(ranks, (str, bytes, Mapping, torch.Tensor))
     entries = list(ranks) if several else []
-    if not several or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in entries):
+    if not several or not all(arguments.is_whole(rank) for rank in entries):
         raise TypeError(arguments.refusal("ranks", ranks, "a list of ranks, such as [0]", "None for all"))
     return set(entries)
 
 
 def _level_number(level: str | int) -> int:
-    if isinstance(level, int) and not isinstance(level, bool):
+    if arguments.is_whole(level):
         return level
     names = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else _LEVELS
     if not isinstance(level, str) or level.upper() not in names:

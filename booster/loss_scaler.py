@@ -9,10 +9,8 @@ the scale grows. With hysteresis 1 the trajectory is that of `torch.amp.GradScal
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from ctypes import c_float
-from numbers import Real
 from typing import Any
 
 import torch
@@ -220,20 +218,15 @@ def _read_state(state: dict[str, Any]) -> tuple[float, int, int]:
     scale = state["scale"]
     growth = state.get("growth_tracker", state.get("_growth_tracker", 0))
     hysteresis = state.get("hysteresis_tracker", 0)
-    if not is_number(scale) or not _is_scale(float(scale)):
+    if not arguments.is_number(scale) or not _is_scale(float(scale)):
         raise ValueError(
             f"the loss-scaler state holds scale={scale!r}, which is not a number of at least 2**-126 that is finite in "
             "float32"
         )
     for name, count in (("growth_tracker", growth), ("hysteresis_tracker", hysteresis)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        if not arguments.is_whole(count) or count < 0:
             raise ValueError(f"the loss-scaler state holds {name}={count!r}, which is not a whole number of at least 0")
     return _float32(float(scale)), growth, hysteresis
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is a finite real number, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= sys.float_info.max)  # type: ignore[operator]
 
 
 def _is_scale(value: float) -> bool:

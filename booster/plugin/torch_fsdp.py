@@ -73,14 +73,14 @@ class TorchFSDPPlugin(Plugin):
             raise ValueError(
                 f"reduce_dtype={reduce_dtype!r} is not legal; choose one of {list(_REDUCE_DTYPES)}, or None"
             )
-        if not _is_whole(replicate_size) or replicate_size < 1 or world_size % replicate_size:
+        if not arguments.is_whole(replicate_size) or replicate_size < 1 or world_size % replicate_size:
             raise ValueError(
                 f"replicate_size={replicate_size!r} is not legal; it must be a whole number that divides the world size, "
                 f"which is {world_size}"
             )
         shard_size = world_size // replicate_size
         if not isinstance(reshard_after_forward, bool) and not (
-            _is_whole(reshard_after_forward)
+            arguments.is_whole(reshard_after_forward)
             and 1 < reshard_after_forward < shard_size
             and shard_size % reshard_after_forward == 0
         ):
@@ -158,10 +158,6 @@ class TorchFSDPPlugin(Plugin):
                 device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
             )
         return self._meshes[device_type]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _as_list(wrap_policy: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from booster import arguments
 from booster.update.errors import LossScaleError
 from booster.update.step_result import StepResult
 
@@ -84,7 +85,7 @@ def read_counters(state: Mapping[str, Any]) -> dict[str, int]:
         raise ValueError(f"step counters {missing} are missing; there are {sorted(map(str, state))}")
     counters = {name: state[name] for name in _COUNTERS}
     for name, count in counters.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        if not arguments.is_whole(count) or count < 0:
             raise ValueError(f"{name}={count!r} is not a whole number of at least 0")
     if counters["num_applied"] + counters["num_consecutive_skips"] > counters["num_steps"]:
         raise ValueError(

@@ -194,7 +194,7 @@ RANGES: dict[str, Predicate] = {
     "criterion": callable,
     "dataloader": batches,
     "Booster.gather(dataloader)": nothing,
-    "lr_scheduler": lambda v: v is None,
+    "lr_scheduler": one_of(None, [], ()),
     "loss": nothing,
     "loss_id": one_of(0),
     "inputs": lambda v: v is None,

@@ -98,5 +98,5 @@ def test_a_launched_job_must_know_its_ranks_before_it_names_files(logger, tmp_pa
 
 
 def test_an_unknown_mode_is_refused(logger, tmp_path):
-    with pytest.raises(ValueError, match="mode='x' is not legal; choose one of"):
+    with pytest.raises(ValueError, match="mode='x' is not legal; choose 'a' or 'w'"):
         logger.log_to_file(tmp_path, mode="x")

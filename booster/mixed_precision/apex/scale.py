@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from booster import arguments
-from booster.loss_scaler import SMALLEST_SCALE, LossScaler, is_number
+from booster.loss_scaler import SMALLEST_SCALE, LossScaler
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class ApexScales(LossScaler):
 
     def __getitem__(self, loss_id: int) -> ApexScale:
         """The scale of a loss; IndexError beyond the last."""
-        if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        if not arguments.is_whole(loss_id):
             raise TypeError(arguments.refusal("loss_id", loss_id, "the number of a loss scaler, from 0"))
         if not 0 <= loss_id < len(self._scales):
             raise IndexError(
@@ -168,8 +168,8 @@ def _entries(state: Mapping[str, Any]) -> tuple[list[tuple[float, int]], list[st
     for key, value in state.items():
         entry = value if isinstance(value, Mapping) else {}
         scale, unskipped = entry.get("loss_scale"), entry.get("unskipped")
-        counted = isinstance(unskipped, int) and not isinstance(unskipped, bool) and unskipped >= 0
-        if "loss_scaler" in str(key) and counted and is_number(scale) and float(scale) > 0:  # type: ignore[arg-type]
+        counted = arguments.is_whole(unskipped) and unskipped >= 0
+        if "loss_scaler" in str(key) and counted and arguments.is_number(scale) and scale > 0:
             good.append((float(scale), int(unskipped)))  # type: ignore[arg-type]
         else:
             unexpected.append(str(key))
