@@ -19,11 +19,6 @@ from booster.shards import Shards
 from booster.shards.zero import ZeroShards
 from booster.shards.zero_buckets import Layout
 
-_STAGES = (
-    "choose 1 (optimizer states and masters are divided) or 2 (gradients too). To divide the weights as well, use "
-    "TorchFSDPPlugin"
-)
-
 
 class LowLevelZeroPlugin(TorchDDPPlugin):
     """Every rank holds all weights and a share of the batch; of optimizer states and masters it holds its part.
@@ -54,8 +49,11 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         static_graph: bool = False,
         sync_batchnorm: bool = False,
     ) -> None:
-        if arguments.count("stage", stage, fix=_STAGES) > 2:
-            raise ValueError(f"stage={stage!r} is not legal; {_STAGES}")
+        if not (arguments.is_whole(stage) and stage in (1, 2)):
+            raise ValueError(
+                f"stage={arguments.shown(stage)} is not legal; choose 1 (optimizer states and masters are divided) or 2 "
+                "(gradients too). To divide the weights as well, use TorchFSDPPlugin"
+            )
         of_ddp = {"gradient_as_bucket_view": gradient_as_bucket_view, "static_graph": static_graph}
         given = [name for name, value in of_ddp.items() if arguments.flag(name, value)]
         if stage == 2 and given:
