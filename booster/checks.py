@@ -18,6 +18,7 @@ from booster.data import check_sharded
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
+from booster.interface.transparent import refuse_torchscript
 from booster.plugin import Plugin
 
 _logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
         raise RuntimeError(
             f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned"
         )
+    refuse_torchscript(model, "model")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
 
@@ -73,6 +75,7 @@ def check_criterion(criterion: Any, plugin: Plugin) -> None:
         return
     if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
         raise RuntimeError("this criterion is boosted already; pass the original, or None")
+    refuse_torchscript(criterion, "criterion")
     if not callable(criterion):
         raise TypeError(f"criterion must be callable, got {arguments.described(criterion)}")
     trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]

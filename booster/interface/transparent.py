@@ -164,6 +164,16 @@ def bare(module: nn.Module) -> nn.Module:
     return module
 
 
+def refuse_torchscript(module: Any, noun: str) -> None:
+    """Raise TypeError if `module` is TorchScript: its forward was compiled as it was, and cannot be given other dtypes."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            f"the {noun} is a TorchScript module, compiled by torch.jit.script or torch.jit.trace, which a precision or a "
+            f"plugin cannot change any more; pass the {noun} as it was before, compile it with torch.compile if it should be faster, "
+            "and script it when it is trained"
+        )
+
+
 def unwrap_placed(module: nn.Module) -> nn.Module:
     """The user's model inside what a plugin wrapped around it."""
     while isinstance(module, _WRAPPERS):

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.apex.master_update import ApexMasterUpdate
 from booster.mixed_precision.apex.session import Session
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
@@ -97,6 +98,7 @@ def initialize(
     given_optimizers = [] if optimizers is None else _as_list(optimizers, Optimizer, "optimizer")
     given_models = _as_list(models, nn.Module, "model")
     for model in given_models:
+        refuse_torchscript(model, "model")
         if isinstance(model, _WRAPPERS):
             raise RuntimeError(
                 f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be applied to the "

@@ -12,6 +12,7 @@ from torch import nn
 
 from booster import arguments
 from booster.interface.model import PrecisionModule
+from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.keep_fp32 import Pin, is_batch_norm
 from booster.mixed_precision.policy import cast_parameters, half_policy
@@ -59,6 +60,7 @@ class NaiveAMPModel(PrecisionModule):
         *,
         keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
     ) -> None:
+        refuse_torchscript(model, "model")
         arguments.instance("model", model, nn.Module, "a torch.nn.Module")
         arguments.flag("output_to_fp32", output_to_fp32)
         arguments.flag("sync_buffer", sync_buffer)

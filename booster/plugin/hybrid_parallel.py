@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster import arguments
@@ -25,6 +25,7 @@ from booster.plugin.meta import check_meta, materialise
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
 from booster.plugin.pipeline.schedule import check_count
+from booster.plugin.shared_mesh import shared_mesh
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
 from booster.shards.fully_sharded import FullyShardedShards
@@ -155,10 +156,8 @@ class HybridParallelPlugin(Plugin):
         if device_type not in self._meshes:
             data = self.data_parallel_size
             copies, parts = (data, 1) if self.zero_stage == 0 else (1, data)
-            self._meshes[device_type] = init_device_mesh(
-                device_type,
-                (self.pp_size, copies, parts, self.tp_size),
-                mesh_dim_names=("pp", "replicate", "shard", "tp"),
+            self._meshes[device_type] = shared_mesh(
+                device_type, {"pp": self.pp_size, "replicate": copies, "shard": parts, "tp": self.tp_size}
             )
         return self._meshes[device_type]
 

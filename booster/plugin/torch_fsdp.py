@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster import arguments
@@ -20,6 +20,7 @@ from booster.plugin.base import Plugin
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
 from booster.plugin.meta import check_meta, materialise
+from booster.plugin.shared_mesh import shared_mesh
 from booster.shards import Shards
 from booster.shards.fully_sharded import FullyShardedShards
 
@@ -154,9 +155,7 @@ class TorchFSDPPlugin(Plugin):
             sizes = {"replicate": self._replicate_size, "shard": world_size // self._replicate_size}
             if self._replicate_size == 1:
                 del sizes["replicate"]
-            self._meshes[device_type] = init_device_mesh(
-                device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-            )
+            self._meshes[device_type] = shared_mesh(device_type, sizes)
         return self._meshes[device_type]
 
 

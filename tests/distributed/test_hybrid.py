@@ -1,5 +1,8 @@
 """HybridParallelPlugin with what a training loop uses besides: accumulation, checkpoints, loaders, frozen and tied weights."""
 
+import gc
+import os
+import sys
 from itertools import pairwise
 
 import pytest
@@ -10,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.plugin import HybridParallelPlugin, SingleDevice
+from booster.plugin import HybridParallelPlugin, SingleDevice, TorchFSDPPlugin
 
 LAYOUTS = [(2, 1), (1, 2)]  # (tp_size, pp_size), with two data-parallel ranks each
 
@@ -325,3 +328,33 @@ def test_what_cannot_work_is_refused_at_once(run_on_ranks):
     messages = run_on_ranks(refusals, 2)[0]
     assert "does not divide the world size 2" in messages[0]
     assert "say the same" in messages[6]
+
+
+def resources_of_plugins(rank, world_size):
+    def count():
+        gc.collect()
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    makers = [
+        lambda: HybridParallelPlugin(2, 1, tp_plan=TP_PLAN),
+        lambda: HybridParallelPlugin(1, 2, zero_stage=1),
+        lambda: TorchFSDPPlugin(replicate_size=world_size // 2),
+    ]
+    grown = []
+    for make in makers:
+        built_once(make)
+        before = count()
+        for _ in range(5):
+            built_once(make)
+        grown.append([after - old for after, old in zip(count(), before, strict=True)])
+    return grown
+
+
+def built_once(make):
+    model = Transformer()
+    Booster("cpu", "fp32", make()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc")
+def test_plugins_of_equal_shape_share_threads_and_descriptors(ranks4):
+    assert ranks4(resources_of_plugins) == [[[0, 0]] * 3] * 4

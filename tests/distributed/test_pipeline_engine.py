@@ -347,6 +347,30 @@ def test_models_of_timm_and_transformers_need_no_change(ranks2, timm, transforme
     ranks2(library_models)
 
 
+def opt_models(rank, world_size):
+    _, transformers = packages()
+    ids, _ = text()
+    batch = {"input_ids": ids, "labels": ids}
+    sizes = {
+        "vocab_size": WORDS,
+        "num_hidden_layers": 4,
+        "hidden_size": DIM,
+        "num_attention_heads": HEADS,
+        "ffn_dim": 32,
+    }
+    for projected in (DIM, DIM // 2):  # to and from the embeddings; the norm comes with DIM only
+        torch.manual_seed(0)
+        config = transformers.OPTConfig(
+            **sizes, word_embed_proj_dim=projected, dropout=0, max_position_embeddings=LENGTH
+        )
+        model = transformers.OPTForCausalLM(config)
+        compare(model, batch, rank, world_size, "1f1b", lambda output, target: output.loss)
+
+
+def test_what_is_registered_before_the_blocks_and_used_after_them_is_on_the_last_stage_as_in_opt(ranks2, transformers):
+    ranks2(opt_models)
+
+
 # ---------------------------------------------------------------------------------------------- precision
 
 

@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster import Booster
-from booster.mixed_precision import BF16MixedPrecision, DtypePolicy, FP16TorchMixedPrecision, MixedPrecision
+from booster.mixed_precision import (
+    BF16MixedPrecision,
+    DtypePolicy,
+    FP16TorchMixedPrecision,
+    MixedPrecision,
+    NaiveAMPModel,
+    apex_amp,
+)
 from booster.plugin import Plugin, SingleDevice, TorchDDPPlugin
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
@@ -671,3 +678,32 @@ def test_parameters_of_neither_optimizer_are_named_in_a_warning(caplog):
     adamw.param_groups[0]["params"].pop().requires_grad_(False)
     Booster("cpu").boost(model, [muon, adamw])
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+# ---- TorchScript ----
+
+
+def scripted(module):
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        return torch.jit.script(module)
+
+
+def traced(module):
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        return torch.jit.trace(module, torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("compile_", [scripted, traced])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_naive", "fp16_apex"])
+def test_torchscript_is_refused_by_name(precision, compile_):
+    model = compile_(net())
+    with pytest.raises(TypeError, match="the model is a TorchScript module.*as it was before"):
+        Booster("cpu", precision).boost(model, sgd(model))
+    with pytest.raises(TypeError, match="the criterion is a TorchScript module"):
+        Booster("cpu", precision).boost(net(), None, compile_(net()))
+
+
+@pytest.mark.parametrize("wrap", [NaiveAMPModel, apex_amp.initialize])
+def test_torchscript_is_refused_by_name_elsewhere_too(wrap):
+    with pytest.raises(TypeError, match="the model is a TorchScript module"):
+        wrap(scripted(net()))

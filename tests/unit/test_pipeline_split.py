@@ -129,6 +129,75 @@ def test_what_is_registered_before_the_blocks_is_on_the_first_stage_and_after_th
     assert holders(model, split)["trunk.token"] == [("trunk.token", 0)]
 
 
+class Shuffled(nn.Module):
+    """Registered in another order than it is used in, as the decoder of OPT is."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.both = nn.Linear(4, 4)
+        self.unnamed = nn.ModuleDict({"x": nn.Linear(4, 4)})
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.stem = nn.Linear(4, 4)
+        self.late = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.both(self.enter(x))
+        for layer in self.layers:
+            x = layer(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        return self.both(self.late(x))
+
+    def enter(self, x):
+        return self.stem(x)
+
+
+class Decorated(Shuffled):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Comprehended(Shuffled):
+    def forward(self, x):
+        x = [self.both(part) for part in (self.stem(x),)][0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.both(self.late((lambda y: self.norm(y))(x)))
+
+
+@pytest.mark.parametrize("model", [Shuffled(), Comprehended()], ids=lambda model: type(model).__name__)
+def test_modules_go_where_the_forward_uses_them_whatever_they_are_registered_before(model):
+    assert owners(model, find_split(model, 2)) == {
+        "norm": 1,
+        "both": 0,  # before and after: as registered
+        "unnamed": 0,
+        "layers.0": 0,
+        "layers.1": 0,
+        "layers.2": 1,
+        "layers.3": 1,
+        "stem": 0,
+        "late": 1,
+    }
+
+
+def test_a_forward_that_does_not_tell_leaves_modules_where_they_are_registered():
+    model = Decorated()  # names no module
+    assert {name: stage for name, stage in owners(model, find_split(model, 2)).items() if "." not in name} == {
+        "norm": 0,
+        "both": 0,
+        "unnamed": 0,
+        "stem": 1,
+        "late": 1,
+    }
+    model.forward = torch.nn.functional.relu  # nor has this one a body
+    assert owners(model, find_split(model, 2))["norm"] == 0
+    shuffled = Shuffled()
+    shuffled.forward = torch.no_grad()(shuffled.forward)
+    assert owners(shuffled, find_split(shuffled, 2))["norm"] == 1
+
+
 def test_a_tied_weight_has_every_stage_that_uses_it():
     model = Model()
     model.head[2] = nn.Linear(4, 4)

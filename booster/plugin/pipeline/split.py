@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from booster.plugin.pipeline.forward_order import names_in_forward, side_of
+
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
@@ -71,20 +73,21 @@ def find_split(model: nn.Module, num_stages: int, split_points: Sequence[str] | 
 def owners(model: nn.Module, split: Split) -> dict[str, int]:
     """The stage of each topmost module that belongs to one stage alone, by qualified name.
 
-    Children of the container go by the cuts; what is registered before it, in the modules around it, goes to the first
-    stage, and what is registered after it to the last. Modules without parameters and running statistics belong to all
-    stages and are not listed.
+    Children of the container go by the cuts. What a forward names before it, in the modules around it, goes to the first
+    stage, and what it names after it to the last; where the forward does not tell, what is registered before and after.
+    Modules without parameters and running statistics belong to all stages and are not listed.
     """
     owned: dict[str, int] = {}
     chain = split.ancestors()
     for parent, on_path in zip(chain, chain[1:], strict=False):
-        before = True
-        for name, child in _named_children(model.get_submodule(parent)):
-            full = qualified(parent, name)
-            if full == on_path:
+        module, row = model.get_submodule(parent), on_path.rpartition(".")[2]
+        named, before = names_in_forward(module), True
+        for name, child in _named_children(module):
+            if name == row:
                 before = False
             elif holds_state(child):
-                owned[full] = 0 if before else split.num_stages - 1
+                side = side_of(name, row, named)
+                owned[qualified(parent, name)] = 0 if side < 0 or (before and not side) else split.num_stages - 1
     for position, (_, child) in enumerate(_named_children(model.get_submodule(split.container))):
         if holds_state(child):
             owned[split.name_of(position)] = split.stage_of(position)

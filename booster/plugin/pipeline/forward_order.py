@@ -1,0 +1,64 @@
+"""In which order a module's forward uses its children, as its source tells without being run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+
+
+def names_in_forward(module: nn.Module) -> list[str]:
+    """Return the attributes that the forward of `module` reads, of whatever object, in the order in which they are used.
+
+    What is called is used after its arguments are. Methods of the module's class are entered where they are named, each
+    once. Nothing is known, and the list is empty, for a forward without source.
+    """
+    forward = module.__dict__.get("forward", type(module).forward)
+    return list(_names_in(forward, type(module), {"forward"}))
+
+
+def side_of(child: str, row: str, names: list[str]) -> int:
+    """Return -1 if `names` have `child` before `row` only, 1 if after its first place only, 0 if that is not to be told."""
+    if child not in names or row not in names:
+        return 0
+    places = [place for place, name in enumerate(names) if name == child]
+    start = names.index(row)
+    return -1 if places[-1] < start else 1 if places[0] > start else 0
+
+
+def _names_in(function: Callable[..., Any], cls: type, entered: set[str]) -> Iterator[str]:
+    try:
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return
+    for statement in getattr(definition, "body", ()):
+        yield from _names(statement, cls, entered)
+
+
+def _names(node: ast.AST, cls: type, entered: set[str]) -> Iterator[str]:
+    for child in _in_order(node):
+        yield from _names(child, cls, entered)
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+        own = getattr(cls, node.attr, None)
+        if inspect.isfunction(own) and node.attr not in entered and node.attr not in vars(nn.Module):
+            entered.add(node.attr)
+            yield from _names_in(own, cls, entered)
+
+
+def _in_order(node: ast.AST) -> list[ast.AST]:
+    """The children of `node` as they are evaluated."""
+    if isinstance(node, ast.Call):
+        return [*node.args, *node.keywords, node.func]
+    children = list(ast.iter_child_nodes(node))
+    if isinstance(node, _COMPREHENSIONS):
+        return [*node.generators, *(child for child in children if child not in node.generators)]
+    if isinstance(node, ast.Assign):
+        return [node.value, *node.targets]
+    return children
