@@ -169,8 +169,8 @@ def refuse_torchscript(module: Any, noun: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"the {noun} is a TorchScript module, compiled by torch.jit.script or torch.jit.trace, which a precision or a "
-            f"plugin cannot change any more; pass the {noun} as it was before, compile it with torch.compile if it should be faster, "
-            "and script it when it is trained"
+            f"plugin cannot change any more; pass the {noun} as it was before, compile it with torch.compile if it should be "
+            "faster, and script it when it is trained"
         )
 
 
