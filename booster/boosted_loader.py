@@ -48,6 +48,8 @@ class DataLoaderWrapper:
         self._chosen = False  # whether the user has set the next epoch here
         self._announced = self._epoch  # what the samplers still hold, unless the user has told them otherwise
         self._current: _Iteration | None = None  # the one that yielded last
+        self._newest: _Iteration | None = None  # the one that was made last
+        self._position: dict[str, Any] | None = None  # that the next iteration goes on from
 
     @property
     def epoch(self) -> int:
@@ -89,6 +91,46 @@ class DataLoaderWrapper:
         """The user's loader."""
         return self._loader
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the epoch, how many of its batches were yielded, and the loader's own state if it has one.
+
+        It is that of the iterator that was made last; batches that workers have read ahead do not count.
+        """
+        if self._position is not None:
+            return dict(self._position)
+        newest = self._newest
+        inside = newest is not None and not newest.at_end and newest.epoch + 1 == self._epoch
+        state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
+        if inside and newest is not None:
+            state |= {"epoch": newest.epoch, "batches": newest.count, "samples": newest.num_samples}
+        if _is_stateful(self._loader):
+            state["loader"] = self._loader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next `iter()` go on where `state` was taken, in the same order.
+
+        A loader of `prepare_dataloader` leaves out what was seen without reading it, and deals the rest to the ranks that
+        there are now; one with `load_state_dict` of its own is given its state; any other reads what was seen and drops it,
+        which takes the same number of ranks. Raises ValueError for what `state_dict` did not write.
+        """
+        try:
+            position = {key: int(state[key]) for key in ("epoch", "batches", "samples")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a boosted dataloader ({error!r}): {state!r}") from error
+        if min(position.values()) < 0:
+            raise ValueError(f"a dataloader's position counts from 0, got {position}")
+        if "loader" in state:
+            if not _is_stateful(self._loader):
+                raise ValueError(
+                    f"the state is that of a loader with load_state_dict(), which {type(self._loader).__name__} has not"
+                )
+            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            position |= {"loader": state["loader"]}
+        self.epoch = position["epoch"]
+        self._position = position
+        self._newest = None
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_loader":  # while being copied it has no loader yet
             raise AttributeError(name)
@@ -102,7 +144,10 @@ class DataLoaderWrapper:
             held = (_epoch_of(target) for target in self._targets())
             self._epoch = next((epoch for epoch in held if epoch not in (None, self._announced)), self._epoch)
         self._chosen = False
-        iteration = _Iteration(self, self._epoch)
+        position, self._position = self._position, None
+        if position is not None and position["epoch"] != self._epoch:
+            position = None  # the user has chosen another epoch since
+        self._newest = iteration = _Iteration(self, self._epoch, position)
         self._epoch += 1
         return iteration
 
@@ -117,27 +162,51 @@ class DataLoaderWrapper:
 
 
 class _Iteration:
-    """One pass over a loader. count: batches yielded; at_end: whether the last of them was the loader's last."""
+    """One pass over a loader. count: batches yielded; at_end: whether the last of them was the loader's last.
 
-    def __init__(self, owner: DataLoaderWrapper, epoch: int) -> None:
+    position: where to begin in the epoch; None means at its start. num_samples: of the epoch's order over all ranks, how
+    many were yielded; 0 where that cannot be known.
+    """
+
+    def __init__(self, owner: DataLoaderWrapper, epoch: int, position: dict[str, Any] | None) -> None:
         self._owner = owner
-        self._epoch = epoch
+        self.epoch = epoch
         self.count = 0
         self.at_end = False
         owner._announce(epoch)
-        self._batches = iter(owner._loader)
+        loader: Any = owner._loader
         try:
             self._length: int | None = len(owner)
         except (TypeError, NotImplementedError):
             self._length = None
+        batch_size = getattr(loader, "batch_size", None)
+        self._stride = batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
+        self._start = 0
+        seen = position["batches"] if position is not None else 0
+        skips = seen and callable(getattr(loader, "start_after", None))
+        if skips:
+            assert position is not None  # it says what was seen
+            self._start = position["samples"]
+            loader.start_after(self._start)
+            self._length = loader.num_batches_after(self._start)
+        self._batches = iter(loader)
+        if seen and not skips:
+            self.count = seen
+            if position is not None and "loader" not in position:
+                for _ in range(seen):
+                    next(self._batches)
+
+    @property
+    def num_samples(self) -> int:
+        return self._start + self.count * self._stride
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self.count == 0 and self._owner._announced != self._epoch:
+        if self.count == 0 and self._owner._announced != self.epoch:
             # Samplers draw their order when the first batch is asked for, and another iterator was made since.
-            self._owner._announce(self._epoch)
+            self._owner._announce(self.epoch)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -152,6 +221,10 @@ class _Iteration:
 def distributed_sampler(loader: Any) -> Any | None:
     """The sampler of `loader` that knows of several ranks, or None."""
     return next((s for s in _samplers(loader) if isinstance(s, DistributedSampler) or hasattr(s, "num_replicas")), None)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
 def _samplers(loader: Any) -> list[Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,7 @@ from booster import arguments, checks, collectives
 from booster.accumulation import Accumulation, Listed, Unsynchronised
 from booster.boosted_loader import DataLoaderWrapper
 from booster.cast_regions import forward_region
+from booster.checkpoint.parts import Loaded, parts
 from booster.config import translate
 from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
@@ -251,6 +254,60 @@ class Booster:
         optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._own(model, "no_sync")
         return Unsynchronised(boosted, optimizers, self._unsynchronised, self.plugin.no_sync(boosted.module))
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        model: Any,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+        *,
+        extra: Any = None,
+        step: int | None = None,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Write everything of the run as one checkpoint below `folder`, `folder/step-N`, and return its path; a collective.
+
+        Each of the five is what `boost` returned, or a list or dict of such. Kept are weights, optimizer states and masters
+        by whole name and shape, loss scales and counters, schedules, the order and position of the data, the random states
+        of every rank, and `extra`: numbers, strings, tensors, containers of them, objects with state_dict().
+
+        step: the number in its name; None counts on from the newest. A checkpoint of the same step stays until the new one
+        is complete. keep_last: remove all but so many of the newest afterwards.
+        Raises on all ranks if any fails, with `folder` as it was; ImportError without safetensors.
+        """
+        from booster.checkpoint.saving import save  # its imports take time that most scripts need not spend
+
+        given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
+        return save(folder, given, step=step, keep_last=keep_last, run=run, group=self.plugin.group)
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        model: Any,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+        *,
+        extra: Any = None,
+        strict: bool = True,
+    ) -> Loaded:
+        """Load a checkpoint of `save`, whatever layout and precision wrote it; returns its `.step`, `.extra` and `.path`.
+
+        folder: a checkpoint, or a folder of checkpoints, of which the newest valid one is taken. extra: objects with
+        load_state_dict(), in the places where `save` was given them. strict: the model's entries must be those of the
+        checkpoint; otherwise what differs is left out and named in a WARNING. A collective.
+        Every byte is verified, and names, shapes and classes compared, before anything is touched. Raises
+        `booster.checkpoint.CheckpointError` on all ranks, listing all that differs, with nothing loaded.
+        """
+        from booster.checkpoint.loading import find, load
+
+        given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        return load(find(folder, self.plugin.group), given, strict=strict, group=self.plugin.group)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""

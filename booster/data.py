@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class SeededDataLoader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], *, seed: int, rank: int, shuffle: bool, **options: Any) -> None:
         self._seed = seed
         self._rank = rank
+        self._consumed = 0  # samples over all ranks that the next iteration leaves out
         # Two generators: the order of the samples must not depend on whether there are workers to seed.
         self._order = torch.Generator().manual_seed(seed)
         if shuffle:
@@ -44,6 +46,52 @@ class SeededDataLoader(DataLoader[Any]):
         """Make the next iteration that of `epoch`; `booster.data.DataLoaderWrapper` calls it by itself."""
         self._order.manual_seed(self._seed + epoch)
         self.generator.manual_seed(_mix(self._seed, self._rank, epoch))
+        self._consumed = 0
+
+    def start_after(self, num_samples: int) -> None:
+        """Make the next iteration leave out the first `num_samples` of the epoch's order over all ranks, unread.
+
+        What is left is dealt to the ranks that there are now, in batches as ever; call it after `set_epoch`.
+        """
+        self._consumed = num_samples
+
+    def num_batches_after(self, num_samples: int) -> int:
+        """Return how many batches this rank has left after the first `num_samples` of the order over all ranks."""
+        sampler: Any = self.sampler
+        total = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else len(sampler)
+        return len(list(self._batches_after(range(total), num_samples)))
+
+    @property
+    def _index_sampler(self) -> Any:  # what DataLoader's iterators draw batches of indices from
+        if not self._consumed:
+            return super()._index_sampler
+        consumed, self._consumed = self._consumed, 0
+        return self._batches_after(self._whole_order(), consumed)
+
+    def _whole_order(self) -> list[int]:
+        """The indices of the epoch over all ranks."""
+        sampler: Any = self.sampler
+        if not isinstance(sampler, DistributedSampler):
+            return list(sampler)
+        whole: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=False
+        )
+        whole.set_epoch(sampler.epoch)
+        return list(whole)
+
+    def _batches_after(self, order: Sequence[int], consumed: int) -> Iterator[list[int]]:
+        sampler: Any = self.sampler
+        replicas, rank = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
+        rest = list(order)[consumed:]
+        if rest and len(rest) % replicas:
+            if self.drop_last:
+                rest = rest[: len(rest) // replicas * replicas]
+            else:  # repeated, as DistributedSampler does, so that all ranks have equally many
+                rest += [rest[index % len(rest)] for index in range(replicas - len(rest) % replicas)]
+        own = iter(rest[rank::replicas])
+        while batch := list(islice(own, self.batch_size)):
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield batch
 
 
 def prepare_dataloader(

@@ -256,6 +256,33 @@ class OptimizerWrapper(Optimizer):
         """What `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
         return self._backward_context
 
+    def parameter_names(self) -> list[list[tuple[str, int]]]:
+        """Return, for each group, the qualified name of every parameter, and its place in the group of the whole model.
+
+        A parameter that is not of the model is named by group and place.
+        """
+        names, kept = self._update.names, self._update.shards.kept
+        return [
+            [
+                (names.get(param, f"group {index}, parameter {place}"), place)
+                for param, place in zip(
+                    group["params"],
+                    range(len(group["params"])) if kept is None else kept.positions[index],
+                    strict=True,
+                )
+            ]
+            for index, group in enumerate(self.param_groups)
+        ]
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether parameters are half, with float32 numbers of this optimizer's behind them."""
+        return self._update.keeps_masters
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The state of the loss scaler, as `state_dict` has it; waits for the device."""
+        return self._update.scaler.state_dict()
+
     def unwrap(self) -> Optimizer:
         """The user's optimizer."""
         return self.optimizer

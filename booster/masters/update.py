@@ -36,6 +36,8 @@ class MasterUpdate(HostUpdate):
     compiled: compile norms and steps; `masters` are to be made for it.
     """
 
+    keeps_masters = True
+
     def __init__(
         self,
         optimizer: Optimizer,

@@ -79,6 +79,9 @@ class Update(ABC):
 
     decides_on_device = False
 
+    keeps_masters = False
+    """Whether float32 numbers stand behind half parameters."""
+
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """The gradients were zeroed."""
         self.shards.clear_gradients(set_to_none)

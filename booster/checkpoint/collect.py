@@ -1,0 +1,101 @@
+"""The whole state of a run: tensors under whole names, and a JSON-like tree that refers to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.checkpoint.agree import exchange
+from booster.checkpoint.layout import storable
+from booster.checkpoint.parts import Parts
+from booster.checkpoint.plain import encode
+from booster.checkpoint.randomness import random_state
+from booster.interface.optimizer import OptimizerWrapper
+
+Tensors = dict[str, torch.Tensor]
+STATE_KEY = "booster"
+
+
+def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> tuple[Tensors, dict[str, Any]]:
+    """Return this rank's tensors by their names in the checkpoint, and the tree of all ranks; a collective.
+
+    run: what is known of the run as a whole, JSON-like. Tensors are those of the running job, not copies.
+    """
+    tensors: Tensors = {}
+    tree = {
+        "models": {
+            name: encode(dict(model.state_dict()), f"models/{name}", tensors) for name, model in parts.models.items()
+        },
+        "criteria": {
+            name: encode(dict(module.state_dict()), f"criteria/{name}", tensors)
+            for name, module in parts.criteria.items()
+        },
+        "optimizers": {
+            name: encode(by_name(optimizer), f"optimizers/{name}", tensors)
+            for name, optimizer in parts.optimizers.items()
+        },
+    }
+    rank = 0 if group is None else dist.get_rank(group)
+    own: Tensors = {}
+    tree["random"] = encode(random_state(), f"random/{rank}", own)
+    if rank == 0:
+        tree |= {
+            kind: {name: encode(part.state_dict(), f"{kind}/{name}", own) for name, part in found.items()}
+            for kind, found in (("dataloaders", parts.dataloaders), ("lr_schedulers", parts.lr_schedulers))
+        }
+        extra = parts.extra
+        stateful = callable(getattr(extra, "state_dict", None))
+        tree["extra"] = encode(_states(extra.state_dict() if stateful else extra), "extra", own)
+        tree["run"] = dict(run)
+    tensors = {name: storable(tensor) for name, tensor in tensors.items()} | own
+    return tensors, _merged(exchange(tree, group))
+
+
+def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
+    """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names."""
+    state = optimizer.state_dict()
+    names = optimizer.parameter_names()
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    flat = [entry for group in names for entry in group]
+    name_of = {number: name for number, (name, _) in zip(numbers, flat, strict=True)}
+    return {
+        "class": type(optimizer.unwrap()).__name__,
+        "state": {name_of[number]: dict(own) for number, own in state["state"].items()},
+        "groups": [
+            {"options": {key: value for key, value in group.items() if key != "params"}, "params": dict(own)}
+            for group, own in zip(state["param_groups"], names, strict=True)
+        ],
+        STATE_KEY: state[STATE_KEY],
+    }
+
+
+def _states(extra: Any) -> Any:
+    """What the user gave, with the state of every object in it that has one."""
+    if isinstance(extra, Mapping):
+        return {key: _states(value) for key, value in extra.items()}
+    stateful = callable(getattr(extra, "state_dict", None)) and callable(getattr(extra, "load_state_dict", None))
+    return extra.state_dict() if stateful else extra
+
+
+def _merged(trees: list[dict[str, Any]]) -> dict[str, Any]:
+    """One tree: what the first rank says, more keys where others hold other layers, every rank's random state."""
+    random = [tree.pop("random") for tree in trees]
+    merged = trees[0]
+    for tree in trees[1:]:
+        _add_keys(merged, tree)
+    return {**merged, "random": random}
+
+
+def _add_keys(tree: Any, other: Any) -> None:
+    if isinstance(tree, dict) and isinstance(other, dict):
+        for key, value in other.items():
+            if key in tree:
+                _add_keys(tree[key], value)
+            else:
+                tree[key] = value
+    elif isinstance(tree, list) and isinstance(other, list):
+        for one, two in zip(tree, other, strict=True):
+            _add_keys(one, two)

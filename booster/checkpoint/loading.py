@@ -1,0 +1,358 @@
+"""Loading: everything is read, verified and compared with the job before any object is touched."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from booster.checkpoint.agree import agree_on_success, exchange
+from booster.checkpoint.folder import checkpoints, damage, latest
+from booster.checkpoint.layout import empty_like_whole, placed_like
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, Tensor, read_manifest
+from booster.checkpoint.parts import Loaded, Parts
+from booster.checkpoint.plain import decode
+from booster.checkpoint.randomness import set_random_state
+from booster.checkpoint.saving import STATE
+from booster.checkpoint.storage import ManifestReader, dtype_of
+from booster.interface.optimizer import OptimizerWrapper
+
+_logger = logging.getLogger(__name__)
+
+
+def find(root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Path:
+    """Return the checkpoint that `root` is, or the newest valid one below it, the same on every rank; a collective.
+
+    Raises CheckpointError on every rank if there is none, or if the one that was named is damaged.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    found: str | None = None
+    problem: BaseException | None = None
+    if rank == 0:
+        try:
+            found = str(_find(Path(root)))
+        except (OSError, CheckpointError) as error:
+            problem = error
+    agree_on_success(problem, group, "loading a checkpoint")
+    return Path(exchange(found, group)[0])
+
+
+def load(folder: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | None) -> Loaded:
+    """Load the checkpoint in `folder`, which `find` gave, into the objects of `parts`; a collective over `group`.
+
+    If it raises, on any rank, it raises on all, and no object has changed.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    problem: BaseException | None = None
+    reading: _Reading | None = None
+    try:
+        manifest = read_manifest(folder)
+        tree = json.loads((folder / STATE).read_bytes())
+        reading = _Reading(folder, manifest, tree, parts, rank)
+        reading.compare(strict=strict)
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        problem = error
+    agree_on_success(problem, group, "loading a checkpoint")
+    assert reading is not None  # there was no problem
+    reading.read(group)
+    try:
+        reading.prepare()
+    except (ValueError, KeyError, TypeError, CheckpointError) as error:
+        problem = error
+    agree_on_success(problem, group, "loading a checkpoint")
+    return reading.apply()
+
+
+class _Reading:
+    """One load on one rank: `compare`, `read`, `prepare`, and only then `apply`."""
+
+    def __init__(self, folder: Path, manifest: Manifest, tree: dict[str, Any], parts: Parts, rank: int) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.tree = tree
+        self.parts = parts
+        self.rank = rank
+        self.targets: dict[str, torch.Tensor] = {}
+        self.notes: list[str] = []
+
+    # ------------------------------------------------------------------ before anything is read
+
+    def compare(self, *, strict: bool) -> None:
+        """Raise CheckpointError that lists all that differs between the checkpoint and the job; note what is to be read."""
+        different: list[str] = []
+        for kind, found in (
+            ("models", self.parts.models),
+            ("criteria", self.parts.criteria),
+            ("optimizers", self.parts.optimizers),
+            ("dataloaders", self.parts.dataloaders),
+            ("lr_schedulers", self.parts.lr_schedulers),
+        ):
+            missing = sorted(found.keys() - self.tree.get(kind, {}).keys())
+            if missing:
+                different.append(f"{kind}: the checkpoint has {sorted(self.tree.get(kind, {}))}, not {missing}")
+        for kind, modules in (("models", self.parts.models), ("criteria", self.parts.criteria)):
+            for name, module in modules.items():
+                different += self._compare_module(kind, name, module, strict=strict)
+        for name, optimizer in self.parts.optimizers.items():
+            if name in self.tree["optimizers"]:
+                different += self._compare_optimizer(name, optimizer)
+        for kind in ("dataloaders", "lr_schedulers"):
+            for name in self._found(kind):
+                self._want_all(self.tree[kind][name])
+        self._want_all(self.tree["extra"])
+        if self._same_ranks:
+            self._want_all(self.tree["random"][self.rank])
+        else:
+            self.notes.append(
+                f"random states are those of {len(self.tree['random'])} ranks and are left out; this job has another number"
+            )
+        if different:
+            raise CheckpointError(
+                f"{self.folder} does not fit this job:\n  " + "\n  ".join(different) + "\nBuild model and optimizer as "
+                "they were when it was saved" + (", or pass strict=False to leave out entries of the model" * strict)
+            )
+
+    def _compare_module(self, kind: str, name: str, module: nn.Module, *, strict: bool) -> Iterator[str]:
+        saved = self.tree[kind].get(name)
+        if saved is None:
+            return
+        current = module.state_dict()
+        wide = self._masters_of_models() if kind == "models" else {}
+        missing = [key for key in current if key not in saved]
+        # A rank of a pipeline holds some layers; what no rank wants cannot be seen from here.
+        partial = getattr(getattr(module, "module", None), "is_partial", False)
+        extra = [] if partial else [key for key in saved if key not in current]
+        for keys, text in ((missing, "are not in the checkpoint"), (extra, "are not in this model")):
+            if keys and strict:
+                yield f"{kind} {name!r}: {_listed(keys)} {text}"
+            elif keys:
+                self.notes.append(f"{kind} {name!r}: {_listed(keys)} {text}")
+        for key, value in current.items():
+            reference = saved.get(key)
+            if reference is None or not isinstance(value, torch.Tensor):
+                self._want_all(reference)
+                continue
+            entry = self._entry(wide.get(key, _reference(reference)))
+            if entry is None or entry.shape != tuple(value.shape):
+                shape = "no tensor" if entry is None else f"shape {entry.shape}"
+                yield f"{kind} {name!r}: {key} has {shape} in the checkpoint and shape {tuple(value.shape)} here"
+                continue
+            self._want(wide.get(key, _reference(reference)), value)
+
+    def _compare_optimizer(self, name: str, optimizer: OptimizerWrapper) -> Iterator[str]:
+        saved = self.tree["optimizers"][name]
+        own_class = type(optimizer.unwrap()).__name__
+        if saved["class"] != own_class:
+            yield f"optimizers {name!r}: the checkpoint is of {saved['class']}, this is {own_class}"
+            return
+        groups = optimizer.parameter_names()
+        if len(groups) != len(saved["groups"]):
+            yield f"optimizers {name!r}: the checkpoint has {len(saved['groups'])} parameter groups, this has {len(groups)}"
+            return
+        for index, (own, group) in enumerate(zip(groups, saved["groups"], strict=True)):
+            unknown = [param for param, _ in own if param not in group["params"]]
+            if unknown:
+                yield f"optimizers {name!r}: {_listed(unknown)} of group {index} are not in that group of the checkpoint"
+        params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
+        for param_name, param in params.items():
+            for reference in (saved["state"].get(param_name) or {}).values():
+                self._want(_reference(reference), param)
+            wide = self._wide(param_name, name)
+            if optimizer.keeps_masters and wide is not None:
+                self._want(wide, param)
+        for key, value in saved["booster"].items():
+            if key != "masters":
+                self._want_all(value)
+        self._want_all((saved["booster"].get("masters") or {}).get("rounding"))
+        for group in saved["groups"]:
+            self._want_all(group["options"])
+
+    # ------------------------------------------------------------------ reading
+
+    def read(self, group: dist.ProcessGroup | None) -> None:
+        """Fill `targets` from the files; a collective. Nothing of the user's is touched."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(
+                self.targets,
+                storage_reader=ManifestReader(self.folder, self.manifest),
+                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+
+    def prepare(self) -> None:
+        """Make of what was read the state dicts that the objects take."""
+        wide = self._masters_of_models()
+        self._module_states: list[tuple[nn.Module, dict[str, Any]]] = []
+        for kind, modules in (("models", self.parts.models), ("criteria", self.parts.criteria)):
+            for name, module in modules.items():
+                saved, state = self.tree[kind][name], {}
+                for key, value in module.state_dict().items():
+                    if key not in saved:
+                        continue
+                    if isinstance(value, torch.Tensor):
+                        source = (wide if kind == "models" else {}).get(key, _reference(saved[key]))
+                        state[key] = placed_like(self.targets[str(source)], value)
+                    else:
+                        state[key] = decode(saved[key], self.targets)
+                self._module_states.append((module, state))
+        self._optimizer_states = [
+            (optimizer, self._optimizer_state(name, optimizer)) for name, optimizer in self.parts.optimizers.items()
+        ]
+        self._other_states = [
+            (part, decode(self.tree[kind][name], self.targets))
+            for kind, found in (("dataloaders", self.parts.dataloaders), ("lr_schedulers", self.parts.lr_schedulers))
+            for name, part in found.items()
+        ]
+        self._extra = decode(self.tree["extra"], self.targets)
+        self._random = decode(self.tree["random"][self.rank], self.targets) if self._same_ranks else None
+
+    def _optimizer_state(self, name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
+        saved = self.tree["optimizers"][name]
+        groups = optimizer.parameter_names()
+        numbers = {param: number for number, (param, _) in enumerate(entry for own in groups for entry in own)}
+        param_groups = [
+            {**decode(group["options"], self.targets), "params": [numbers[param] for param, _ in own]}
+            for own, group in zip(groups, saved["groups"], strict=True)
+        ]
+        state = {
+            number: decode(saved["state"][param], self.targets)
+            for param, number in numbers.items()
+            if param in saved["state"]
+        }
+        own = {key: decode(value, self.targets) for key, value in saved["booster"].items() if key != "masters"}
+        if set(own["loss_scaler"]) != set(optimizer.scaler_state()):
+            self.notes.append(
+                f"optimizers {name!r}: the loss scale is left as it is, because the precision that saved has another kind"
+            )
+            own["loss_scaler"] = optimizer.scaler_state()
+        if optimizer.keeps_masters:
+            weights = {param: self._wide(param, name) for param in numbers}
+            rounding = (saved["booster"].get("masters") or {}).get("rounding")
+            own["masters"] = {
+                "weights": {param: self.targets[key] for param, key in weights.items() if key is not None},
+                **({"rounding": decode(rounding, self.targets)} if rounding else {}),
+            }
+        return {"state": state, "param_groups": param_groups, "booster": own}
+
+    # ------------------------------------------------------------------ applying
+
+    def apply(self) -> Loaded:
+        """Hand every object its state."""
+        for module, state in self._module_states:
+            module.load_state_dict(state, strict=False)
+        for optimizer, state in self._optimizer_states:
+            optimizer.load_state_dict(state)
+        for part, state in self._other_states:
+            part.load_state_dict(state)
+        _give(self.parts.extra, self._extra)
+        if self._random is not None:
+            set_random_state(self._random)
+        for note in self.notes:
+            _logger.warning("%s: %s", self.folder, note)
+        return Loaded(self.manifest.step, self._extra, self.folder)
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _same_ranks(self) -> bool:
+        return len(self.tree["random"]) == self._world_size
+
+    @property
+    def _world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def _found(self, kind: str) -> list[str]:
+        return [name for name in getattr(self.parts, kind) if name in self.tree.get(kind, {})]
+
+    def _entry(self, name: str | None) -> Tensor | None:
+        return self.manifest.tensors.get(name) if name is not None else None
+
+    def _want(self, name: str | None, like: torch.Tensor | None) -> None:
+        entry = self._entry(name)
+        if name is not None and entry is not None and name not in self.targets:
+            self.targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
+
+    def _want_all(self, tree: Any) -> None:
+        for name in _references(tree):
+            self._want(name, None)
+
+    def _masters_of_models(self) -> dict[str, str]:
+        """The float32 numbers behind half weights, by the model's key; where several models share a name, none."""
+        if len(self.tree["models"]) != 1:
+            return {}
+        found: dict[str, str] = {}
+        for saved in self.tree["optimizers"].values():
+            weights = (saved["booster"].get("masters") or {}).get("weights", {})
+            found |= {key: name for key, value in weights.items() if (name := _reference(value)) is not None}
+        return found
+
+    def _wide(self, param: str, optimizer: str) -> str | None:
+        """Where the widest numbers of a parameter are: its master's, else those of its weight."""
+        saved = self.tree["optimizers"][optimizer]["booster"].get("masters") or {}
+        master = _reference(saved.get("weights", {}).get(param))
+        if master is not None:
+            return master
+        holders = [tree[param] for tree in self.tree["models"].values() if param in tree]
+        return _reference(holders[0]) if len(holders) == 1 else None
+
+
+def _find(root: Path) -> Path:
+    if (root / MANIFEST).exists():
+        bad = damage(root)
+        if bad:
+            raise CheckpointError(f"{root} is damaged: " + "; ".join(bad))
+        return root
+    found = latest(root)
+    if found is None:
+        names = [path.name for _, path in checkpoints(root)]
+        raise CheckpointError(
+            f"there is no valid checkpoint in {root}: "
+            + (f"{names} are damaged (see the warnings)" if names else "it holds no folder `step-...`")
+        )
+    return found
+
+
+def _give(extra: Any, state: Any) -> None:
+    """Load saved states into the objects of the user's `extra` that take one."""
+    if callable(getattr(extra, "load_state_dict", None)):
+        extra.load_state_dict(state)
+    elif isinstance(extra, Mapping) and isinstance(state, Mapping):
+        for key, value in extra.items():
+            if key in state:
+                _give(value, state[key])
+
+
+def _reference(value: Any) -> str | None:
+    """The name of the tensor that an entry of the tree refers to."""
+    return value["name"] if isinstance(value, dict) and value.get("__booster__") == "tensor" else None
+
+
+def _references(tree: Any) -> Iterator[str]:
+    name = _reference(tree)
+    if name is not None:
+        yield name
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _references(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _references(value)
+
+
+def _params(optimizer: OptimizerWrapper) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _listed(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

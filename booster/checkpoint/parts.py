@@ -1,0 +1,69 @@
+"""The objects that a checkpoint is made of, each under a name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from booster.interface.model import ModelWrapper, boosted_wrapper
+from booster.interface.optimizer import OptimizerWrapper
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Boosted models and optimizers, criteria that are modules, loaders and schedulers, by name; the user's own `extra`."""
+
+    models: Mapping[str, ModelWrapper]
+    optimizers: Mapping[str, OptimizerWrapper]
+    criteria: Mapping[str, nn.Module]
+    dataloaders: Mapping[str, Any]
+    lr_schedulers: Mapping[str, Any]
+    extra: Any
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load found. step: as given to `save`. extra: what was saved as such. path: the checkpoint's folder."""
+
+    step: int
+    extra: Any
+    path: Path
+
+
+def parts(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any, extra: Any) -> Parts:
+    """Name what `save` and `load` were given: one object, a list of them, or a dict by the user's own names.
+
+    Raises TypeError for what `boost` did not return, and for loaders and schedulers without a state.
+    """
+    models = {name: boosted_wrapper(value, "a checkpoint") for name, value in _named("model", model).items()}
+    optimizers = _named("optimizer", optimizer)
+    for value in optimizers.values():
+        if not isinstance(value, OptimizerWrapper):
+            raise TypeError(f"a checkpoint needs the optimizer that boost() returned, got {type(value).__name__}")
+    criteria = {name: value for name, value in _named("criterion", criterion).items() if isinstance(value, nn.Module)}
+    loaders, schedulers = _named("dataloader", dataloader), _named("lr_scheduler", lr_scheduler)
+    for kind, found in (("dataloader", loaders), ("lr_scheduler", schedulers)):
+        for value in found.values():
+            if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+                raise TypeError(
+                    f"{kind} {type(value).__name__} has no state_dict() and load_state_dict(), by which its state could "
+                    f"be kept; pass the {kind} that boost() returned"
+                )
+    return Parts(models, optimizers, criteria, loaders, schedulers, extra)
+
+
+def _named(kind: str, given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        wrong = [name for name in given if not isinstance(name, str) or not name or "/" in name]
+        if wrong:
+            raise ValueError(f"{kind} names must be strings without '/', got {wrong}")
+        return dict(given)
+    if isinstance(given, Sequence) and not isinstance(given, nn.Module):
+        return {str(index): value for index, value in enumerate(given)}
+    return {"0": given}

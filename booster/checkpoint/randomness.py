@@ -1,0 +1,41 @@
+"""The states of all random number generators of a process."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of python's, torch's and every CUDA device's generator, and numpy's where it is imported."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, words, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+        keys = torch.from_numpy(words.astype("int64"))
+        state["numpy"] = {"name": name, "words": keys, "position": position, "gauss": has_gauss, "cached": cached}
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Continue where `random_state` was taken. CUDA devices that this process lacks, and numpy where absent, are left out."""
+    own = state["python"]
+    random.setstate((own["version"], tuple(own["words"].tolist()), own["gauss"]))
+    torch.set_rng_state(state["torch"].to(torch.uint8).cpu())
+    if torch.cuda.is_available():
+        for device, value in list(enumerate(state.get("cuda", [])))[: torch.cuda.device_count()]:
+            torch.cuda.set_rng_state(value.cpu(), device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        own = state["numpy"]
+        words = own["words"].numpy().astype("uint32")
+        numpy.random.set_state((own["name"], words, own["position"], own["gauss"], own["cached"]))
