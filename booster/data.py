@@ -58,7 +58,7 @@ class SeededDataLoader(DataLoader[Any]):
     def num_batches_after(self, num_samples: int) -> int:
         """Return how many batches this rank has left after the first `num_samples` of the order over all ranks."""
         sampler: Any = self.sampler
-        total = len(sampler.dataset) if isinstance(sampler, DistributedSampler) else len(sampler)
+        total = len(getattr(sampler, "dataset", sampler)) if hasattr(sampler, "num_replicas") else len(sampler)
         return len(list(self._batches_after(range(total), num_samples)))
 
     @property

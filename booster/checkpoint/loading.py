@@ -166,9 +166,8 @@ class _Reading:
         for param_name, param in params.items():
             for reference in (saved["state"].get(param_name) or {}).values():
                 self._want(_reference(reference), param)
-            wide = self._wide(param_name, name)
-            if optimizer.keeps_masters and wide is not None:
-                self._want(wide, param)
+            if optimizer.has_master(param):
+                self._want(self._wide(param_name, name), param)
         for key, value in saved["booster"].items():
             if key != "masters":
                 self._want_all(value)
@@ -236,8 +235,9 @@ class _Reading:
                 f"optimizers {name!r}: the loss scale is left as it is, because the precision that saved has another kind"
             )
             own["loss_scaler"] = optimizer.scaler_state()
-        if optimizer.keeps_masters:
-            weights = {param: self._wide(param, name) for param in numbers}
+        if any(map(optimizer.has_master, _params(optimizer))):
+            held = dict(zip(numbers, _params(optimizer), strict=True))
+            weights = {name_: self._wide(name_, name) for name_, param in held.items() if optimizer.has_master(param)}
             rounding = (saved["booster"].get("masters") or {}).get("rounding")
             own["masters"] = {
                 "weights": {param: self.targets[key] for param, key in weights.items() if key is not None},

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from booster import arguments
+from booster.casting import HALF_DTYPES
 from booster.interface.signature import takes
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
@@ -274,10 +275,9 @@ class OptimizerWrapper(Optimizer):
             for index, group in enumerate(self.param_groups)
         ]
 
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether parameters are half, with float32 numbers of this optimizer's behind them."""
-        return self._update.keeps_masters
+    def has_master(self, param: torch.Tensor) -> bool:
+        """Return whether `param` is half and trained, with float32 numbers of this optimizer's behind it."""
+        return self._update.keeps_masters and param.requires_grad and param.dtype in HALF_DTYPES
 
     def scaler_state(self) -> dict[str, Any]:
         """The state of the loss scaler, as `state_dict` has it; waits for the device."""
