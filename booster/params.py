@@ -25,10 +25,14 @@ def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had."""
+    """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had.
+
+    elsewhere: the names of those that it did not keep.
+    """
 
     positions: list[list[int]]
     sizes: list[int]
+    elsewhere: frozenset[str]
 
     def of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The part of a torch state dict that is this rank's, if it is one of the whole model; else `state_dict`."""
@@ -67,11 +71,13 @@ def rebind(
             f"after placing the model there is no parameter named {missing}; its optimizer would not train it"
         )
     kept: list[list[int]] = []
+    elsewhere: set[str] = set()
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         gone = {id(p): p for p in group["params"] if id(p) in names and names[id(p)] not in new}
         for param in gone.values():
             optimizer.state.pop(param, None)
+            elsewhere.add(names[id(param)])
         kept.append([index for index, p in enumerate(group["params"]) if id(p) not in gone])
         group["params"][:] = [p for p in group["params"] if id(p) not in gone]
         for index, param in enumerate(group["params"]):
@@ -83,7 +89,7 @@ def rebind(
                 if param in optimizer.state:
                     optimizer.state[replacement] = optimizer.state.pop(param)
             _move_state(optimizer, replacement)
-    return Kept(kept, sizes) if partial else None
+    return Kept(kept, sizes, frozenset(elsewhere)) if partial else None
 
 
 def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:

@@ -39,6 +39,7 @@ class Masters:
     this optimizer cannot be stepped on.
 
     gradient_of: what a step takes for the gradient of a half parameter, in any floating dtype; its `.grad` by default.
+    loaded_weights: gives, once, float32 values that somebody loaded into half parameters; none by default.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Masters:
         self.kind = kind_of(optimizer)
         self.buckets: list[Bucket] = []
         self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient
+        self.loaded_weights: Callable[[], Weights] = dict
         self._names = names
         self._options = options
         self._compiled = compiled
@@ -65,7 +67,13 @@ class Masters:
     # ------------------------------------------------------------------ parameters
 
     def adopt(self, sources: Weights | None = None) -> None:
-        """Make masters for half parameters of the groups that have none yet; state they have already moves along."""
+        """Make masters for half parameters of the groups that have none yet; state they have already moves along.
+
+        Masters become the float32 values that were loaded into their weights, see `LoadedWeights`.
+        """
+        loaded = self.loaded_weights()
+        if loaded:
+            self._take_loaded(loaded)
         held = {piece.param for bucket in self.buckets for piece in bucket.pieces}
         fresh = [
             [p for p in group["params"] if p.requires_grad and p.dtype in HALF_DTYPES and p not in held]
@@ -99,6 +107,22 @@ class Masters:
     def params(self) -> list[torch.Tensor]:
         """Parameters with masters, each once."""
         return list({piece.param: None for bucket in self.buckets for piece in bucket.pieces})
+
+    def _take_loaded(self, values: Weights) -> None:
+        """Make `values` the masters of the weights that they round to; others were written since."""
+        self.follow_weights()
+        for bucket in self.buckets:
+            if bucket.rest is None or values.keys().isdisjoint(bucket.params):
+                continue
+            masters = bucket.load(bucket.scratch(), bucket.scratch())
+            for piece, working, master in zip(
+                bucket.pieces, bucket.working(), bucket.cut_like_pieces(masters), strict=True
+            ):
+                if piece.param in values:
+                    value = flat_like(values[piece.param], piece.param)[piece.start : piece.stop].to(master)
+                    torch.where(working == value.to(working.dtype), value, master, out=master)
+            bucket.save(masters, bucket.scratch())
+        self.note_weights()
 
     def divide_by_gradients(self) -> None:
         """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone."""

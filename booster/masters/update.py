@@ -9,20 +9,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.grads import gradient_values
 from booster.loss_scaler import LossScaler
 from booster.masters.compiled import CompiledMasterStep, half_norms
-from booster.masters.masters import Masters
+from booster.masters.loaded import LoadedWeights
+from booster.masters.masters import Masters, Weights
 from booster.masters.step import MasterStep
 from booster.shards import Shards
+from booster.update.checkpoint import IN_MODEL
 from booster.update.compiled import OWN_CACHE
+from booster.update.errors import IN_MODEL_STATE
 from booster.update.host import HostUpdate
 from booster.update.step_result import StepFields, StepResult
 
 _logger = logging.getLogger(__name__)
+
+_WIDE = (torch.float32, torch.float64)
 
 
 class MasterUpdate(HostUpdate):
@@ -58,6 +64,8 @@ class MasterUpdate(HostUpdate):
         self._half_norms: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE) if compiled else None
         self._count_zeros = count_zeros
         self._verbose = verbose
+        self._loaded = LoadedWeights()
+        self._watched: list[str] = []
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         self._refuse_closure()
@@ -114,6 +122,41 @@ class MasterUpdate(HostUpdate):
     def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
 
+    def weights_in_model(self) -> list[str]:
+        return [name for name, param in self._named().items() if param.requires_grad and param.dtype in _WIDE]
+
+    def watch(self, model: nn.Module) -> None:
+        self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
+        self._loaded = LoadedWeights.of(model, self._watched)
+        self.masters.loaded_weights = self._take_loaded
+
+    def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
+        params, weights = self._named(), masters["weights"]
+        here = {name for name, param in params.items() if _may_have_master(param)}
+        lost = sorted((here & set(masters.get(IN_MODEL, ()))) - weights.keys() - self._loaded.given)
+        if lost:
+            raise ValueError(IN_MODEL_STATE.format(names=lost[:4], number=len(lost)))
+        own = {name for name, param in params.items() if name in weights and param.dtype in _WIDE}
+        for name in own:
+            if weights[name].shape != params[name].shape:
+                raise ValueError(
+                    f"the optimizer state's master of {name} has shape {tuple(weights[name].shape)}, and the parameter "
+                    f"{tuple(params[name].shape)}. Nothing was loaded"
+                )
+        rest = {name: weight for name, weight in weights.items() if name not in own}
+        return {**masters, "weights": rest}, {params[name]: weights[name] for name in own}
+
+    def _take_loaded(self) -> Weights:
+        if not self._loaded.values:
+            return {}
+        params = {self.names[p]: p for p in self.masters.params() if p in self.names}
+        values = self.shards.cut_weights(self._loaded.take(self._watched), self.names)
+        return {params[name]: value for name, value in values.items() if name in params}
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        held = (param for group in self.optimizer.param_groups for param in group["params"])
+        return {self.names[param]: param for param in held if param in self.names}
+
     def read_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
         saved = own.get("masters")
         self.masters.adopt()
@@ -127,6 +170,10 @@ class MasterUpdate(HostUpdate):
                 self.masters.load_rounding(saved)
 
         return take_over
+
+
+def _may_have_master(param: torch.Tensor) -> bool:
+    return param.requires_grad and param.dtype in HALF_DTYPES
 
 
 def _outcome(result: StepResult) -> str:

@@ -219,7 +219,7 @@ class MixedPrecision:
             names |= {shards.part_of(param): name for name, param in after.items()}
             weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
             make_update = self.make_update(optimizer, names, weights, compiled=compiled)
-        return OptimizerWrapper(
+        wrapper = OptimizerWrapper(
             optimizer,
             self.make_scaler(),
             names,
@@ -230,6 +230,8 @@ class MixedPrecision:
             backward_context=self.backward_context,
             make_update=make_update,
         )
+        wrapper.watch(bare(boosted.module))
+        return wrapper
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         """The boosted model around a placed one."""

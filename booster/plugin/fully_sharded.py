@@ -103,7 +103,7 @@ def shard_module(
             shard_placement_fn=shard_placement,
         )
     install_pins(model, policy)
-    model.register_load_state_dict_pre_hook(shard_loaded)
+    model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
     if reshard_after_forward:
         model.register_forward_hook(_reshard_unless_backward_follows)
@@ -239,16 +239,55 @@ def _reshard_unless_backward_follows(module: nn.Module, args: Any, output: Any) 
         reshard(module)
 
 
-def shard_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Cut whole tensors in `state_dict` to this rank's shards, so that checkpoints of whole models load."""
-    reshard(module)
-    for name, param in module.named_parameters(remove_duplicate=False):
-        value = state_dict.get(prefix + name)
-        if isinstance(param, DTensor):
+class ShardLoaded:
+    """A load_state_dict pre-hook that cuts whole tensors to this rank's shards, so that checkpoints of whole models load.
+
+    Where the shards are float32 masters of half weights, half weights that they round to leave them as they are: so the
+    order in which a model and its optimizer, which may hold the masters, load does not matter. Weights of float32 that
+    half precision holds exactly, all of them, are half weights that were widened.
+    """
+
+    def __init__(self, policy: DtypePolicy) -> None:
+        self._half = policy.param if policy.param in HALF_DTYPES and policy.store is None else None
+        self._pinned = policy.fp32_modules
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        reshard(module)
+        masters: dict[str, Any] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            value = state_dict.get(prefix + name)
+            if not isinstance(param, DTensor):
+                continue
             check_own(value, param)
-        if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape == param.shape:  # otherwise torch names the mismatch
-            state_dict[prefix + name] = distribute_tensor(
-                value.detach().to(param.device), param.device_mesh, param.placements, src_data_rank=None
+            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+                continue  # torch names the mismatch
+            if not isinstance(value, DTensor):
+                placed = (param.device_mesh, param.placements)
+                value = distribute_tensor(value.detach().to(param.device), *placed, src_data_rank=None)
+                state_dict[prefix + name] = value
+            if param.dtype == torch.float32 and param.requires_grad and not self._is_pinned(name):
+                masters[name] = param
+        values = {name: state_dict[prefix + name] for name in masters}
+        if self._half is not None and all(_holds(value.to_local(), self._half) for value in values.values()):
+            state_dict.update(
+                {prefix + name: _refined(param, values[name], self._half) for name, param in masters.items()}
             )
+
+    def _is_pinned(self, name: str) -> bool:
+        return any(module == "" or name.startswith(f"{module}.") for module in self._pinned)
+
+
+def _holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    return value.dtype == dtype or torch.equal(value, value.to(dtype).to(value.dtype))
+
+
+def _refined(master: Any, weight: Any, dtype: torch.dtype) -> Any:
+    """`weight` of half precision, but `master` where it rounds to that, in whichever way its ties go."""
+    if weight.placements != master.placements or weight.device_mesh != master.device_mesh:
+        return weight
+    kept, given = master.detach().to_local(), weight.to_local().float()
+    rounded = kept.to(dtype).float()
+    local = torch.where((rounded == given) | (kept + kept == rounded + given), kept, given)
+    return DTensor.from_local(
+        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+    )

@@ -20,7 +20,7 @@ from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Pipeline, Plugin
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fully_sharded import broadcast, shard_loaded, shard_module, without_reduction
+from booster.plugin.fully_sharded import ShardLoaded, broadcast, shard_module, without_reduction
 from booster.plugin.meta import check_meta, materialise
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
@@ -211,7 +211,7 @@ class HybridParallelPlugin(Plugin):
         if plan is None:
             return module
         if len(roots) > 1:  # the user loads into the model, of which the roots are copies
-            model.register_load_state_dict_pre_hook(shard_loaded)
+            model.register_load_state_dict_pre_hook(ShardLoaded(policy))
         pipeline = plan.pipeline(
             group=mesh["pp"].get_group(), device=device, boundary=self._boundary if self._sequence_parallelism else None
         )

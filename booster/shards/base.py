@@ -59,6 +59,13 @@ class Shards:
         """The elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
         return value
 
+    def placed(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """`value`, a tensor or DTensor of the shape of `param`, laid out among ranks as `param` is. May be a collective."""
+        return value
+
+    def forget_gathered(self) -> None:
+        """Drop what was gathered of parameters, which somebody wrote to."""
+
     def publish(self) -> None:
         """After a step: make parameters on all ranks what their parts now are. A collective, if anything."""
 

@@ -106,6 +106,10 @@ class DTensorShards(Shards):
         return self._copies[part]
 
     def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        placed = self.placed(value, param)
+        return placed.to_local() if self._steps_parts and isinstance(placed, DTensor) else placed
+
+    def placed(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
             return value.full_tensor() if isinstance(value, DTensor) else value
         mesh, placements = param.device_mesh, param.placements
@@ -115,7 +119,7 @@ class DTensorShards(Shards):
         if not isinstance(value, DTensor):
             # Every rank has the whole: no communication.
             value = distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None)
-        return value.to_local() if self._steps_parts else value
+        return value
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -23,6 +23,9 @@ class FullyShardedShards(DTensorShards):
     def publish(self) -> None:
         super().publish()
         # A forward pass without a backward leaves gathered parameters behind; the next one would take the old values.
+        self.forget_gathered()
+
+    def forget_gathered(self) -> None:
         for module in self._alive():
             reshard(module)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from booster.grads import gradient_values
@@ -216,11 +217,24 @@ class Update(ABC):
 
         Containers of the optimizer may change, but no tensor; what is returned does the rest, and does not fail.
         """
-        masters = own.get("masters")
-        if masters is not None and not (isinstance(masters, Mapping) and not masters.get("weights")):
-            raise ValueError(FOREIGN_MASTERS)
         self.optimizer.load_state_dict(state_dict)
         return lambda: None
+
+    def watch(self, model: nn.Module) -> None:
+        """Take over what masters can use of weights that are loaded into `model`."""
+
+    def weights_in_model(self) -> list[str]:
+        """Names of trained parameters that are their own masters. Not inside `local()`."""
+        return []
+
+    def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
+        """Of masters of whole parameters, the part that is kept besides, and values of parameters that are their own masters.
+
+        Not inside `local()`. Raises ValueError, with nothing changed, if there is no use for them or bits would be lost.
+        """
+        if masters["weights"]:
+            raise ValueError(FOREIGN_MASTERS)
+        return masters, {}
 
     @abstractmethod
     def _decide_and_apply(self) -> StepResult:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from booster.update.base import Update
 
 STATE_KEY = "booster"  # of what is ours in a state dict
+IN_MODEL = "in_model"  # of masters: names of those that are weights of the model
 
 # Entries of the parameter's shape, in torch's optimizers and those that follow their names.
 _SHAPED = {
@@ -33,6 +34,8 @@ def state_of(update: Update) -> tuple[dict[str, Any], dict[str, Any]]:
         if "masters" in own:
             weights = shards.widen_weights(own["masters"]["weights"], update.names)
             own = {**own, "masters": {**own["masters"], "weights": weights}}
+    if "masters" in own:
+        own["masters"][IN_MODEL] = update.weights_in_model()
     return state, own
 
 

@@ -31,6 +31,13 @@ FOREIGN_MASTERS = (
     "it, or delete state['booster']['masters'] to go on from the rounded weights"
 )
 
+IN_MODEL_STATE = (
+    "the optimizer state was written where float32 weights are those of the model, as under TorchFSDPPlugin, and this model "
+    "keeps half ones: {number} parameters, such as {names}, were not given float32 weights. Call model.load_state_dict with "
+    "the float32 weights of that run first, then optimizer.load_state_dict; or delete state['booster']['masters'] to go on "
+    "from the rounded weights"
+)
+
 UNKNOWN_PARAMETERS = (
     "the added parameters belong to no boosted model, so their gradients would not be synchronised among ranks; make them "
     "parameters of the model before boost()"

@@ -16,6 +16,7 @@ from booster.update.fused import implementation, keep_implementation
 from booster.update.history import StepHistory, read_counters
 
 if TYPE_CHECKING:
+    from booster.params import Kept
     from booster.update.base import Update
 
 _KEEP_SCALE = f"to keep the scale that there is, set state[{STATE_KEY!r}]['loss_scaler'] = {{}}"
@@ -42,6 +43,10 @@ def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
         state = numbered(update.shards, _plain(optimizer, state_dict))
         _check_entries(optimizer, state)
         check_shapes(update, state)
+        rest = dict(own.rest)
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        if "masters" in rest:
+            rest["masters"], values = update.read_masters(_here(update.shards.kept, rest["masters"]))
     before = implementation(optimizer)
     with (
         _undone_on_error(optimizer, scaler),
@@ -51,11 +56,16 @@ def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
         if own.scale:
             _load_scale(scaler, own.scale)
         groups = [dict(group) for group in optimizer.param_groups]
-        take_over = update.read_optimizer_state_dict(*cut(update, state, own.rest))
+        take_over = update.read_optimizer_state_dict(*cut(update, state, rest))
+        weights = {param: update.shards.placed(value, param) for param, value in values.items()}
         keep_implementation(optimizer, before)
         _check_options(groups, optimizer.param_groups)
     with update.shards.local():
         take_over()
+    with torch.no_grad():
+        for param, weight in weights.items():
+            param.copy_(weight)
+    update.shards.forget_gathered()
     if own.counts is not None:
         history.load_state_dict(own.counts)
 
@@ -173,6 +183,14 @@ def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         names = [name for name in entry if not isinstance(name, str)] if isinstance(key, int) else []
         if names:
             raise ValueError(f"the optimizer state of parameter {key} has entries {names[:4]}, which are no names")
+
+
+def _here(kept: Kept | None, masters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of masters of a whole model, those that are not of other ranks' layers."""
+    if kept is None:
+        return masters
+    weights = {name: weight for name, weight in masters["weights"].items() if name not in kept.elsewhere}
+    return {**masters, "weights": weights}
 
 
 def _check_options(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:

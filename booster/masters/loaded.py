@@ -1,0 +1,62 @@
+"""Float32 weights that a model was given by `load_state_dict`, where it keeps half ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.shards.base import is_dtensor
+
+_WIDE = (torch.float32, torch.float64)
+
+
+class LoadedWeights:
+    """What `load_state_dict` of one model brought in float32 for half parameters, until their masters take it over.
+
+    A hook of the model's load. values: by parameter name; given: whose last load was in float32. Float32 weights that half
+    precision holds exactly, all of them, are half weights that somebody widened, and have nothing for a master.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        self.given: set[str] = set()
+        self._wanted: set[str] = set()
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Iterable[str]) -> LoadedWeights:
+        """That of `model`, which from now on watches for the parameters `names`, too."""
+        hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
+        found = next((hook for hook in hooks if isinstance(hook, cls)), None)
+        if found is None:
+            found = cls()
+            model.register_load_state_dict_pre_hook(found)
+        found._wanted |= set(names)
+        return found
+
+    def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """The values for `names`, which are forgotten."""
+        return {name: self.values.pop(name) for name in names if name in self.values}
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        params = dict(module.named_parameters())
+        brought: dict[str, torch.Tensor] = {}
+        for name in self._wanted & params.keys():
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor):
+                continue
+            self.values.pop(name, None)
+            self.given.discard(name)
+            if value.dtype in _WIDE and value.shape == params[name].shape:
+                brought[name] = value.detach()
+        self.given |= brought.keys()
+        if not all(holds(value, params[name].dtype) for name, value in brought.items()):
+            self.values |= brought
+
+
+def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether every element of `value`, or of this rank's part of it, is a number of `dtype`."""
+    local: Any = value.to_local() if is_dtensor(value) else value  # type: ignore[attr-defined]
+    return torch.equal(local, local.to(dtype).to(local.dtype))
