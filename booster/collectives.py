@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset
 
 from booster import arguments
 from booster.boosted_loader import DataLoaderWrapper, Share
@@ -30,7 +31,8 @@ def gather(
 
     padding_from: the boosted loader that the rows were computed from, for one batch or for the epoch so far. Then rows
     come in the order of the dataset (of the shuffled one if the loader shuffles), without the samples that its
-    DistributedSampler repeated to divide the dataset. Without a loader rows come in the order of the ranks.
+    DistributedSampler repeated to divide the dataset. Without a loader, or over an IterableDataset, which has no order,
+    rows come in the order of the ranks.
 
     Cost: two small collectives and one of the data per tensor. Raises on every rank: ValueError if ranks differ in
     container, dtype or trailing shape, or if row counts do not fit the loader; TypeError for other objects.
@@ -61,6 +63,7 @@ def reduce(tensor: Any, op: Op = "mean", *, group: dist.ProcessGroup | None = No
     """Reduce elementwise over the ranks of `group`, on every rank; the input is left as it is.
 
     tensor: a tensor, a number, or a container of them; numbers stay numbers. group: None means a world of one.
+    Strings, bytes and None in a container, labels beside numbers, stay what they are on this rank.
     Half dtypes are reduced in float32 and rounded once. A mean of integers or bools is float32 (of numbers: float), a sum
     of them int64 (of numbers: int); max and min keep the dtype. The result is detached.
 
@@ -72,14 +75,20 @@ def reduce(tensor: Any, op: Op = "mean", *, group: dist.ProcessGroup | None = No
     problem: Exception | None = None
     try:
         arguments.choice("op", op, _OPS)
-        tensors = [_as_tensor(leaf) for leaf in leaves]
+        tensors = [_as_tensor(leaf) for leaf in leaves if not _is_label(leaf, tensor)]
         if op in ("max", "min") and any(value.is_complex() for value in tensors):
             raise TypeError(f"reduce with op={op!r} got complex numbers, which have no order; use 'mean' or 'sum'")
     except (TypeError, ValueError) as error:
         problem = error  # raised once the others know
-    _agree(tensors, f"{op} {spec}", problem, group, first_dim=True)
+    labels = [index for index, leaf in enumerate(leaves) if _is_label(leaf, tensor)]
+    _agree(tensors, f"{op} {spec}{f' with labels at {labels}' if labels else ''}", problem, group, first_dim=True)
     results: list[Any] = []
-    for leaf, value in zip(leaves, tensors, strict=True):
+    values = iter(tensors)
+    for leaf in leaves:
+        if _is_label(leaf, tensor):
+            results.append(leaf)
+            continue
+        value = next(values)
         if isinstance(leaf, torch.Tensor):
             results.append(_reduce_one(value, op, group))
         else:
@@ -200,6 +209,10 @@ def _world_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
+def _is_label(leaf: Any, tree: Any) -> bool:
+    return leaf is not tree and (leaf is None or isinstance(leaf, (str, bytes)))
+
+
 def _as_tensor(leaf: Any) -> torch.Tensor:
     if isinstance(leaf, (bool, int, float)):
         if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
@@ -228,7 +241,8 @@ def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> Share | None
         raise TypeError(f"gather needs the dataloader that boost() returned, got {arguments.described(loader)}")
     share = loader.share
     if share is None:
-        if world_size == 1:
+        # An iterable dataset deals to ranks by itself: it has no order of its own, and no sampler repeats samples of it.
+        if world_size == 1 or isinstance(getattr(loader.unwrap(), "dataset", None), IterableDataset):
             return None
         raise ValueError(
             "the order of this dataloader's samples over ranks is not known, because its sampler is not a torch "

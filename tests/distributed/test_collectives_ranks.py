@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from booster import Booster
 from booster.collectives import gather, reduce
 from booster.data import DataLoaderWrapper, prepare_dataloader
+from booster.plugin import TorchDDPPlugin
 
 DTYPES = [
     torch.bool,
@@ -234,6 +236,9 @@ def reduce_all(rank, world_size):
     results["strided"] = reduce(torch.arange(4.0).view(2, 2).t(), "sum", group=world())
     results["empty"] = reduce(torch.zeros(0), "sum", group=world())
     results["numbers"] = reduce({"loss": 0.5 * rank, "seen": rank}, group=world())
+    results["labels"] = reduce(["cola", 0.5 * rank, None], group=world())
+    with pytest.raises(ValueError, match="different containers"):
+        reduce(["cola", 0.5] if rank else [0.5, "cola"], group=world())
     return results
 
 
@@ -252,6 +257,7 @@ def test_every_operation_on_every_kind_of_value(ranks4):
         assert result["strided"].tolist() == [[0.0, 8.0], [4.0, 12.0]]
         assert result["empty"].shape == (0,)
         assert result["numbers"] == {"loss": 0.75, "seen": 1.5}
+        assert result["labels"] == ["cola", 0.75, None]
 
 
 def reduce_half(rank, world_size):
@@ -267,3 +273,27 @@ def test_halves_are_reduced_in_float32(ranks4):
         assert mean.item() == 60000.0 // 32 * 32
         assert total.item() == 260.0  # 259 is between two bfloat16 numbers
         assert total.dtype == torch.bfloat16
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    """Deals its samples to ranks by itself, of which the last gets fewer."""
+
+    def __init__(self, rank, world_size):
+        self.samples = torch.arange(7)[rank::world_size]
+
+    def __iter__(self):
+        yield from self.samples
+
+
+def gather_streamed(rank, world_size):
+    booster = Booster("cpu", None, TorchDDPPlugin())
+    loader = booster.boost(torch.nn.Linear(1, 1), None, None, DataLoader(Streamed(rank, world_size), 2))[3]
+    rows = torch.cat([booster.gather(batch, loader) for batch in loader])
+    return rows, booster.gather({"seen": torch.cat(list(loader))}, loader)["seen"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_an_iterable_dataset_come_in_the_order_of_ranks(ranks2):
+    for rows, epoch in ranks2(gather_streamed):
+        assert rows.tolist() == [0, 2, 1, 3, 4, 6, 5]
+        assert epoch.tolist() == [0, 2, 4, 6, 1, 3, 5]

@@ -64,11 +64,18 @@ def test_what_is_not_a_number_or_an_operation_is_refused():
         reduce(torch.ones(1, dtype=torch.complex64), "max")
     for call in (gather, reduce):
         with pytest.raises(TypeError, match="dense tensors, numbers and containers of them, got str"):
-            call(["text"])
+            call("text")
         with pytest.raises(TypeError, match="sparse_coo"):
             call(torch.ones(2, 2).to_sparse())
         with pytest.raises(ValueError, match="at most 12 dimensions, got 13"):
             call(torch.ones([1] * 13))
+
+
+def test_labels_beside_numbers_stay_in_reduce():
+    labelled = {"task": "cola", "note": None, "raw": b"x", "loss": [1.5, "of the epoch"], "seen": torch.tensor(2)}
+    assert reduce(labelled, "sum") == labelled
+    with pytest.raises(TypeError, match="got str"):
+        gather(labelled)
 
 
 def test_rows_that_do_not_fit_the_loader_are_refused():
