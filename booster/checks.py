@@ -119,6 +119,7 @@ def check_optimizer(
             f"{len(strangers)} of the optimizer's parameters (shapes {strangers[:5]}) belong to no boosted model, so "
             f"{type(plugin).__name__} would not synchronise their gradients; make them parameters of the model"
         )
+    plugin.check_optimizer(optimizer)
 
 
 def check_shared(optimizers: Sequence[Optimizer], model: nn.Module) -> None:

@@ -101,7 +101,11 @@ class OptimizerWrapper(Optimizer):
         self.settle()
         if closure is None and self._clip_grad_norm:
             self.clip_grad_by_norm(self._clip_grad_norm)
-        result = self._update.step() if closure is None else self._step_with_closure(closure)
+        if closure is None:
+            self._update.shards.check_gradients()
+            result = self._update.step()
+        else:
+            result = self._step_with_closure(closure)
         # A user's autocast around the whole loop would go on with half copies of the weights as they were.
         torch.clear_autocast_cache()
         self._history.record(result)
@@ -322,9 +326,11 @@ class OptimizerWrapper(Optimizer):
         if refusal is not None:
             raise RuntimeError(refusal)
 
-        def clipped() -> Any:
+        def checked() -> Any:
             loss = closure()
-            self.clip_grad_by_norm(self._clip_grad_norm)
+            self._update.shards.check_gradients()
+            if self._clip_grad_norm:
+                self.clip_grad_by_norm(self._clip_grad_norm)
             return loss
 
-        return self._update.step_with_closure(clipped if self._clip_grad_norm else closure)
+        return self._update.step_with_closure(checked)

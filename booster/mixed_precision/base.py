@@ -217,6 +217,7 @@ class MixedPrecision:
         own = [name for name in list(kept) if after.get(name) in held]
         with shards.local():
             names |= {shards.part_of(param): name for name, param in after.items()}
+            shards.names = names
             weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
             make_update = self.make_update(optimizer, names, weights, compiled=compiled)
         wrapper = OptimizerWrapper(

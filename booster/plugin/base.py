@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from booster.data import prepare_dataloader
 from booster.micro_batch import MicroBatch
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.plugin.meta import arrive
 from booster.shards import Shards
 
 
@@ -69,6 +70,9 @@ class Plugin(ABC):
     def make_shards(self, optimizer: Optimizer) -> Shards:
         """What this rank steps of the parameters of `optimizer`, which holds those of a placed module."""
         return Shards(optimizer)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ValueError if `optimizer` cannot step what a rank holds of its parameters. Before anything is placed."""
 
     def synchronise(self, module: nn.Module) -> None:
         """Give `module` the parameters and buffers that all ranks are to start from, before a precision casts them; may
@@ -148,4 +152,4 @@ class SingleDevice(Plugin):
     """No parallelism: every process trains its own model."""
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
-        return cast_parameters(module.to(device), policy)
+        return cast_parameters(arrive(module, device), policy)

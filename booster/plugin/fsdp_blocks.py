@@ -51,7 +51,8 @@ def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
 
     wrap_policy: module classes; names or patterns, where `*` matches within one part of a name and `**` across parts;
     a predicate `(name, module) -> bool`; a number of parameters, at which a module becomes a block, parameters of blocks
-    inside it not counted; None: see `repeated_blocks`. Raises ValueError for a class or pattern that selects nothing.
+    inside it not counted; None: see `repeated_blocks`. Raises ValueError for a class or pattern that selects nothing, not
+    even, for a class, the model, which is gathered as a whole with or without a policy.
     """
     if wrap_policy is None:
         return repeated_blocks(model)
@@ -67,7 +68,7 @@ def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
     chosen: set[str] = set()
     for entry in entries:
         matches = {name for name, module in named if _matches(entry, name, module)}
-        if not matches:
+        if not matches and not (isinstance(entry, type) and isinstance(model, entry)):  # which is a block by itself
             shown = entry if isinstance(entry, str) else entry.__name__
             kinds = sorted({type(module).__name__ for _, module in named})
             raise ValueError(

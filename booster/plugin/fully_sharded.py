@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from booster.casting import HALF_DTYPES
 from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy, install_pins
+from booster.plugin.fsdp_dtypes import show_computed_dtypes
 from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
-from booster.shards.fully_sharded import reshard
+from booster.shards.fully_sharded import recover, reshard
 from booster.trees import map_tensors, tensors
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
@@ -105,17 +106,24 @@ def shard_module(
     install_pins(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
-    if reshard_after_forward:
-        model.register_forward_hook(_reshard_unless_backward_follows)
+    if policy.param is not None:
+        show_computed_dtypes(model, [group for group in groups if not group.pinned], policy.param)
+    model.register_forward_hook(_Rest(cast(FSDPModule, model)), always_call=True)
     return module
 
 
-def without_reduction(module: nn.Module, held: MutableSet[nn.Module]) -> AbstractContextManager[Any]:
-    """Context in which backward passes leave gradients of a sharded `module` unreduced. held: of whom that is so now."""
+def without_reduction(
+    module: nn.Module, held: MutableSet[nn.Module], unreduced: MutableSet[nn.Module]
+) -> AbstractContextManager[Any]:
+    """Make a context in which backward passes leave gradients of a sharded `module` unreduced.
+
+    held: of whom that is so now. unreduced: of whom it has been so.
+    """
     model = bare(module)
     # Inside another such context, leaving this one must not switch synchronisation on.
     if not isinstance(model, FSDPModule) or model in held:
         return nullcontext()
+    unreduced.add(model)
     return _without_reduction(model, held)
 
 
@@ -233,10 +241,20 @@ class _AdmitUnfrozen:
                 group._init_mp_dtypes()
 
 
-def _reshard_unless_backward_follows(module: nn.Module, args: Any, output: Any) -> None:
-    # Nothing else would, and users would meet gathered parameters in place of their own.
-    if not any(tensor.requires_grad for tensor in tensors(output)):
-        reshard(module)
+class _Rest:
+    """Frees gathered parameters after a forward pass that no backward pass follows, or that raised.
+
+    Nothing else would: users would meet them in place of their own, and what is written to them is lost at the next step.
+    """
+
+    def __init__(self, model: FSDPModule) -> None:
+        self._state = model._get_fsdp_state()
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._state._training_state.name == "FORWARD":  # it raised: the hook of fully_shard did not run
+            recover(module)
+        elif not any(tensor.requires_grad for tensor in tensors(output)):
+            reshard(module)
 
 
 class ShardLoaded:

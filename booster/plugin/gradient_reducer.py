@@ -146,7 +146,6 @@ class ReducedModule(PlacedModule):
         super().__init__(module)
         self.reducer, self.layout = reducer, layout
         self._synchronise_buffers = synchronise_buffers
-        self._unsynchronised = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:  # not recomputed inside a backward
@@ -168,17 +167,15 @@ class ReducedModule(PlacedModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes of forward passes in this context leave their gradients in `.grad`, to be averaged later."""
-        self._unsynchronised += 1
+        """Backward passes in this context leave their gradients in `.grad`, to be averaged later."""
+        before, self.reducer.synchronises = self.reducer.synchronises, False
         try:
             yield
         finally:
-            self._unsynchronised -= 1
+            self.reducer.synchronises = before
 
     def _before_forward(self) -> None:
         self.reducer.abandon()
-        if torch.is_grad_enabled():
-            self.reducer.synchronises = not self._unsynchronised
-        if self._synchronise_buffers and not self._unsynchronised:
+        if self._synchronise_buffers and self.reducer.synchronises:
             for buffer in self.module.buffers():
                 dist.broadcast(buffer.detach(), group=self.layout.group, group_src=0)

@@ -21,13 +21,14 @@ from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Pipeline, Plugin
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import ShardLoaded, broadcast, shard_module, without_reduction
-from booster.plugin.meta import check_meta, materialise
+from booster.plugin.meta import arrive, check_meta
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
 from booster.plugin.pipeline.schedule import check_count
 from booster.plugin.shared_mesh import shared_mesh
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
+from booster.shards.dtensor import check_steps_parts
 from booster.shards.fully_sharded import FullyShardedShards
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
@@ -120,6 +121,7 @@ class HybridParallelPlugin(Plugin):
         self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._pipelines: weakref.WeakSet[StagePipeline] = weakref.WeakSet()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.check_device(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
     # ------------------------------------------------------------------ ranks
@@ -176,7 +178,17 @@ class HybridParallelPlugin(Plugin):
         def num_holders(param: torch.Tensor) -> int:
             return max((pipeline.num_copies(param) for pipeline in pipelines), default=1)
 
-        return FullyShardedShards(optimizer, roots, group=self.group, num_stages=self.pp_size, num_holders=num_holders)
+        return FullyShardedShards(
+            optimizer,
+            roots,
+            unreduced=self._unreduced,
+            group=self.group,
+            num_stages=self.pp_size,
+            num_holders=num_holders,
+        )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        check_steps_parts(optimizer)
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         mesh, model = self._mesh(device.type), bare(module)
@@ -190,8 +202,7 @@ class HybridParallelPlugin(Plugin):
         check_meta(model)
         blocks = block_names(model, self._wrap_policy)
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
-        materialise(reversed(list(model.modules())), device)
-        module.to(device)
+        arrive(module, device)
         broadcast([*model.parameters(), *model.buffers()], self.group, device)
         apply_tensor_parallel(model, **tensor_parallel)
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
@@ -241,7 +252,7 @@ class HybridParallelPlugin(Plugin):
                 "a pipeline accumulates the gradients of its micro-batches inside execute_pipeline, reduced at its end; "
                 "instead of no_sync or accumulate, pass larger batches and HybridParallelPlugin(num_microbatches=...)"
             )
-        return without_reduction(module, self._unsynchronised)
+        return without_reduction(module, self._unsynchronised, self._unreduced)
 
     # ------------------------------------------------------------------ micro-batches
 

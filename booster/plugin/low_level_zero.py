@@ -16,7 +16,8 @@ from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
 from booster.plugin.torch_ddp import TorchDDPPlugin
 from booster.shards import Shards
-from booster.shards.zero import ZeroShards
+from booster.shards.replicated import Replica
+from booster.shards.zero import ZeroShards, check_parts
 from booster.shards.zero_buckets import Layout
 
 
@@ -88,14 +89,20 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             reducer = GradientReducer(layout, dtype=policy.reduce)
             placed = ReducedModule(placed, reducer, layout, synchronise_buffers=self._broadcast_buffers)
         self._layouts[placed] = layout
+        if placed not in self._replicas:
+            self._replicas[placed] = Replica(placed)
         return placed
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self.group is not None:
+            check_parts(optimizer)
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
         if self.group is None:
             return Shards(optimizer)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         layouts = [layout for layout in self._layouts.values() if not held.isdisjoint(layout.params)]
-        return ZeroShards(optimizer, layouts, reduced=self._stage == 2)
+        return ZeroShards(optimizer, layouts, reduced=self._stage == 2, replicas=self._replicas)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         return module.no_sync() if isinstance(module, ReducedModule) else super().no_sync(module)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from booster.interface.transparent import bare
+
 # torch's own attention and some libraries spell it with an underscore.
 _INITIALISERS = ("reset_parameters", "_reset_parameters")
 
@@ -52,6 +54,17 @@ def materialise(modules: Iterable[nn.Module], device: torch.device) -> None:
         if initialise is not None:
             with torch.no_grad():
                 getattr(module, initialise)()
+
+
+def arrive(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move `module` to `device`, where parameters and buffers that were on the meta device get memory and values.
+
+    Raises ValueError as `check_meta`, with nothing changed.
+    """
+    inner = bare(module)
+    check_meta(inner)
+    materialise(reversed(list(inner.modules())), device)
+    return module.to(device)
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:

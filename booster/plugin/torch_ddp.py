@@ -6,16 +6,21 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from booster import arguments
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Plugin
+from booster.plugin.meta import arrive
+from booster.shards import Shards
+from booster.shards.replicated import Replica, ReplicatedShards
 
 # torch 2.13 renamed the option and warns about the old name.
 _BUFFERS = (
@@ -74,6 +79,8 @@ class TorchDDPPlugin(Plugin):
         if not broadcast_buffers:
             self._ddp_options[_BUFFERS] = False  # on is DDP's default under either name
         self._sync_batchnorm = sync_batchnorm
+        # One of each placed module, as long as that lives.
+        self._replicas: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
         self._comm_hook = None if hook is None else (comm_hook[0] if isinstance(comm_hook, tuple) else None, hook)
 
     @property
@@ -109,20 +116,31 @@ class TorchDDPPlugin(Plugin):
             return module
         if not dtypes:  # DistributedDataParallel refuses a model with nothing to train
             self.synchronise(module)
+            self._replicas[module] = Replica(module)
             return module
         index = None if device.type == "cpu" else [device]
         placed = DistributedDataParallel(module, device_ids=index, process_group=self.group, **self._ddp_options)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
+            hook = hook if device.type == "cuda" else _anonymous(hook)
             placed.register_comm_hook(self.group if state is None else state, hook)
+        self._replicas[placed] = Replica(placed)
         return placed
+
+    def make_shards(self, optimizer: Optimizer) -> Shards:
+        return Shards(optimizer) if self.group is None else ReplicatedShards(optimizer, self._replicas)
 
     def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """`module` on `device` in the dtypes of `policy`, not yet synchronised."""
-        module = module.to(device)
+        module = arrive(module, device)
         if self._sync_batchnorm:  # first, because it replaces modules, which the policy may pin
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return cast_parameters(module, policy)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+
+def _anonymous(hook: CommHook) -> CommHook:
+    """Return `hook` under another name: by theirs, torch refuses hooks in bfloat16 without NCCL, though gloo reduces it."""
+    return lambda state, bucket: hook(state, bucket)

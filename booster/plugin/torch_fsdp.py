@@ -19,9 +19,10 @@ from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.base import Plugin
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
-from booster.plugin.meta import check_meta, materialise
+from booster.plugin.meta import arrive
 from booster.plugin.shared_mesh import shared_mesh
 from booster.shards import Shards
+from booster.shards.dtensor import check_steps_parts
 from booster.shards.fully_sharded import FullyShardedShards
 
 _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -101,6 +102,7 @@ class TorchFSDPPlugin(Plugin):
         self._meshes: dict[str, DeviceMesh] = {}
         self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -124,9 +126,7 @@ class TorchFSDPPlugin(Plugin):
         model = bare(module)
         blocks = block_names(model, self._wrap_policy)
         if not self.stores_float32:
-            check_meta(model)
-            materialise(reversed(list(model.modules())), device)
-            return cast_parameters(module.to(device), policy)
+            return cast_parameters(arrive(module, device), policy)
         placed = shard_module(
             module,
             policy,
@@ -144,10 +144,14 @@ class TorchFSDPPlugin(Plugin):
             return Shards(optimizer)
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         modules = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
-        return FullyShardedShards(optimizer, modules, group=self.group)
+        return FullyShardedShards(optimizer, modules, unreduced=self._unreduced, group=self.group)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self.stores_float32:
+            check_steps_parts(optimizer)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return without_reduction(module, self._unsynchronised)
+        return without_reduction(module, self._unsynchronised, self._unreduced)
 
     def _mesh(self, device_type: str) -> DeviceMesh:
         if device_type not in self._meshes:

@@ -25,6 +25,8 @@ class Shards:
     """
 
     sharded = False
+    names: Mapping[Any, str] = {}
+    """The name of each parameter and part, for messages."""
     kept: Kept | None = None
     """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
@@ -72,6 +74,16 @@ class Shards:
     def clear_gradients(self, set_to_none: bool) -> None:
         """Forget gradients that are kept elsewhere than in the `.grad` of parameters."""
 
+    def name_of(self, param: torch.Tensor) -> str:
+        """Return what messages call `param`."""
+        return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if ranks would step on gradients that they do not share. The same on every rank."""
+
+    def abandon_backward(self) -> None:
+        """Bring parameters back to what they are between passes, after a backward pass that raised."""
+
     # ------------------------------------------------------------------ checkpoints
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
@@ -93,6 +105,16 @@ class Shards:
     def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
         """The inverse of `widen_weights`."""
         return weights
+
+
+UNSYNCHRONISED = (
+    "the gradients of this optimizer are not averaged over the ranks, because passes ran inside no_sync() and none outside of "
+    "it after them; before step(), run the last forward and backward pass outside of no_sync(), or use booster.accumulate()"
+)
+FROZEN = (
+    "{name} has a gradient, but was frozen when the model was boosted, so ranks do not share it and would drift apart; call "
+    "requires_grad_() before boost(), or use TorchFSDPPlugin, which also trains what is unfrozen later"
+)
 
 
 def is_dtensor(tensor: Any) -> bool:

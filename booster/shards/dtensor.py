@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from booster.optimizer_kinds import kind_of
 from booster.shards.base import Shards, State, is_dtensor, world_size
 
+_STEPS_DTENSORS = {"Muon"}  # of torch's optimizers that need whole tensors
+
 
 class DTensorShards(Shards):
     """The local tensors of DTensor parameters; parameters that are plain tensors stand for themselves.
@@ -37,21 +39,14 @@ class DTensorShards(Shards):
         num_holders: Callable[[torch.Tensor], int] = lambda param: 1,
     ) -> None:
         super().__init__(optimizer)
-        kind = kind_of(optimizer)
-        if kind == "whole":
-            name = type(optimizer).__name__
-            raise ValueError(
-                f"{name} would be stepped on shards of the parameters, and is not known to treat every element by itself; "
-                f"if it does, call booster.register_elementwise({name}) before boost(), otherwise use a plugin that keeps "
-                "parameters whole, such as TorchDDPPlugin"
-            )
-        self._steps_parts = kind == "elementwise"
+        self._steps_parts = check_steps_parts(optimizer)
         self._ranks_of_stage = world_size(group) // num_stages
         self._num_holders = num_holders
         self._parts: dict[torch.Tensor, nn.Parameter] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
         self._copies: dict[torch.Tensor, int] = {}
         self._inside = False
+        self._divide_state()
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -151,6 +146,14 @@ class DTensorShards(Shards):
         params = {name: param for param, name in names.items() if param not in self._params}
         return {name: self._cut_entry(value, params.get(name)) for name, value in weights.items()}
 
+    def _divide_state(self) -> None:
+        """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
+        state = self.optimizer.state
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            if is_dtensor(param) and param in state:
+                own = {key: _as_wide_as(value, param) for key, value in state.pop(param).items()}
+                state[self.part_of(param)] = {key: self._cut_entry(value, param) for key, value in own.items()}
+
     def _by_index(self) -> dict[int, torch.Tensor]:
         held = [param for group in self.optimizer.param_groups for param in group["params"]]
         return dict(enumerate(self._params.get(param, param) for param in held))
@@ -168,6 +171,23 @@ class DTensorShards(Shards):
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
         return self.cut(value, param)
+
+
+def check_steps_parts(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` is stepped on local tensors, or on DTensors; raise ValueError if it can be on neither."""
+    kind, name = kind_of(optimizer), type(optimizer).__name__
+    if kind == "whole":
+        raise ValueError(
+            f"{name} would be stepped on shards of the parameters, and is not known to treat every element by itself; "
+            f"if it does, call booster.register_elementwise({name}) before boost(), otherwise use a plugin that keeps "
+            "parameters whole, such as TorchDDPPlugin"
+        )
+    if kind == "per tensor" and name not in _STEPS_DTENSORS:
+        raise ValueError(
+            f"{name} looks at whole tensors, and torch cannot run its step on the DTensors of sharded parameters; use "
+            "LowLevelZeroPlugin(), which deals whole tensors to the ranks, or TorchDDPPlugin()"
+        )
+    return kind == "elementwise"
 
 
 def check_own(value: Any, param: DTensor) -> None:
@@ -188,6 +208,13 @@ def _reduce_partial(param: Any) -> None:
     grad = param.grad
     if grad is not None and grad.placements != param.placements:
         param.grad = grad.redistribute(param.device_mesh, param.placements)
+
+
+def _as_wide_as(value: Any, param: torch.Tensor) -> Any:
+    """`value`, widened if it stems from a parameter that was placed in a wider dtype, as shards that are masters are."""
+    if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.is_floating_point():
+        return value
+    return value.to(param.dtype) if value.dtype.itemsize < param.dtype.itemsize else value
 
 
 def _like(local: torch.Tensor, param: Any) -> Any:

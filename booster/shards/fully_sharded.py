@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableSet
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from booster.shards.base import UNSYNCHRONISED
 from booster.shards.dtensor import DTensorShards
 
 
 class FullyShardedShards(DTensorShards):
-    """The shards of `modules`, which went through `fully_shard`. Options: those of `DTensorShards`."""
+    """The shards of `modules`, which went through `fully_shard`. Options: those of `DTensorShards`.
 
-    def __init__(self, optimizer: Optimizer, modules: Iterable[nn.Module], **options: Any) -> None:
+    unreduced: modules that may hold gradients of passes inside `no_sync`; those that do not are taken out.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, modules: Iterable[nn.Module], *, unreduced: MutableSet[nn.Module], **options: Any
+    ) -> None:
         super().__init__(optimizer, **options)
         self._modules = [weakref.ref(module) for module in modules]
+        self._unreduced = unreduced
+
+    def check_gradients(self) -> None:
+        super().check_gradients()
+        if not self._unreduced:
+            return
+        for module in self._alive():
+            if module in self._unreduced and has_unreduced_gradients(module):
+                raise RuntimeError(UNSYNCHRONISED)
+            self._unreduced.discard(module)
+
+    def abandon_backward(self) -> None:
+        super().abandon_backward()
+        for module in self._alive():
+            recover(module)
 
     def publish(self) -> None:
         super().publish()
@@ -45,13 +67,35 @@ def reshard(module: nn.Module) -> None:
             child.reshard()
 
 
+def recover(module: nn.Module) -> None:
+    """Bring `module`, of which a forward or backward pass raised, to what it is between passes."""
+    if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13
+        module.reset_iter_state()
+    reshard(module)
+
+
+def has_unreduced_gradients(module: nn.Module) -> bool:
+    """Return whether backward passes without synchronisation left gradients with the gathered parameters."""
+    return any(
+        param.unsharded_accumulated_grad is not None or getattr(param, "_unsharded_param", _NONE).grad is not None
+        for param in _fsdp_params(module)
+    )
+
+
 def forget_unreduced_gradients(module: nn.Module) -> None:
     """Drop the gradients that backward passes without synchronisation left with the gathered parameters."""
+    for param in _fsdp_params(module):
+        param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+
+
+_NONE = torch.empty(0)
+
+
+def _fsdp_params(module: nn.Module) -> Iterator[Any]:
+    # torch has no public way: reset_iter_state() keeps what they hold.
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            # torch has no public way: reset_iter_state() keeps them.
             for group in child._get_fsdp_state()._fsdp_param_groups:
-                for param in group.fsdp_params:
-                    param.unsharded_accumulated_grad = None
-                    if hasattr(param, "_unsharded_param"):
-                        param._unsharded_param.grad = None
+                yield from group.fsdp_params

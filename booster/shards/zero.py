@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.flat import flat_like, shaped_like
-from booster.optimizer_kinds import kind_of
-from booster.shards.base import Shards, State
+from booster.optimizer_kinds import Kind, kind_of
+from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State
+from booster.shards.replicated import Replica, check_replicas
 from booster.shards.zero_buckets import Layout, stretch
 from booster.shards.zero_states import Holding, gather_states
 
@@ -30,20 +32,23 @@ class ZeroShards(Shards):
     frozen parameter stands for itself.
 
     reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
+    replicas: of the modules whose parameters these are.
     Raises ValueError for an optimizer that cannot step parts.
     """
 
     sharded = True
 
-    def __init__(self, optimizer: Optimizer, layouts: Sequence[Layout], *, reduced: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layouts: Sequence[Layout],
+        *,
+        reduced: bool = False,
+        replicas: Mapping[nn.Module, Replica] = MappingProxyType({}),
+    ) -> None:
         super().__init__(optimizer)
-        kind, name = kind_of(optimizer), type(optimizer).__name__
-        if kind == "whole":
-            raise ValueError(
-                f"{name} would be stepped on each rank's part of the parameters, and is not known to treat every element by "
-                f"itself; if it does, call booster.register_elementwise({name}) before boost(), otherwise use "
-                "TorchDDPPlugin, which keeps optimizer states whole"
-            )
+        kind = check_parts(optimizer)
+        self._replicas = replicas
         self._layouts = list(layouts)
         for layout in self._layouts:
             layout.divide(
@@ -102,6 +107,11 @@ class ZeroShards(Shards):
             self._parts[param], self._params[part] = part, param
         return self._parts[param]
 
+    def check_gradients(self) -> None:
+        check_replicas(self, self._replicas.values())
+        if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
+            raise RuntimeError(UNSYNCHRONISED)
+
     def copies(self, part: torch.Tensor) -> int:
         return 1 if part in self._params else self._layouts[0].world_size if self._layouts else 1
 
@@ -139,6 +149,8 @@ class ZeroShards(Shards):
         torch.autograd.graph.increment_version(changed)
 
     def clear_gradients(self, set_to_none: bool) -> None:
+        for replica in self._replicas.values():
+            replica.forget()
         if not self._reduced:
             return
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
@@ -230,10 +242,7 @@ class ZeroShards(Shards):
         part, state = self.part_of(param), self.optimizer.state
         if part is param:
             if param.requires_grad and param.grad is not None:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(param.shape)} has a gradient, but was frozen when the model was boosted, so "
-                    "ranks do not share it; call requires_grad_() before boost()"
-                )
+                raise RuntimeError(FROZEN.format(name=self.name_of(param)))
         elif param.grad is not None and param.grad.is_sparse:
             raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
         elif param in state:
@@ -285,6 +294,18 @@ class ZeroShards(Shards):
             param.grad = None
         elif holding is not None:
             holding.bucket.clear_gradient(holding.position, self._rank)
+
+
+def check_parts(optimizer: Optimizer) -> Kind:
+    """Return the kind of `optimizer`; raise ValueError if it cannot be stepped on parts, or on some tensors of a group."""
+    kind, name = kind_of(optimizer), type(optimizer).__name__
+    if kind == "whole":
+        raise ValueError(
+            f"{name} would be stepped on each rank's part of the parameters, and is not known to treat every element by "
+            f"itself; if it does, call booster.register_elementwise({name}) before boost(), otherwise use "
+            "TorchDDPPlugin, which keeps optimizer states whole"
+        )
+    return kind
 
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:

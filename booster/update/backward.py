@@ -95,6 +95,7 @@ def abandon_backward(this: BackwardPass) -> None:
     """The pass raised: gradients that were set aside for it come back."""
     for update in this.updates:
         update.abandon_backward()
+        update.shards.abandon_backward()
 
 
 def _checked_inputs(inputs: Any) -> tuple[Any, ...]:

@@ -39,5 +39,5 @@ def choose_update(
         and next(iter(devices)).type == "cuda"
     ):
         scaler = scaler.on_device(next(iter(devices)))
-        return DeviceUpdate(optimizer, scaler, names, group=group, skip_nonfinite=skip_nonfinite)
+        return DeviceUpdate(optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)
     return HostUpdate(optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)

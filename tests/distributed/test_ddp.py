@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pool import RankPool, RanksFailed
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster import Booster
@@ -419,6 +419,12 @@ def hooked(rank, world_size, kind):
         "function": doubling_hook,
         "pair": (state, doubling_hook),
         "torch": (None, default_hooks.fp16_compress_hook),
+        "bfloat16": default_hooks.bf16_compress_hook,
+        "bfloat16 around another": (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
+        "bfloat16 around PowerSGD": (
+            powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2),
+            default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+        ),
     }
     booster, model, optimizer = boost("fp16", world_size, comm_hook=hook[kind])
     x, y = shard(rank, world_size, *data())
@@ -427,14 +433,16 @@ def hooked(rank, world_size, kind):
     return grads(model), state.dtypes
 
 
-@pytest.mark.parametrize("kind", ["function", "pair", "torch"])
+@pytest.mark.parametrize(
+    "kind", ["function", "pair", "torch", "bfloat16", "bfloat16 around another", "bfloat16 around PowerSGD"]
+)
 def test_communication_hooks_are_called(ranks2, kind):
     booster, model, optimizer = boost("fp16", 1)
     x, y = data()
     booster.backward(F.cross_entropy(model(x), y), optimizer)
     optimizer.unscale_grads()
-    factor = 1 if kind == "torch" else 2
-    tolerance = 2 * ROUNDING["fp16"] * grads(model).abs().max()
+    factor = 2 if kind in ("function", "pair") else 1
+    tolerance = 2 * ROUNDING["bf16" if "bfloat16" in kind else "fp16"] * grads(model).abs().max()
     for result, dtypes in ranks2(hooked, kind):
         assert (result - factor * grads(model)).abs().max() <= tolerance
         assert dtypes == ({torch.float32} if kind == "pair" else set())

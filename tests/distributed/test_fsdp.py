@@ -231,17 +231,18 @@ def test_checkpointed_blocks_and_tied_weights_train_as_in_one_process(ranks2, pr
         assert (other_losses - losses).abs().max() <= tolerance(precision)
 
 
-def compiled(rank, world_size):
+def compiled(rank, world_size, precision):
     model = torch.compile(transformer(), backend="eager")
-    booster, model, optimizer = boost(world_size, "bf16", model)
+    booster, model, optimizer = boost(world_size, precision, model)
     return torch.stack([one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(4)])
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile around hooks
-def test_a_compiled_model_trains(ranks2):
-    losses = compiled(0, 1)
-    for other in ranks2(compiled):
-        assert (other - losses).abs().max() <= tolerance("bf16")
+@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
+def test_a_compiled_model_trains(ranks2, precision):
+    losses = compiled(0, 1, precision)
+    for other in ranks2(compiled, precision):
+        assert (other - losses).abs().max() <= tolerance(precision)
 
 
 # ---- equal to fully_shard by hand, in every bit ----

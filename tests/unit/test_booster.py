@@ -17,6 +17,7 @@ from booster.mixed_precision import (
     MixedPrecision,
     NaiveAMPModel,
     apex_amp,
+    available,
 )
 from booster.plugin import Plugin, SingleDevice, TorchDDPPlugin
 
@@ -75,6 +76,30 @@ def test_windows_is_refused_with_a_way_out(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(RuntimeError, match="does not support Windows.*WSL2"):
         Booster("cpu")
+
+
+class Unready(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize("precision", available())
+def test_a_model_on_the_meta_device_gets_values_or_an_error_that_says_how(precision):
+    with torch.device("meta"):
+        model, unready = net(), nn.Sequential(nn.Linear(2, 2), Unready())
+    booster = Booster("cpu", precision)
+    for one in (model, unready):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        if one is unready or "naive" in precision:
+            with pytest.raises(ValueError, match="on the meta device"):
+                booster.boost(one, optimizer)
+            assert all(param.is_meta for param in one.parameters())
+            continue
+        boosted, boosted_optimizer, *_ = booster.boost(one, optimizer)
+        assert all(bool(param.isfinite().all()) for param in boosted.parameters())
+        booster.backward(boosted(torch.ones(1, 4)).float().square().sum(), boosted_optimizer)
+        boosted_optimizer.step()
 
 
 class MetaDevice(SingleDevice):

@@ -75,6 +75,11 @@ def test_blocks_are_chosen_by_class_name_predicate_or_size(wrap_policy, names):
     assert sorted(block_names(Net(), wrap_policy)) == sorted(names)
 
 
+@pytest.mark.parametrize("wrap_policy", [nn.Linear, [nn.Linear]])
+def test_a_class_that_is_the_models_own_selects_no_block_of_it(wrap_policy):
+    assert block_names(nn.Linear(2, 2), wrap_policy) == []
+
+
 def test_by_size_inner_modules_come_first_and_attention_stays_whole():
     assert block_names(Net(1), 20) == [
         "embed",

@@ -1,0 +1,84 @@
+"""Parameters that lie whole on every rank, while another's hooks average their gradients during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.interface.transparent import bare
+from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards
+from booster.trees import tensors
+
+
+class Replica:
+    """Notes which gradients of a module `DistributedDataParallel` averages, and which it was told to leave alone.
+
+    module: the placed module, wrapped or, where it has nothing to train, not. What is frozen now is never averaged.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._frozen = [param for param in bare(module).parameters() if not param.requires_grad]
+        self._params = list(bare(module).parameters())
+        self._unsynchronised = False  # passes inside no_sync have left gradients that no other pass has averaged since
+        self._watches = False
+        self._averaging: int | None = None  # the backward pass that averages
+        module.register_forward_hook(self._on_forward)
+
+    def unshared(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what has a gradient of this rank alone: parameters that were frozen, and those left by `no_sync`."""
+        late: list[torch.Tensor] = [param for param in self._frozen if param.requires_grad and param.grad is not None]
+        return late, [param for param in self._params if param.grad is not None] if self._unsynchronised else []
+
+    def forget(self) -> None:
+        """Some gradients were zeroed."""
+        if self._unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
+            self._unsynchronised = False
+
+    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        averages = getattr(module, "require_backward_grad_sync", True)
+        if (averages and not self._watches) or not torch.is_grad_enabled():
+            return
+        self._watches = True
+        for tensor in tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._on_averaged if averages else self._on_left)
+
+    # DistributedDataParallel averages all that a backward pass brings if one of its forward passes told it to.
+    def _on_averaged(self, grad: torch.Tensor) -> None:
+        self._averaging = torch._C._current_graph_task_id()
+        self._unsynchronised = False
+
+    def _on_left(self, grad: torch.Tensor) -> None:
+        if torch._C._current_graph_task_id() != self._averaging:
+            self._unsynchronised = True
+
+
+class ReplicatedShards(Shards):
+    """All of every parameter. replicas: of the modules that the optimizer may hold parameters of."""
+
+    def __init__(self, optimizer: Optimizer, replicas: Mapping[nn.Module, Replica]) -> None:
+        super().__init__(optimizer)
+        self._replicas = replicas
+
+    def check_gradients(self) -> None:
+        check_replicas(self, self._replicas.values())
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        for replica in self._replicas.values():
+            replica.forget()
+
+
+def check_replicas(shards: Shards, replicas: Iterable[Replica]) -> None:
+    """Raise RuntimeError if the optimizer of `shards` holds a gradient that ranks do not share."""
+    for replica in replicas:
+        frozen, left = replica.unshared()
+        if frozen or left:
+            held = {param for group in shards.optimizer.param_groups for param in group["params"]}
+            for param in held.intersection(frozen):
+                raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
+            if not held.isdisjoint(left):
+                raise RuntimeError(UNSYNCHRONISED)

@@ -1,0 +1,159 @@
+"""Forward and backward passes inside and outside of no_sync; parameters unfrozen after boost()."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from booster import Booster
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+PLUGINS = {
+    "ddp": TorchDDPPlugin,
+    "zero1": LowLevelZeroPlugin,
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+    "fsdp": TorchFSDPPlugin,
+    "dp": lambda: HybridParallelPlugin(1, 1),
+    "dp zero": lambda: HybridParallelPlugin(1, 1, zero_stage=1),
+}
+ORDERS = [(forward, backward) for forward in ("in", "out") for backward in ("in", "out")]
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def built(plugin, precision="fp32", frozen=()):
+    booster, model = Booster("cpu", precision, PLUGINS[plugin]() if plugin else None), net()
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return booster, model, optimizer
+
+
+def batch(step, rank):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def weights(model):
+    return torch.cat(
+        [(p.full_tensor() if isinstance(p, DTensor) else p).detach().float().flatten() for p in model.parameters()]
+    )
+
+
+def reference(world_size, steps):
+    model = net()
+    for step in steps:
+        for rank in range(world_size):
+            (model(batch(step, rank)).square().mean() / world_size).backward()
+    return weights(model) - 0.5 * torch.cat([param.grad.flatten() for param in model.parameters()])
+
+
+def one_pass(parts, step, rank, forward="out", backward="out"):
+    booster, model, optimizer = parts
+
+    def context(where):
+        return booster.no_sync(model, optimizer) if where == "in" else nullcontext()
+
+    with context(forward):
+        loss = model(batch(step, rank)).float().square().mean()
+    with context(backward):
+        booster.backward(loss, optimizer)
+
+
+def orders(rank, world_size, precision):
+    """By plugin and order: the distance after a step at once, or what it raises; and after one more pass outside."""
+    found = {}
+    for plugin in PLUGINS:
+        for order in ORDERS:
+            parts = built(plugin, precision)
+            _, model, optimizer = parts
+            one_pass(parts, 0, rank, *order)
+            try:
+                optimizer.step()
+                at_once = float((weights(model) - reference(world_size, [0])).abs().max())
+            except RuntimeError as error:
+                at_once = "no_sync" if "no_sync" in str(error) else str(error)
+                one_pass(parts, 1, rank)
+                optimizer.step()
+                distance = float((weights(model) - reference(world_size, [0, 1])).abs().max())
+                assert distance < (1e-6 if precision == "fp32" else 1e-2), (plugin, order, distance)
+                optimizer.zero_grad()
+                one_pass(parts, 2, rank, *order)
+                optimizer.zero_grad()
+                optimizer.step()  # there is nothing to step on, and nothing is held back
+            found[f"{plugin}: forward {order[0]}, backward {order[1]}"] = at_once
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_gradients_of_every_order_arrive_or_the_step_says_that_they_do_not(ranks2, precision):
+    for found in ranks2(orders, precision):
+        silent = {key: value for key, value in found.items() if value != "no_sync"}
+        assert all(value < (1e-6 if precision == "fp32" else 1e-2) for value in silent.values()), silent
+        told = {key for key, value in found.items() if value == "no_sync"}
+        # DistributedDataParallel decides in forward, the others in backward.
+        assert told == {
+            f"{plugin}: forward {forward}, backward {backward}"
+            for plugin in PLUGINS
+            for forward, backward in ORDERS
+            if (forward if plugin in ("ddp", "zero1") else backward) == "in"
+        }
+
+
+def accumulated(rank, world_size, plugin):
+    """Many passes, clips of state and reads in between: the last pass outside brings all of them together."""
+    parts = built(plugin)
+    booster, model, optimizer = parts
+    for step in range(3):
+        one_pass(parts, step, rank, *(("in", "in") if step < 2 else ("out", "out")))
+        optimizer.state_dict()
+    optimizer.step()
+    return float((weights(model) - reference(world_size, range(3))).abs().max())
+
+
+@pytest.mark.parametrize("plugin", list(PLUGINS))
+def test_passes_inside_and_a_last_one_outside_add_up(ranks2, plugin):
+    assert max(ranks2(accumulated, plugin)) < 1e-6
+
+
+def unfrozen(rank, world_size, plugin, precision, late_group):
+    booster, model = Booster("cpu", precision, PLUGINS[plugin]()), net()
+    late = [model.get_parameter(name) for name in ("0.weight", "0.bias")]
+    for param in late:
+        param.requires_grad_(False)
+    params = [param for param in model.parameters() if param.requires_grad or not late_group]
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(params, lr=0.5))
+    parts = booster, model, optimizer
+    one_pass(parts, 0, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = weights(model)
+    for name in ("0.weight", "0.bias"):
+        model.get_parameter(name).requires_grad_(True)
+    if late_group:
+        optimizer.add_param_group({"params": [model.get_parameter(name) for name in ("0.weight", "0.bias")]})
+    one_pass(parts, 1, rank)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), torch.equal(weights(model), before)
+    every = [torch.empty_like(before) for _ in range(world_size)]
+    torch.distributed.all_gather(every, weights(model))
+    return float((every[0] - every[1]).abs().max()), not torch.equal(every[0], before)
+
+
+@pytest.mark.parametrize("late_group", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize("plugin", list(PLUGINS))
+def test_parameters_unfrozen_after_boost_are_trained_alike_or_refused(ranks2, plugin, precision, late_group):
+    for drift, moved_rightly in ranks2(unfrozen, plugin, precision, late_group):
+        assert moved_rightly
+        if plugin in ("ddp", "zero1", "zero2"):
+            assert "0." in drift
+            assert "requires_grad_() before boost()" in drift
+        else:
+            assert drift == 0.0
