@@ -125,6 +125,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def lies_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the elements of `tensor` lie in memory in the order and at the distances of those of `other`, of its shape."""
+    if tensor.stride() == other.stride():
+        return True
+    strides = zip(tensor.stride(), other.stride(), other.shape, strict=True)
+    return all(mine == theirs or length == 1 for mine, theirs, length in strides)
+
+
 def split_by_device(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """`params` by device, each in order."""
     devices: dict[torch.device, list[torch.Tensor]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from booster.shards import is_dtensor
 
 _HALF = (torch.float16, torch.bfloat16)
+_Kind = tuple[torch.device, torch.dtype]
 
 
 def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -54,12 +56,34 @@ def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> li
     return [index for index in suspects if not values[index].isfinite().all()]
 
 
+def own_memory(params: Iterable[torch.Tensor]) -> None:
+    """Give gradients that are to be written a memory of their own for each element, which expanded ones lack."""
+    for param in params:
+        grad: Any = param.grad
+        if grad.is_contiguous() or grad.is_sparse or is_dtensor(grad):
+            continue
+        if any(stride == 0 and length > 1 for stride, length in zip(grad.stride(), grad.shape, strict=True)):
+            param.grad = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad.detach())
+
+
+@torch.no_grad()
+def scale_values(values: Iterable[torch.Tensor], ratio: float | torch.Tensor) -> None:
+    """Multiply each of `values` in place by `ratio`, a number or 0-dim tensor, which is not rounded to half for half ones."""
+    for (device, dtype), members in _by_kind(values).items():
+        wide = isinstance(ratio, torch.Tensor) or device.type == "cpu"  # on CUDA a number stays one of float32
+        if dtype not in _HALF or not wide:
+            torch._foreach_mul_(members, ratio)
+        elif dtype == torch.float16 or device.type == "cpu":
+            factor = torch.as_tensor(ratio, dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(members, factor.new_zeros(()), factor)
+        else:  # of which torch has no kernel for bfloat16
+            for value in members:
+                value.copy_(value.float() * ratio)
+
+
 def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
     """Clamp each of `values`, which are finite or NaN, to [-bound, bound] in place; no bound binds beyond its dtype."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for value in values:
-        by_dtype.setdefault(value.dtype, []).append(value)
-    for dtype, members in by_dtype.items():
+    for (_, dtype), members in _by_kind(values).items():
         limit = min(bound, torch.finfo(dtype).max)
         torch._foreach_clamp_min_(members, -limit)
         torch._foreach_clamp_max_(members, limit)
@@ -71,19 +95,20 @@ def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, chec
     Checking waits for the device. One read and one write of the values either way.
     """
     if not check:
-        if values and inverse_scale != 1.0:
-            torch._foreach_mul_(list(values), inverse_scale)
+        if inverse_scale != 1.0:
+            scale_values(values, inverse_scale)
         return False
-    by_device: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for value in values:
-        by_device.setdefault((value.device, value.dtype), []).append(value)
     found = []
-    for (device, _), members in by_device.items():
+    for (device, dtype), members in _by_kind(values).items():
+        if dtype == torch.float64:  # of which the kernel takes the scale in float32
+            found += [value.isfinite().all().logical_not() for value in members]
+            scale_values(members, inverse_scale)
+            continue
         flag = torch.zeros((), dtype=torch.float32, device=device)
         ratio = torch.full((), inverse_scale, dtype=torch.float32, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(members, flag, ratio)
         found.append(flag)
-    return any(bool(flag) for flag in found)
+    return any(map(bool, found))
 
 
 def agree_on(found_inf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -91,3 +116,10 @@ def agree_on(found_inf: torch.Tensor, group: dist.ProcessGroup | None) -> torch.
     if group is not None:
         dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=group)
     return found_inf
+
+
+def _by_kind(values: Iterable[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
+    kinds: dict[_Kind, list[torch.Tensor]] = {}
+    for value in values:
+        kinds.setdefault((value.device, value.dtype), []).append(value)
+    return kinds

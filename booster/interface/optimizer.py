@@ -37,8 +37,8 @@ class OptimizerWrapper(Optimizer):
 
     names: parameter -> qualified name, for reports. group: the ranks that must skip together; None means this one alone.
     shards: what this rank holds of the parameters; None means all. compiled: step through torch.compile, see
-    `CompiledUpdate`. make_update: what makes the update instead, called as
-    `make_update(optimizer, scaler, names, group=..., shards=..., skip_nonfinite=...)`.
+    `CompiledUpdate`. switched: its fused kernel was not the user's choice. make_update: what makes the update
+    instead, called as `make_update(optimizer, scaler, names, group=..., shards=..., skip_nonfinite=...)`.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class OptimizerWrapper(Optimizer):
         shards: Shards | None = None,
         options: UpdateOptions | None = None,
         compiled: bool = False,
+        switched: bool = False,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         make_update: Callable[..., Update] | None = None,
     ) -> None:
@@ -65,6 +66,7 @@ class OptimizerWrapper(Optimizer):
             self._update = make_update(
                 optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=options.skip_nonfinite
             )
+        self._update.kernel.switched = switched
         self._clip_grad_norm = options.clip_grad_norm
         self._held: str | None = None
         self.accumulating = False

@@ -211,8 +211,8 @@ class MixedPrecision:
     ) -> OptimizerWrapper:
         """The boosted optimizer; it takes the weights of its parameters out of `kept`. `after`: placed parameters by name."""
         compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
-        if options.fused_optimizer and not compiled and self.may_fuse(optimizer):
-            switch_to_fused(optimizer, boosted)
+        may_switch = bool(options.fused_optimizer) and not compiled and self.may_fuse(optimizer)
+        switched = may_switch and switch_to_fused(optimizer, boosted)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         own = [name for name in list(kept) if after.get(name) in held]
         with shards.local():
@@ -228,6 +228,7 @@ class MixedPrecision:
             shards=shards,
             options=options,
             compiled=compiled,
+            switched=switched,
             backward_context=self.backward_context,
             make_update=make_update,
         )

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from booster.collectives import communication_device
+
+_logger = logging.getLogger(__name__)
+
+PATIENCE = timedelta(seconds=60)  # before a rank says what it waits for
+_AWAITED = (
+    "the decision whether to step, which all ranks take together once gradients were clipped or under a loss scale. Every "
+    "rank must call backward, clip_grad_by_norm, clip_grad_by_value, unscale_grads and step of its boosted optimizers alike: "
+    "not inside `if rank == 0`, and equally often"
+)
 
 
 def largest(value: float, group: dist.ProcessGroup | None) -> float:
@@ -73,5 +84,22 @@ def _reduce(value: float, group: dist.ProcessGroup | None, op: dist.ReduceOp.Red
     if group is None:
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
-    dist.all_reduce(tensor, op=op, group=group)
+    if tensor.device.type != "cpu":  # whose watchdog tells what a rank waits for
+        dist.all_reduce(tensor, op=op, group=group)
+        return float(tensor)
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    try:
+        _wait(work)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {dist.get_rank()} waited for {_AWAITED}. The backend says: {error}") from error
     return float(tensor)
+
+
+def _wait(work: dist.Work) -> None:
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError:
+        if work.is_completed():  # it failed, rather than took long
+            raise
+        _logger.warning("rank %d has waited %g s for %s", dist.get_rank(), PATIENCE.total_seconds(), _AWAITED)
+        work.wait()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.grads import gradient_values
+from booster.grads import gradient_values, own_memory, scale_values
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.update import agreement
@@ -31,7 +31,7 @@ from booster.update.errors import (
     FOREIGN_MASTERS,
     UNKNOWN_PARAMETERS,
 )
-from booster.update.fused import start_late_momentum
+from booster.update.fused import FusedKernel
 from booster.update.joint import JointDecision
 from booster.update.step_result import StepFields, StepResult
 
@@ -55,6 +55,7 @@ class Update(ABC):
         skip_nonfinite: bool = False,
     ) -> None:
         self.optimizer = optimizer
+        self.kernel = FusedKernel(optimizer)
         self.shards = shards or Shards(optimizer)
         self.scaler = scaler
         self.joint = JointDecision([self])
@@ -184,7 +185,7 @@ class Update(ABC):
         def clipped() -> Any:
             loss = closure()
             self.unscale()
-            start_late_momentum(self.optimizer)
+            self.kernel.prepare(self.params())
             return loss
 
         loss = self.optimizer.step(clipped)
@@ -262,7 +263,11 @@ class Update(ABC):
 
     def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
         """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""
-        return gradient_values(self.shards.written(self.params()) if written else self.params())
+        if not written:
+            return gradient_values(self.params())
+        params = self.shards.written(self.params())
+        own_memory(params)
+        return gradient_values(params)
 
     def all_or_none(self, what: str) -> AbstractContextManager[None]:
         """Context whose error on one rank of those that step together is raised on all; see `agreement.all_or_none`."""
@@ -310,14 +315,11 @@ class Update(ABC):
         return norm
 
     def _step_optimizer(self) -> None:
-        start_late_momentum(self.optimizer)
         self.optimizer.step()
 
     def _multiply(self, ratio: Any) -> None:
         with self.shards.local(), torch.no_grad():
-            values = self.gradients(written=True)
-            if values:
-                torch._foreach_mul_(values, ratio)
+            scale_values(self.gradients(written=True), ratio)
 
     def _require_backward(self) -> None:
         if self.scaler.enabled and self._num_backwards == 0:

@@ -40,14 +40,17 @@ class CompiledUpdate(HostUpdate):
         if not self.optimizer.state:
             super()._apply(grad_scale)
             return
-        device = self.params()[0].device
+        params = self.params()
+        device = params[0].device
+        wide = any(param.dtype == torch.float64 for param in params)
+        dtype = torch.float64 if wide else torch.float32
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         try:
             for group, rate in zip(groups, rates, strict=True):
                 if not isinstance(rate, torch.Tensor):
-                    group["lr"] = torch.tensor(rate, dtype=torch.float32, device=device)
-            self._compiled_step(torch.tensor(1.0 / grad_scale, dtype=torch.float32, device=device))
+                    group["lr"] = torch.tensor(rate, dtype=dtype, device=device)
+            self._compiled_step(torch.tensor(1.0 / grad_scale, dtype=dtype, device=device))
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from booster.grads import agree_on, clamp_values, tensor_norms
 from booster.update.base import Update
-from booster.update.fused import has_step_hooks
+from booster.update.fused import has_step_hooks, honours_grad_scale
 from booster.update.step_result import StepFields, StepResult
 
 
@@ -53,7 +53,7 @@ class DeviceUpdate(Update):
         self._require_backward()
         self._check = True
         self.unscale()
-        values = self.gradients()
+        values = self.gradients(written=True)
         each = self._measured[-1].each
         clamp_values(values, clip_value)
         # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to.
@@ -93,8 +93,8 @@ class DeviceUpdate(Update):
 
     def _apply(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         optimizer: Any = self.optimizer
-        if found_inf is not None and (has_step_hooks(self.optimizer) or _lacks_momentum(optimizer)):
-            # Hooks fire for updates only, and a skipped first step would leave torch's momentum uninitialised.
+        self.kernel.prepare(self.params())
+        if found_inf is not None and self._decides_here(grad_scale):
             if bool(found_inf):
                 return
             self.unscale()
@@ -109,6 +109,13 @@ class DeviceUpdate(Update):
             # GradScaler and a later plain step take the attributes' presence as an order.
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
+
+    def _decides_here(self, grad_scale: torch.Tensor | None) -> bool:
+        """Whether the host must decide: hooks fire for updates only, a skipped first step would leave torch's momentum
+        uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
+        if has_step_hooks(self.optimizer) or _lacks_momentum(self.optimizer) or not honours_grad_scale(self.optimizer):
+            return True
+        return grad_scale is not None and any(param.dtype == torch.float64 for param in self.params())
 
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
         if not values:

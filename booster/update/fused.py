@@ -1,8 +1,9 @@
-"""Torch's fused optimizers: switching to them, and what they take over from the update."""
+"""Torch's fused optimizers: switching to them and back, and keeping them to what their kernels can step."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from booster.casting import HALF_DTYPES
+from booster.flat import is_dense, lies_like
 
 _logger = logging.getLogger(__name__)
 
@@ -20,7 +22,87 @@ _KERNELS: dict[type[Optimizer], str] = {
     SGD: "aten::_fused_sgd_",
     Adagrad: "aten::_fused_adagrad_",
 }
+_TAKE_SPARSE = (SGD, Adagrad)
 _CHOICES = ("foreach", "fused")
+
+
+class FusedKernel:
+    """Keeps the fused kernel of `optimizer` to what it can step; does nothing for an optimizer without.
+
+    The kernels walk raw memory. Where parameter, gradient and states do not lie alike, elements meet their neighbours'
+    numbers, on CPU without a word, and parameters with gaps between their elements have what lies there overwritten.
+
+    switched: the implementation was chosen by `switch_to_fused`, not by the user, and may be given up.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, switched: bool = False) -> None:
+        self.optimizer = optimizer
+        self.switched = switched
+        self._state: Any = None  # that was looked at; torch replaces it when it loads one
+        self._strides: dict[
+            torch.Tensor, tuple[int, ...]
+        ] = {}  # of parameters that are not contiguous, or once were not
+
+    def prepare(self, params: Sequence[torch.Tensor]) -> None:
+        """Before each step on the gradients of `params`: give gradients and states the memory order of their parameters.
+
+        What a kernel cannot step makes the optimizer go back to torch's default implementation, for good; if fused=True
+        was the user's, RuntimeError is raised. Costs two calls for each contiguous parameter.
+        """
+        groups = self.optimizer.param_groups
+        if not any(group.get("fused") for group in groups):
+            return
+        if not all(group.get("fused") for group in groups):
+            params = [p for group in groups if group.get("fused") for p in group["params"] if p.grad is not None]
+        reason = self._unfit(params)
+        if reason is not None:
+            self._give_up(reason)
+            return
+        if self.optimizer.state is not self._state:
+            self._state = self.optimizer.state
+            for param, own in self._state.items():
+                _lay_states(param, own)
+        start_late_momentum(self.optimizer)
+
+    def _unfit(self, params: Sequence[torch.Tensor]) -> str | None:
+        """Why the kernel cannot step `params`; None, with all gradients laid like their parameters, if it can."""
+        if type(self.optimizer) is SGD and any(p.dtype in HALF_DTYPES and p.device.type == "cpu" for p in params):
+            return "on CPU it leaves most elements of half-precision parameters as they are"
+        grads: list[Any] = [param.grad for param in params]
+        contiguous = torch.Tensor.is_contiguous
+        if not self._strides and all(map(contiguous, params)) and all(map(contiguous, grads)):
+            return None
+        for param, grad in zip(params, grads, strict=True):
+            if grad.is_sparse:
+                if type(self.optimizer) in _TAKE_SPARSE:
+                    return "it takes no sparse gradients"
+                continue  # torch says that this optimizer takes none at all
+            if param in self._strides or not (param.is_contiguous() and grad.is_contiguous()):
+                if self._strides.get(param) != param.stride():
+                    if not is_dense(param):
+                        return f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory"
+                    self._strides[param] = param.stride()
+                    _lay_states(param, self.optimizer.state.get(param, {}))
+                if not lies_like(grad, param):
+                    param.grad = _laid_like(grad, param)
+        return None
+
+    def _give_up(self, reason: str) -> None:
+        name = _name(self.optimizer)
+        if not self.switched:
+            raise RuntimeError(
+                f"{name} was built with fused=True, and torch's fused kernel cannot make this step: {reason}; nothing has "
+                f"changed. Build the optimizer without fused=True"
+            )
+        self.optimizer.defaults["fused"] = None
+        for group in self.optimizer.param_groups:
+            group["fused"] = None
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].cpu()
+        self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        self.optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
+        _logger.info("%s goes on with torch's default implementation; of its fused one: %s", name, reason)
 
 
 def honours_grad_scale(optimizer: Optimizer) -> bool:
@@ -33,8 +115,11 @@ def has_sound_kernel(optimizer: Optimizer) -> bool:
     """Whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are.
 
     That of SGD on CPU leaves most elements of float16 and bfloat16 parameters as they were (torch 2.13), and says nothing.
+    None steps parameters whose elements do not fill one stretch of memory, such as `nn.Parameter(weight[:, :3])`.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not all(map(is_dense, params)):
+        return False
     return type(optimizer) is not SGD or not any(p.device.type == "cpu" and p.dtype in HALF_DTYPES for p in params)
 
 
@@ -119,6 +204,18 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
     return all(torch.is_floating_point(param) for param in params) and all(
         device in keys and torch._C._dispatch_has_kernel_for_dispatch_key(kernel, keys[device]) for device in devices
     )
+
+
+def _lay_states(param: Any, state: dict[str, Any]) -> None:
+    """Make states of the shape of `param` lie in memory as it does."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and not lies_like(value, param):
+            state[key] = _laid_like(value, param)
+
+
+def _laid_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    laid = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
+    return laid.copy_(tensor.detach())
 
 
 def _move_step_counts(optimizer: Optimizer) -> None:

@@ -92,10 +92,12 @@ class HostUpdate(Update):
     def _apply(self, grad_scale: float) -> None:
         """Step on gradients divided by `grad_scale`; the division is the optimizer's own where it can be."""
         optimizer: Any = self.optimizer
-        if grad_scale == 1.0 or not self.params():
+        params = self.params()
+        self.kernel.prepare(params)
+        if grad_scale == 1.0 or not params:
             self._step_optimizer()
-        elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer) and not has_step_hooks(self.optimizer):
-            optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=self.params()[0].device)
+        elif grad_scale <= _FLOAT32_MAX and self._kernel_divides(params):
+            optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=params[0].device)
             try:
                 self._step_optimizer()
             finally:
@@ -104,6 +106,12 @@ class HostUpdate(Update):
         else:
             self.unscale()
             self._step_optimizer()
+
+    def _kernel_divides(self, params: list[torch.Tensor]) -> bool:
+        """Whether the optimizer itself divides gradients by a float32 number, as precisely as they are."""
+        if not honours_grad_scale(self.optimizer) or has_step_hooks(self.optimizer):
+            return False
+        return not any(param.dtype == torch.float64 for param in params)
 
     def _clipped(self, norm: float, max_norm: float) -> float | None:
         factor = max_norm / (norm + 1e-6)

@@ -1,12 +1,19 @@
 """What updates ask of ranks, and what they refuse on each of them alike."""
 
+import logging
+import time
+import warnings
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from matrix import TP_PLAN, Transformer, loss_of
 from test_hybrid import batch
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.update import agreement
 
 PLUGINS = {
     "ddp": TorchDDPPlugin,
@@ -45,3 +52,98 @@ def test_state_of_other_shapes_is_refused_on_every_rank(ranks2, name, precision)
     for message, unchanged in ranks2(loads_a_state_of_other_shapes, name, precision):
         assert "the optimizer state is of another model: 'momentum_buffer' of" in message
         assert unchanged
+
+
+class Messages(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def steps_late_on_rank_1(rank, world_size, precision):
+    torch.manual_seed(0)
+    booster = Booster("cpu", precision, TorchDDPPlugin())
+    model = torch.nn.Linear(4, 4)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+    patience, agreement.PATIENCE = agreement.PATIENCE, timedelta(seconds=0.2)
+    messages, logger = Messages(), logging.getLogger("booster.update.agreement")
+    logger.addHandler(messages)
+    try:
+        if rank == 1:
+            time.sleep(0.5)
+        optimizer.clip_grad_by_norm(1.0)
+        applied = bool(optimizer.step())
+    finally:
+        agreement.PATIENCE = patience
+        logger.removeHandler(messages)
+    return applied, messages.lines
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_a_rank_that_waits_for_others_to_decide_says_so(ranks2, precision):
+    (applied, first), (applied_too, second) = ranks2(steps_late_on_rank_1, precision)
+    assert applied
+    assert applied_too
+    assert len(first) == 1
+    assert "rank 0 has waited 0.2 s for the decision whether to step" in first[0]
+    assert "not inside `if rank == 0`" in first[0]
+    assert second == []
+
+
+def decides_alone(rank, world_size):
+    group = dist.new_group(timeout=timedelta(seconds=0.5))
+    try:
+        return agreement.largest(1.0, group) if rank == 0 else time.sleep(1.0)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def test_a_decision_that_the_other_ranks_never_take_names_what_was_waited_for(ranks2):
+    error, _ = ranks2(decides_alone)
+    assert "rank 0 waited for the decision whether to step" in error
+    assert "The backend says" in error
+    assert ranks2(still_together) == [1.0, 1.0]
+
+
+def still_together(rank, world_size):
+    return agreement.largest(float(rank), dist.group.WORLD)
+
+
+def changes_memory_format(rank, world_size, name, optimizer, fused):
+    torch.manual_seed(0)
+    booster = Booster("cpu", "fp32", PLUGINS[name](), fused_optimizer=fused)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), torch.nn.ReLU(), torch.nn.Conv2d(6, 4, 3))
+    made = OPTIMIZERS[optimizer](model.parameters())
+    model, made, *_ = booster.boost(model, made)
+    data = torch.Generator().manual_seed(rank)
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # of DistributedDataParallel
+    for step in range(6):
+        if step in (2, 4):
+            model.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
+        made.zero_grad()
+        booster.backward(model(torch.randn(2, 3, 8, 8, generator=data)).square().mean(), made)
+        made.clip_grad_by_norm(0.5)
+        made.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("ddp", "AdamW"), ("zero1", "SGD"), ("zero2", "AdamW")])
+def test_a_model_whose_memory_format_changes_trains_as_with_torch_s_default(ranks2, name, optimizer):
+    fused, default = (ranks2(changes_memory_format, name, optimizer, fused) for fused in (True, False))
+    for rank in (0, 1):
+        for ours, expected in zip(fused[rank], default[0], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
