@@ -92,8 +92,16 @@ def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
 def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, check: bool) -> bool:
     """Multiply each of `values` in place; returns whether any held an inf or NaN before, False without `check`.
 
-    Checking waits for the device. One read and one write of the values either way.
+    Checking waits for the device. One read and one write of the values either way, but for values that are part of a
+    graph, through which the product is differentiable.
     """
+    if any(value.requires_grad for value in values):
+        graph = [value for value in values if value.requires_grad]
+        found_in_graph = check and not all(bool(value.isfinite().all()) for value in graph)
+        with torch.enable_grad():
+            torch._foreach_mul_(graph, inverse_scale)
+        rest = [value for value in values if not value.requires_grad]
+        return unscale_values(rest, inverse_scale, check=check) or found_in_graph
     if not check:
         if inverse_scale != 1.0:
             scale_values(values, inverse_scale)

@@ -47,7 +47,7 @@ def run_backward(
     arguments.flag("retain_graph", retain_graph)
     arguments.flag("create_graph", create_graph)
     inputs = None if inputs is None else _checked_inputs(inputs)
-    this, scale = begin_backward(optimizers, loss_id=loss_id, delayed=delayed)
+    this, scale = begin_backward(optimizers, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
@@ -67,7 +67,7 @@ def run_backward(
 
 
 def begin_backward(
-    optimizers: Sequence[OptimizerWrapper], *, loss_id: int = 0, delayed: bool = False
+    optimizers: Sequence[OptimizerWrapper], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
 ) -> tuple[BackwardPass, Any]:
     """Make `optimizers` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
     0-dim tensor. `end_backward` or `abandon_backward` must follow."""
@@ -79,7 +79,7 @@ def begin_backward(
         decision = JointDecision(list(joined.values()))
         for update in decision.updates:
             update.joint = decision
-    this = BackwardPass(updates, loss_id=loss_id, delayed=delayed)
+    this = BackwardPass(updates, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     for update in updates:
         update.before_backward(scale, this)
     return this, scale

@@ -72,6 +72,7 @@ class Update(ABC):
         self._reported_norm: Any = None
         self._check = self.scaler.enabled or self._skip_nonfinite
         self._num_backwards = 0
+        self._differentiable = False  # a graph may lead through gradients at rest
         self._loss_scale: Any = 1.0  # of this step's backward passes
         self.losses: list[torch.Tensor] = []
         if len(self.joint.updates) > 1:
@@ -104,6 +105,7 @@ class Update(ABC):
         that begins; None means one for this update alone, of loss 0, complete."""
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)
+        self._differentiable = self._differentiable or (this is not None and this.create_graph)
         self._scale = self._loss_scale = scale
         self._factor = None
         self._measured = []
@@ -318,8 +320,16 @@ class Update(ABC):
         self.optimizer.step()
 
     def _multiply(self, ratio: Any) -> None:
-        with self.shards.local(), torch.no_grad():
+        with self.shards.local(), torch.set_grad_enabled(self._differentiable):
+            if self._differentiable:
+                self._leave_graph()
             scale_values(self.gradients(written=True), ratio)
+
+    def _leave_graph(self) -> None:
+        """Replace gradients that a graph may have saved by copies, which can be written to and lead back into it."""
+        for param in self.shards.written(self.params()):
+            if param.grad is not None and param.grad.requires_grad:
+                param.grad = param.grad.clone()
 
     def _require_backward(self) -> None:
         if self.scaler.enabled and self._num_backwards == 0:

@@ -76,6 +76,10 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
     def closure_refusal(self) -> str | None:
         return NO_CLOSURE
 
+    def _leave_graph(self) -> None:
+        super()._leave_graph()
+        self._sums = {param: total.clone() for param, total in self._sums.items()}
+
     def _sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._sums.get(param)
 
@@ -101,7 +105,9 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         for param, value in zip(params, wide, strict=True):
             if not _has_master(param):
                 continue
-            if param in self._sums:
+            if param in self._sums and self._differentiable:
+                self._sums[param] = self._sums[param] + value
+            elif param in self._sums:
                 self._sums[param].add_(value)
             else:
                 self._sums[param] = value

@@ -85,6 +85,7 @@ class ApexUpdate(HostUpdate):
 
     def _before_backward(self, scale: Any, this: BackwardPass) -> None:
         self._pass = this
+        self._differentiable = self._differentiable or this.create_graph
         if self._delayed is None:
             self._settle()
         else:
@@ -158,7 +159,7 @@ class ApexUpdate(HostUpdate):
         for param, before in self._stash.items():
             if param.grad is None:
                 param.grad = before
-            elif before.is_sparse or param.grad.is_sparse:
+            elif before.is_sparse or param.grad.is_sparse or param.grad.requires_grad:
                 param.grad = param.grad + before
             else:
                 param.grad.add_(before)
@@ -166,6 +167,8 @@ class ApexUpdate(HostUpdate):
         return found
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
+        # Of a bare backward inside `scale_loss` nobody says whether it made a graph.
+        self._differentiable = self._differentiable or any(value.requires_grad for value in values)
         found = unscale_values(values, 1.0 / self._loss_scale, check=check)
         if found:
             bad = [index for index, value in enumerate(values) if not value.isfinite().all()]
