@@ -8,8 +8,8 @@ need not know that there are others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -68,6 +68,14 @@ def backward_region(make_context: Callable[[], AbstractContextManager[Any]]) -> 
 
 
 @contextmanager
+def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Both contexts, as one."""
+    # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
+    with outer, inner:
+        yield
+
+
+@contextmanager
 def outside() -> Iterator[None]:
     """Inside, torch functions run as if no precision surrounded them, in this thread."""
     with _disabled(_active(CastMode)):
@@ -116,6 +124,12 @@ def holds_casts() -> bool:
     return any(isinstance(mode, CastFunctions) for mode in _stack())
 
 
+def disabled(kind: type[CastMode]) -> AbstractContextManager[Any]:
+    """A context in which the modes of `kind` of this thread do nothing."""
+    modes = _active(kind)
+    return _switched_off(modes) if modes else nullcontext()
+
+
 # ---------------------------------------------------------------------- inside
 
 _Mode = TypeVar("_Mode", bound=CastMode)
@@ -142,15 +156,21 @@ def _stack() -> list[Any]:
 
 
 @contextmanager
-def _disabled(modes: list[Any]) -> Iterator[None]:
+def _disabled(modes: Sequence[CastMode]) -> Iterator[None]:
     with ExitStack() as off:
         for device_type in _DEVICE_TYPES:
             if torch.is_autocast_enabled(device_type):
                 off.enter_context(torch.autocast(device_type, enabled=False))
+        off.enter_context(_switched_off(modes))
+        yield
+
+
+@contextmanager
+def _switched_off(modes: Sequence[CastMode]) -> Iterator[None]:
+    for mode in modes:
+        mode.enabled = False
+    try:
+        yield
+    finally:
         for mode in modes:
-            mode.enabled = False
-        try:
-            yield
-        finally:
-            for mode in modes:
-                mode.enabled = True
+            mode.enabled = True

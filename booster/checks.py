@@ -19,6 +19,7 @@ from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.interface.transparent import refuse_torchscript
+from booster.params import no_optimizer
 from booster.plugin import Plugin
 
 _logger = logging.getLogger(__name__)
@@ -103,7 +104,11 @@ def check_optimizer(
         return
     if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
         raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
-    arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    if not isinstance(optimizer, Optimizer):
+        held = no_optimizer(optimizer)
+        if held:
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {held}")
+        arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
     known = {id(param) for module in modules for param in module.parameters()}
     own = {id(param) for param in model.parameters()}

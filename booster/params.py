@@ -23,6 +23,25 @@ def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:
     return placed.own_parameters() if isinstance(placed, PlacedModule) else named_parameters(bare(placed))
 
 
+def no_optimizer(given: Any) -> str:
+    """Describe a wrapper around an optimizer that was given for one, and say what to do; "" for anything else."""
+    name = type(given).__name__
+    held = (getattr(given, key, None) for key in ("optim", "optimizer"))
+    inner = next((value for value in held if isinstance(value, Optimizer)), None)
+    if inner is None:
+        return ""
+    advice = f"pass the {type(inner).__name__} inside it"
+    if name == "LARC":
+        advice = (
+            f"pass the {type(inner).__name__} inside it, or an optimizer that takes the trust ratio itself, such as "
+            "timm.optim.Lars(params, lr, trust_coeff=0.02, trust_clip=True)"
+        )
+    return (
+        f"{name}, a wrapper around {type(inner).__name__} that is no Optimizer itself: what it does to gradients before the "
+        f"step would meet scaled or divided ones. Instead {advice}"
+    )
+
+
 @dataclass(frozen=True)
 class Kept:
     """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had.

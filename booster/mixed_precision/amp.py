@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from booster import arguments
+from booster.cast_regions import both
 from booster.casting import HALF_DTYPES
 from booster.interface.model import bare
 from booster.loss_scaler import DynamicScale, LossScaler
@@ -58,7 +59,7 @@ class AutocastMixedPrecision(MixedPrecision):
         autocast = torch.autocast(self.device.type, self.dtype, cache_enabled=self._cache_enabled)
         if not self._float32_attention or not torch.is_grad_enabled():
             return autocast
-        return _both(autocast, Float32Attention(self.device.type))
+        return both(autocast, Float32Attention(self.device.type))
 
     def backward_context(self) -> AbstractContextManager[Any]:
         return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
@@ -130,10 +131,3 @@ class BF16MixedPrecision(AutocastMixedPrecision):
     """bfloat16 autocast. bfloat16 has the range of float32, so the loss is not scaled."""
 
     dtype = torch.bfloat16
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
-    with outer, inner:
-        yield

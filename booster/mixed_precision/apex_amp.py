@@ -31,6 +31,7 @@ from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import float_function, half_function, promote_function
 from booster.mixed_precision.base import Placement
+from booster.params import no_optimizer
 from booster.update.backward_pass import BackwardPass
 from booster.update.options import UpdateOptions
 
@@ -235,13 +236,20 @@ def _as_list(given: Any, kind: type, noun: str) -> list[Any]:
     if isinstance(given, kind):
         return [given]
     if not isinstance(given, list):
-        raise TypeError(f"{noun}s must be either a single {noun} or a list of {noun}s.")
+        raise TypeError(f"{noun}s must be either a single {noun} or a list of {noun}s{_wrapper(given, kind)}.")
     wrong = [entry for entry in given if not isinstance(entry, kind)]
     if wrong:
         raise TypeError(
-            f"{noun}s must be either a single {noun} or a list of {noun}s, got {type(wrong[0]).__name__} in it."
+            f"{noun}s must be either a single {noun} or a list of {noun}s, got {type(wrong[0]).__name__} in it"
+            f"{_wrapper(wrong[0], kind)}."
         )
     return given
+
+
+def _wrapper(given: Any, kind: type) -> str:
+    """What to say about an object that holds an optimizer, such as apex's LARC."""
+    described = no_optimizer(given) if kind is Optimizer else ""
+    return f"; got {described}" if described else ""
 
 
 def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[torch.Tensor, str]) -> OptimizerWrapper:

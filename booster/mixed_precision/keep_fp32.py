@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster import arguments
+from booster.cast_regions import disabled
 from booster.casting import cast_floats
+from booster.mixed_precision.new_tensors import NewTensors
 
 _MARK = "booster_keep_fp32"
 
@@ -75,7 +77,7 @@ class Float32Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
-        with autocast_off:
+        with autocast_off, disabled(NewTensors):
             output = self.forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
         return cast_floats(output, self._output_dtype)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
+from booster.cast_regions import both
 from booster.interface.model import CriterionWrapper, ModelWrapper, bare
 from booster.interface.transparent import PlacedModule
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale_options
@@ -24,6 +25,7 @@ from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.keep_fp32 import Pin, is_batch_norm, normalise_pins
+from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.update.base import Update
 from booster.update.options import UpdateOptions
@@ -38,6 +40,8 @@ class NaiveMixedPrecision(MixedPrecision):
     keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see
     `pins.pin_names`); BatchNorm by default. sync_buffer: average floating buffers over the ranks that share the batch at
     every forward in training. master_weights, rounding: see `MasterOptions`. sdpa_fp32: as `AutocastMixedPrecision`.
+    default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are `dtype` too, and not
+    float32, which half weights do not multiply with.
 
     A model that arrives in float32 lends its weights to the masters before it is cast; one in half gives what it has.
     """
@@ -55,6 +59,7 @@ class NaiveMixedPrecision(MixedPrecision):
         master_weights: MasterWeights = "auto",
         rounding: Rounding = "nearest",
         sdpa_fp32: bool | Literal["auto"] = "auto",
+        default_dtype: bool = False,
     ) -> None:
         arguments.flag("output_to_fp32", output_to_fp32)
         self._count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
@@ -64,6 +69,7 @@ class NaiveMixedPrecision(MixedPrecision):
         self._sync_buffer = arguments.flag("sync_buffer", sync_buffer)
         self._masters = MasterOptions(master_weights=master_weights, rounding=rounding)
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
+        self._default_dtype = arguments.flag("default_dtype", default_dtype)
         if not hasattr(self, "dtype"):
             raise TypeError(
                 f"{type(self).__name__} has no dtype; use FP16NaiveMixedPrecision or BF16NaiveMixedPrecision"
@@ -90,12 +96,14 @@ class NaiveMixedPrecision(MixedPrecision):
             raise ValueError(f"bfloat16 does not run on {name}; use mixed_precision='fp16_naive' or 'fp32'")
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        if self._float32_attention and torch.is_grad_enabled():
-            return Float32Attention(self.device.type)
-        return nullcontext()
+        return self._context(attention=self._float32_attention and torch.is_grad_enabled())
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
+        return self._context(attention=self._float32_attention)
+
+    def _context(self, *, attention: bool) -> AbstractContextManager[Any]:
+        inner = Float32Attention(self.device.type) if attention else nullcontext()
+        return both(NewTensors(self.dtype), inner) if self._default_dtype else inner
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         if placement.stores_float32 and self._store is None:
@@ -199,6 +207,7 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
         master_weights: MasterWeights = "auto",
         rounding: Rounding = "nearest",
         sdpa_fp32: bool | Literal["auto"] = "auto",
+        default_dtype: bool = False,
     ) -> None:
         super().__init__(
             log_num_zeros_in_grad=log_num_zeros_in_grad,
@@ -210,6 +219,7 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             master_weights=master_weights,
             rounding=rounding,
             sdpa_fp32=sdpa_fp32,
+            default_dtype=default_dtype,
         )
         arguments.flag("dynamic_grad_scale", dynamic_grad_scale)
         check_scale_options(

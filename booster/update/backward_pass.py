@@ -16,7 +16,8 @@ class BackwardPass:
 
     updates: those of the optimizers that the loss is for. loss_id: which of the precision's loss scalers. delayed: the
     gradients are not complete after it, as inside `no_sync`, so nobody may look at them yet. checked: an overflow in it
-    counts. create_graph: gradients are part of a graph, as a penalty on them needs. found: what each update found in its gradients, for a decision that all of them share.
+    counts. create_graph: gradients are part of a graph, as a penalty on them needs. found: what each update found in its
+    gradients, for a decision that all of them share.
     """
 
     updates: Sequence[Update]

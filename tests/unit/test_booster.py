@@ -732,3 +732,34 @@ def test_torchscript_is_refused_by_name(precision, compile_):
 def test_torchscript_is_refused_by_name_elsewhere_too(wrap):
     with pytest.raises(TypeError, match="the model is a TorchScript module"):
         wrap(scripted(net()))
+
+
+class LARC:
+    """What apex's class of that name is to `isinstance`: an object around an optimizer."""
+
+    def __init__(self, optimizer):
+        self.optim = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+@pytest.mark.parametrize("boost", ["boost", "initialize"])
+def test_a_wrapper_around_an_optimizer_is_refused_by_name_with_what_to_do(boost):
+    net = nn.Linear(2, 2)
+    wrapped = LARC(torch.optim.SGD(net.parameters(), lr=0.1))
+    with pytest.raises(
+        TypeError, match=r"got LARC, a wrapper around SGD .*pass the SGD inside it, or .*timm\.optim\.Lars\("
+    ):
+        if boost == "boost":
+            Booster("cpu").boost(net, wrapped)
+        else:
+            apex_amp.initialize(net, wrapped, verbosity=0)
+    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer"):
+        Booster("cpu").boost(net, 3)
+
+
+def test_the_class_of_the_users_optimizer_is_found_by_unwrapping():
+    net = nn.Linear(2, 2)
+    booster = Booster("cpu")
+    optimizer = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))[1]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(booster.unwrap(optimizer), torch.optim.SGD)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,14 +15,6 @@ from booster.update.engine import run_engine
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
-
-
-@contextmanager
-def region(autocast: AbstractContextManager[Any], casts: CastFunctions) -> Iterator[None]:
-    """Both contexts, as one."""
-    # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
-    with autocast, casts:
-        yield
 
 
 def make_table(device_type: str, *, attention: bool) -> dict[Function, Rule]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from booster.cast_regions import CastFunctions, Table, active_casts, disable_casts, holds_casts
-from booster.mixed_precision.apex.functions import make_table, region
+from booster.cast_regions import CastFunctions, Table, active_casts, both, disable_casts, holds_casts
+from booster.mixed_precision.apex.functions import make_table
 from booster.mixed_precision.apex.user_functions import Kind, Registered
 
 
@@ -42,7 +42,7 @@ class O1Casts:
             return nullcontext()
         # In a session, which no forward pass ends, autocast's cache of half weights would outlive them.
         autocast = torch.autocast(device_type, torch.float16, cache_enabled=not holds_casts())
-        return region(autocast, self.mode(device_type, training=torch.is_grad_enabled()))
+        return both(autocast, self.mode(device_type, training=torch.is_grad_enabled()))
 
     def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """A new context for one backward pass, where activations may be recomputed."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from booster.cast_regions import both
 from booster.interface.optimizer import OptimizerWrapper
-from booster.mixed_precision.apex.functions import region
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import Registered
@@ -59,7 +59,7 @@ class Session:
         """Enter O1 for this thread, without autocast's cache: nothing would clear it in time."""
         if self.precision is not None and self.precision.options.patch_torch_functions:
             autocast = torch.autocast(self.precision.device.type, torch.float16, cache_enabled=False)
-            self._casts.enter_context(region(autocast, self.precision.casts()))
+            self._casts.enter_context(both(autocast, self.precision.casts()))
             self._thread = threading.get_ident()
 
     def end(self) -> None:
