@@ -105,9 +105,9 @@ def check_optimizer(
     if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
         raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
     if not isinstance(optimizer, Optimizer):
-        held = no_optimizer(optimizer)
-        if held:
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {held}")
+        wrapper = no_optimizer(optimizer)
+        if wrapper:
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {wrapper}")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
     known = {id(param) for module in modules for param in module.parameters()}
