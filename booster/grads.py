@@ -81,6 +81,13 @@ def scale_values(values: Iterable[torch.Tensor], ratio: float | torch.Tensor) ->
                 value.copy_(value.float() * ratio)
 
 
+def scale_in_graph(values: Iterable[torch.Tensor], ratio: float | torch.Tensor) -> None:
+    """As `scale_values`, differentiably, for values that are part of a graph which has not saved them."""
+    with torch.enable_grad():
+        for value in values:
+            value.copy_((value.float() if value.dtype in _HALF else value) * ratio)
+
+
 def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
     """Clamp each of `values`, which are finite or NaN, to [-bound, bound] in place; no bound binds beyond its dtype."""
     for (_, dtype), members in _by_kind(values).items():
@@ -98,8 +105,7 @@ def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, chec
     if any(value.requires_grad for value in values):
         graph = [value for value in values if value.requires_grad]
         found_in_graph = check and not all(bool(value.isfinite().all()) for value in graph)
-        with torch.enable_grad():
-            torch._foreach_mul_(graph, inverse_scale)
+        scale_in_graph(graph, inverse_scale)
         rest = [value for value in values if not value.requires_grad]
         return unscale_values(rest, inverse_scale, check=check) or found_in_graph
     if not check:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.grads import gradient_values, own_memory, scale_values
+from booster.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.update import agreement
@@ -320,16 +320,19 @@ class Update(ABC):
         self.optimizer.step()
 
     def _multiply(self, ratio: Any) -> None:
-        with self.shards.local(), torch.set_grad_enabled(self._differentiable):
+        with self.shards.local():
             if self._differentiable:
                 self._leave_graph()
-            scale_values(self.gradients(written=True), ratio)
+                scale_in_graph(self.gradients(written=True), ratio)
+            else:
+                scale_values(self.gradients(written=True), ratio)
 
     def _leave_graph(self) -> None:
         """Replace gradients that a graph may have saved by copies, which can be written to and lead back into it."""
         for param in self.shards.written(self.params()):
             if param.grad is not None and param.grad.requires_grad:
-                param.grad = param.grad.clone()
+                with torch.enable_grad():
+                    param.grad = param.grad.clone()
 
     def _require_backward(self) -> None:
         if self.scaler.enabled and self._num_backwards == 0:

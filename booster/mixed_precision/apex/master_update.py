@@ -78,7 +78,8 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
 
     def _leave_graph(self) -> None:
         super()._leave_graph()
-        self._sums = {param: total.clone() for param, total in self._sums.items()}
+        with torch.enable_grad():
+            self._sums = {param: total.clone() for param, total in self._sums.items()}
 
     def _sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return self._sums.get(param)
