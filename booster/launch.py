@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import random
+import re
 import socket
 import sys
 import time
@@ -109,6 +110,8 @@ def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: in
     """
     _require(("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"), _SLURM_STARTER, _SLURM_FIX)
     rank, world_size, local_rank = (_whole_variable(n) for n in ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"))
+    _check_rank(rank, world_size, " (SLURM_PROCID, SLURM_NPROCS)")
+    _check_whole("SLURM_LOCALID", local_rank, 0, 2**31 - 1, "the index of this process on its machine")
     launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed)
 
 
@@ -121,6 +124,8 @@ def launch_from_openmpi(host: str, port: int, backend: str | None = None, seed: 
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
     _require(names, _OPENMPI_STARTER, _OPENMPI_FIX)
     rank, world_size, local_rank = (_whole_variable(name) for name in names)
+    _check_rank(rank, world_size, " (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)")
+    _check_whole(names[2], local_rank, 0, 2**31 - 1, "the index of this process on its machine")
     launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed)
 
 
@@ -256,6 +261,9 @@ def _bracketed(host: str) -> str:
 def _check_address(name: str, host: str) -> None:
     """Wait until `host` resolves, and raise RuntimeError if it does not; torch would retry for minutes without a word."""
     bare = host.strip().removeprefix("[").removesuffix("]")
+    if re.fullmatch(r"[0-9.]+|0[xX][0-9a-fA-F]+", bare) and not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", bare):
+        # The resolver reads 1 as 0.0.0.1 and 1.5 as 1.0.0.5, where nobody listens.
+        raise ValueError(f"{name}={host!r} is not an address; give a name, or an IPv4 or IPv6 address in full")
     for seconds_left in range(_RESOLVE_SECONDS, -1, -1):
         try:
             if not bare:
@@ -295,11 +303,14 @@ def _require(names: tuple[str, ...], starter: str, fix: str) -> None:
 def _whole_variable(name: str) -> int:
     text = os.environ[name]
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
+        value = -1
+    if value < 0:
         raise RuntimeError(
-            f"environment variable {name}={text!r} is not a whole number; unset it or correct it"
-        ) from None
+            f"environment variable {name}={text!r} is not a whole number of at least 0; unset it or correct it"
+        )
+    return value
 
 
 def _refuse_windows() -> None:

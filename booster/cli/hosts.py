@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Host", "chosen_hosts", "is_local", "read_hostfile"]
+__all__ = ["Host", "chosen_hosts", "is_host_name", "is_local", "read_hostfile"]
 
 # A user, a name or address, no leading dash: ssh would read "-oProxyCommand=..." as an option.
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9_\[:][A-Za-z0-9_.@:%\[\]-]*")
@@ -81,6 +81,11 @@ def chosen_hosts(*, host: str | None, hostfile: str | None, include: str | None,
     return hosts
 
 
+def is_host_name(text: str) -> bool:
+    """Say whether `text` is written as names and addresses of machines are, which says nothing of whether it is known."""
+    return _HOST_PATTERN.fullmatch(text) is not None
+
+
 def is_local(name: str) -> bool:
     """Say whether `name` is this machine by its usual names, so that no ssh is needed."""
     return name in {"localhost", "127.0.0.1", "::1", socket.gethostname()}
@@ -95,7 +100,7 @@ def _names(text: str, option: str) -> list[str]:
 
 
 def _checked_name(name: str, where: str) -> str:
-    if not _HOST_PATTERN.fullmatch(name):
+    if not is_host_name(name):
         raise ValueError(f"{where}: {name!r} is not a host; give names or addresses, for instance node1,node2")
     return name
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
+
+from booster.cli.hosts import is_host_name
 
 __all__ = ["DEFAULT_MASTER_PORT", "parse"]
 
@@ -62,7 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("nnodes", type=_positive, metavar="N", help="number of nodes, when this command is run on each (default: 1)")
     add("node_rank", type=_natural, metavar="R", help="this node's index, from 0")
-    add("master_addr", metavar="ADDR", help="address of node 0 (default: this machine, or the first host)")
+    add(
+        "master_addr",
+        type=_address,
+        metavar="ADDR",
+        help="address of node 0 (default: this machine, or the first host)",
+    )
     add(
         "master_port",
         type=_port,
@@ -76,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     add("ssh_port", type=_port, metavar="PORT", help="port of the ssh servers (default: 22)")
     add("env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable on all nodes; may be repeated")
     add("max_restarts", type=_natural, default=0, metavar="N", help="relaunch the whole job up to N times (default: 0)")
-    add("log_dir", metavar="DIR", help="keep each rank's stdout and stderr under DIR, and show them on the console")
+    add(
+        "log_dir",
+        type=_directory,
+        metavar="DIR",
+        help="keep each rank's stdout and stderr under DIR, and show them on the console",
+    )
     add(
         "tee",
         type=_streams,
@@ -116,6 +129,18 @@ def _port(text: str) -> int:
 def _process_number(text: str) -> str:
     if text not in ("gpu", "cpu"):
         _whole(text, 1, 2**31 - 1, "a whole number of at least 1, 'gpu' or 'cpu'")
+    return text
+
+
+def _address(text: str) -> str:
+    if not is_host_name(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name or address of a machine")
+    return text
+
+
+def _directory(text: str) -> str:
+    if not text.strip() or (Path(text).exists() and not Path(text).is_dir()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a directory, nor the name of one to be made")
     return text
 
 

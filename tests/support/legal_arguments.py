@@ -226,9 +226,9 @@ RANGES: dict[str, Predicate] = {
     "ModelWrapper.add_module(module)": a(nn.Module),
     # launch, ranks, logs
     "rank": one_of(0),
-    "world_size": one_of(1),
+    "world_size": whole(1, 2**31 - 1),
     "host": one_of("127.0.0.1"),
-    "port": nothing,
+    "port": whole(1, 65535),
     "backend": one_of("gloo"),
     "local_rank": whole(0, 2**31 - 1),
     "DistCoordinator(local_rank)": whole(0),
@@ -412,6 +412,8 @@ EXAMPLES: dict[str, Examples] = {
     "DistCoordinator.print_on_master": [lambda w: {"msg": ""}],
     "DistCoordinator.print_on_node_master": [lambda w: {"msg": ""}],
     "launch": [_process],
+    "launch_from_slurm": [lambda w: {"host": "127.0.0.1", "port": 29411}],
+    "launch_from_openmpi": [lambda w: {"host": "127.0.0.1", "port": 29411}],
     "translate": [lambda w: {"fp16": None}],
     "make": [lambda w: {"precision": None}],
     "register": [lambda w: {"name": "tests_bad_arguments", "strategy": FP32}],
@@ -476,3 +478,122 @@ CALLED_BY_US: tuple[type, ...] = (
     booster.LossScaleError,
     booster.plugin.Pipeline,
 )
+
+
+# ---------------------------------------------------------------------- command lines, files, variables
+
+# What is tried where text is read.
+TEXTS = (
+    "",
+    " ",
+    "x",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "1.5",
+    "0x1",
+    "nan",
+    "1e3",
+    "99999999999",
+    "True",
+    "None",
+    "0,1",
+    "[0]",
+    "a b",
+    "a,,b",
+    "-x",
+)
+
+
+def digits(low: int, high: int = 2**31 - 1) -> Predicate:
+    return lambda value: value.isdigit() and low <= int(value) <= high
+
+
+def names(value: str) -> bool:
+    return all(host(name) for name in value.split(","))
+
+
+def host(value: str) -> bool:
+    return value != "" and value[0] not in "-." and all(c.isalnum() or c in "_.-:[]@%" for c in value)
+
+
+# By option of `booster run`: what is legal, and options that must be there.
+OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
+    "nproc_per_node": (either(digits(1), one_of("cpu")), ()),
+    "nnodes": (digits(1), ("--node_rank", "0", "--master_addr", "127.0.0.1")),
+    "node_rank": (digits(0, 1), ("--nnodes", "2", "--master_addr", "127.0.0.1")),
+    "master_addr": (host, ("--nnodes", "2", "--node_rank", "0")),
+    "master_port": (digits(1, 65535), ()),
+    "host": (names, ()),
+    "hostfile": (nothing, ()),
+    "include": (nothing, ("--hostfile", "hosts")),
+    "exclude": (nothing, ("--hostfile", "hosts")),
+    "ssh_port": (digits(1, 65535), ("--host", "localhost")),
+    "env": (nothing, ()),
+    "max_restarts": (digits(0), ()),
+    "log_dir": (lambda value: value.strip() != "", ()),
+    "tee": (digits(0, 3), ()),
+    "watch_stdin": (nothing, ()),
+    "module": (nothing, ()),
+    "script": (nothing, ()),
+    "args": (lambda value: True, ()),
+}
+
+# By option of `get_default_parser`.
+SCRIPT_OPTIONS: dict[str, Predicate] = {
+    **dict.fromkeys(("config", "host", "backend"), lambda value: True),
+    **dict.fromkeys(("port", "world_size", "rank", "local_rank"), lambda value: value.lstrip("-").isdigit()),
+}
+
+HOST_LINES = (
+    *(
+        "-oProxyCommand=x",
+        "a slots=0",
+        "a slots=-1",
+        "a slots=x",
+        "a slots=",
+        "a slots",
+        "a 3",
+        "a slots=1 slots=2",
+        "a b",
+    ),
+    *(
+        "a slots=1.5",
+        "a, b",
+        "a;b",
+        "a slots = 2",
+        "a slots=4x",
+        "good",
+        "$(x)",
+        "`x`",
+        "a/b",
+        "slots=2 a",
+        "a max_slots=2",
+    ),
+)
+
+# By function: the variables with legal values, and by variable what is legal.
+ENVIRONMENTS: dict[str, dict[str, tuple[str, Predicate]]] = {
+    "launch_from_torch": {
+        "RANK": ("0", one_of("0")),
+        "WORLD_SIZE": ("1", digits(1)),
+        "LOCAL_RANK": ("0", digits(0)),
+        "MASTER_ADDR": ("127.0.0.1", one_of("127.0.0.1")),
+        "MASTER_PORT": ("29412", digits(1, 65535)),
+    },
+    "launch_from_torch under plain python": {
+        "SLURM_STEP_NUM_TASKS": ("1", digits(0, 1)),
+        "OMPI_COMM_WORLD_SIZE": ("1", digits(0, 1)),
+    },
+    "launch_from_slurm": {
+        "SLURM_PROCID": ("0", one_of("0")),
+        "SLURM_NPROCS": ("1", digits(1)),
+        "SLURM_LOCALID": ("0", digits(0)),
+    },
+    "launch_from_openmpi": {
+        "OMPI_COMM_WORLD_RANK": ("0", one_of("0")),
+        "OMPI_COMM_WORLD_SIZE": ("1", digits(1)),
+        "OMPI_COMM_WORLD_LOCAL_RANK": ("0", digits(0)),
+    },
+}
