@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.flat import Piece, aligned, flat, flat_like, renumber
+from booster.flat import Piece, aligned, flat_like, renumber
 from booster.masters.formats import Format
 
 State = dict[str, Any]
@@ -33,6 +33,7 @@ class Bucket:
         self.rest = format.allocate(self.size, self.dtype, self.device)
         shapes = [piece.param.shape for piece in pieces] if whole else [torch.Size([self.size])]
         self.handles = [nn.Parameter(_nothing(shape, self.device)) for shape in shapes]
+        self._layouts = [torch.empty_strided(p.param.shape, p.param.stride(), device="meta") for p in pieces]
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
 
@@ -44,11 +45,28 @@ class Bucket:
 
     def working(self) -> list[torch.Tensor]:
         """Flat views of the working weights, piece by piece."""
-        addresses = [piece.param.data_ptr() for piece in self.pieces]
-        if addresses != self._addresses:
-            self._views = [flat(piece.param.detach())[piece.start : piece.stop] for piece in self.pieces]
-            self._addresses = addresses
+        if [piece.param.data_ptr() for piece in self.pieces] != self._addresses:
+            self.find_working()
         return self._views
+
+    def find_working(self) -> None:
+        """Look anew where the working weights lie; those in another memory order than the bucket's are copied.
+
+        Raises RuntimeError if one became something else.
+        """
+        for piece, layout in zip(self.pieces, self._layouts, strict=True):
+            param = piece.param
+            if (param.shape, param.dtype, param.device) != (layout.shape, self.dtype, self.device):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(layout.shape)}, {self.dtype} on {self.device}, became one of "
+                    f"{tuple(param.shape)}, {param.dtype} on {param.device} after boost(); its master and optimizer state "
+                    "are of what it was. Convert the model before boost()"
+                )
+        self._addresses = [piece.param.data_ptr() for piece in self.pieces]
+        self._views = [
+            flat_like(piece.param.detach(), layout)[piece.start : piece.stop]
+            for piece, layout in zip(self.pieces, self._layouts, strict=True)
+        ]
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """Flat views of the gradients, piece by piece; none of them may be missing."""
@@ -58,25 +76,11 @@ class Bucket:
     # ------------------------------------------------------------------ masters
 
     def load(self, values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-        """The masters as float32, in `values` or in the bucket's own storage. Overwrites `spare`."""
-        if self.format.needs_values:
-            self.format.read(self.working(), self.rest, values, spare)
-            return values
-        return self.rest  # type: ignore[return-value]
-
-    def follow(self) -> None:
-        """Take over working weights that somebody else wrote: wherever one is not what its master rounds to.
-
-        Other formats than a float32 copy hold less than a master, and always follow.
-        """
-        if self.format.needs_values:
-            return
-        masters: torch.Tensor = self.rest  # type: ignore[assignment]
-        rounded = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        parts, mine = self.cut_like_pieces(rounded), self.cut_like_pieces(masters)
-        self.format.write(parts, masters, masters, self.scratch())
-        for old, working, master in zip(parts, self.working(), mine, strict=True):
-            torch.where(working == old, master, working.float(), out=master)
+        """The masters as float32, in `values` or in the bucket's own storage, weights that somebody else wrote taken over.
+        Overwrites `spare`."""
+        masters: torch.Tensor = values if self.format.needs_values else self.rest  # type: ignore[assignment]
+        self.format.read(self.working(), self.rest, masters, spare)
+        return masters
 
     def save(self, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
@@ -86,9 +90,8 @@ class Bucket:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def joined(self) -> torch.Tensor:
-        """A float32 copy of the masters."""
-        values = self.load(self.scratch(), self.scratch())
-        return values.clone() if values is self.rest else values
+        """The masters as float32: themselves where that is how they are kept, else a copy."""
+        return self.load(self.scratch(), self.scratch())
 
     @property
     def needs_values(self) -> bool:

@@ -50,8 +50,7 @@ class CompiledMasterStep(MasterStep):
         if key not in self._kernels:
             self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype)
         working, parts = bucket.working(), bucket.gradients(self.masters.gradient_of)
-        # A separate master is all that is read: the weights are only written.
-        weights = self._joined(bucket, working, "weights", fill=bucket.needs_values)
+        weights = self._joined(bucket, working, "weights")
         grads = self._joined(bucket, parts, "gradients")
         try:
             self._kernels[key].step(
@@ -70,18 +69,17 @@ class CompiledMasterStep(MasterStep):
         if weights is not working[0]:
             torch._foreach_copy_(working, bucket.cut_like_pieces(weights))
 
-    def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str, fill: bool = True) -> torch.Tensor:
+    def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str) -> torch.Tensor:
         """The pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
 
-        name: of a memory for copies, which the next bucket uses again. fill: False leaves it as it is.
+        name: of a memory for copies, which the next bucket uses again.
         """
         if len(pieces) == 1 and pieces[0].numel() == bucket.size and pieces[0].dtype == bucket.dtype:
             return pieces[0]
         key = (bucket.size, bucket.dtype, bucket.device, name)
         if key not in self._copies:
             self._copies[key] = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
-        if fill:
-            torch._foreach_copy_(bucket.cut_like_pieces(self._copies[key]), pieces)
+        torch._foreach_copy_(bucket.cut_like_pieces(self._copies[key]), pieces)
         return self._copies[key]
 
 

@@ -12,7 +12,17 @@ from abc import abstractmethod
 
 import torch
 
-from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Views, split_like
+from booster.masters.formats import (
+    Format,
+    Kahan,
+    Nearest,
+    Separate,
+    SplitBFloat16,
+    SplitFloat16,
+    Views,
+    split_like,
+    whole_steps,
+)
 
 _CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
 _OFFSET = 2**15  # what makes a signed remainder a positive number
@@ -54,7 +64,8 @@ class BFloat16Planes(Planes):
     """As `SplitBFloat16`."""
 
     def join(self, weights: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        return (weights.view(torch.int32) + left).view(torch.float32)
+        joined = (weights.view(torch.int32) + left).view(torch.float32)
+        return torch.where(joined.isnan() & (weights == 0), weights, joined)
 
     def part(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rounded = round_bfloat16(values)
@@ -65,12 +76,13 @@ class Float16Planes(Planes):
     """As `SplitFloat16`."""
 
     def join(self, weights: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        return weights + _step(weights) * left.float()
+        joined = weights + _step(weights) * left.float()
+        return _taken(joined, round_float16(joined), weights)
 
     def part(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rounded = round_float16(values)
-        left = ((values - rounded) / _step(rounded)).round()
-        return rounded, torch.where(left.isfinite(), left, 0.0).to(torch.int32)
+        left = (values - rounded) / _step(rounded)
+        return rounded, whole_steps(torch.where(left.isfinite(), left, 0.0)).to(torch.int32)
 
 
 def compiled_format(format: Format) -> Format:
@@ -96,9 +108,11 @@ def join(format: Format, weights: torch.Tensor, rest: list[torch.Tensor]) -> tor
     """New float32 masters from half `weights` and `rows` of what is kept."""
     if isinstance(format, Planes):
         return format.join(weights.float(), _counted(*rest))
-    if isinstance(format, Separate):
-        return rest[0].clone()  # a value of the graph, which takes a gradient without leaving it
-    return weights.float() + rest[0].float() if rest else weights.float()
+    wide = weights.float()
+    if not rest:
+        return wide
+    joined = rest[0] if isinstance(format, Separate) else wide + rest[0].float()
+    return _taken(joined, _rounded(joined, weights.dtype), wide)
 
 
 def part(format: Format, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -106,16 +120,21 @@ def part(format: Format, values: torch.Tensor, dtype: torch.dtype) -> tuple[torc
     if isinstance(format, Planes):
         rounded, left = format.part(values)
         return rounded, list(_planes(left))
-    rounded = round_bfloat16(values) if dtype == torch.bfloat16 else round_float16(values)
+    rounded = _rounded(values, dtype)
     if isinstance(format, Separate):
         return rounded, [values]
+    if not isinstance(format, Kahan):
+        return rounded, []
     error = values - rounded
-    return rounded, [torch.where(error.isfinite(), error, 0.0)] if isinstance(format, Kahan) else []
+    left = _nearest(torch.where(error.isfinite(), error, 0.0), dtype)
+    moves = (_rounded(rounded + left, dtype) != rounded) & (left != 0)
+    return rounded, [torch.where(moves, _towards_zero(left, dtype), left)]
 
 
 def round_bfloat16(values: torch.Tensor) -> torch.Tensor:
     """`values` rounded to bfloat16, ties away from zero."""
-    return ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    rounded = ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded)  # the carry of a NaN can reach its sign
 
 
 def round_float16(values: torch.Tensor) -> torch.Tensor:
@@ -126,9 +145,32 @@ def round_float16(values: torch.Tensor) -> torch.Tensor:
     bits = values.view(torch.int32)
     normal = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).view(torch.float32)
     size = values.abs()
-    tiny = torch.where(values < 0, -((size + 0.5) - 0.5), (size + 0.5) - 0.5)  # multiples of 2**-24
+    tiny = torch.copysign((size + 0.5) - 0.5, values)  # multiples of 2**-24
     rounded = torch.where(size < 2.0**-14, tiny, normal)
     return torch.where(size >= 65520.0, values * float("inf"), rounded)
+
+
+def _taken(joined: torch.Tensor, rounded: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Masters, or weights where a master does not round to its weight, or is a zero whose sign may be another."""
+    return torch.where((rounded == weights) & (joined != 0), joined, weights)
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return round_bfloat16(values) if dtype == torch.bfloat16 else round_float16(values)
+
+
+def _nearest(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Finite `values` rounded as torch does, ties to even."""
+    if dtype != torch.bfloat16:
+        return round_float16(values)
+    bits = values.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).view(torch.float32)
+
+
+def _towards_zero(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The next number of `dtype` that is smaller in magnitude than `values`, powers of two."""
+    digits, smallest = (8, 2.0**-133) if dtype == torch.bfloat16 else (11, 2.0**-24)
+    return values - torch.copysign((values.abs() * 2.0**-digits).clamp(min=smallest), values)
 
 
 def _counted(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

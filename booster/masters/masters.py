@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +20,14 @@ from booster.masters.formats_compiled import compiled_format
 from booster.masters.options import MasterOptions
 from booster.masters.states import signature, state_of_bucket, state_of_params
 from booster.optimizer_kinds import kind_of
+from booster.optimizer_states import load_states
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
+
+
+def may_have_master(param: torch.Tensor) -> bool:
+    """Whether a master of `param` would hold anything."""
+    return param.dtype in HALF_DTYPES and param.numel() > 0
 
 
 def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -61,7 +68,7 @@ class Masters:
         self._options = options
         self._compiled = compiled
         self._formats: dict[torch.dtype, Format] = {}
-        self._versions: dict[torch.Tensor, int] = {}
+        self._layouts: dict[torch.Tensor, torch.Tensor] = {}  # memory order that buckets know; tensors without data
         self.adopt(sources)
 
     # ------------------------------------------------------------------ parameters
@@ -69,14 +76,16 @@ class Masters:
     def adopt(self, sources: Weights | None = None) -> None:
         """Make masters for half parameters of the groups that have none yet; state they have already moves along.
 
-        Masters become the float32 values that were loaded into their weights, see `LoadedWeights`.
+        Masters become the float32 values that were loaded into their weights, see `LoadedWeights`. Where a parameter with a
+        master changed its memory order, as by `model.to(memory_format=...)`, masters and state are laid anew. Raises
+        RuntimeError for one whose shape, dtype or device changed.
         """
+        self._follow_layouts()
         loaded = self.loaded_weights()
         if loaded:
             self._take_loaded(loaded)
-        held = {piece.param for bucket in self.buckets for piece in bucket.pieces}
         fresh = [
-            [p for p in group["params"] if p.requires_grad and p.dtype in HALF_DTYPES and p not in held]
+            [p for p in group["params"] if p.requires_grad and may_have_master(p) and p not in self._layouts]
             for group in self.optimizer.param_groups
         ]
         if not any(fresh):
@@ -84,20 +93,6 @@ class Masters:
         state = self.optimizer.state
         states = {p: state.pop(p) for params in fresh for p in params if p in state}
         self.buckets += self._build(fresh, states, sources or {})
-        self.note_weights()
-
-    def follow_weights(self) -> None:
-        """Take over working weights that were written since `note_weights`, as by `model.load_state_dict`."""
-        foreign = {param for param, version in self._versions.items() if param._version != version}
-        if foreign:
-            for bucket in self.buckets:
-                if not foreign.isdisjoint(bucket.params):
-                    bucket.follow()
-            self.note_weights()
-
-    def note_weights(self) -> None:
-        """Working weights and masters agree now."""
-        self._versions = {param: param._version for param in self.params()}
 
     @property
     def size(self) -> int:
@@ -106,11 +101,10 @@ class Masters:
 
     def params(self) -> list[torch.Tensor]:
         """Parameters with masters, each once."""
-        return list({piece.param: None for bucket in self.buckets for piece in bucket.pieces})
+        return list(self._layouts)
 
     def _take_loaded(self, values: Weights) -> None:
         """Make `values` the masters of the weights that they round to; others were written since."""
-        self.follow_weights()
         for bucket in self.buckets:
             if bucket.rest is None or values.keys().isdisjoint(bucket.params):
                 continue
@@ -122,7 +116,6 @@ class Masters:
                     value = flat_like(values[piece.param], piece.param)[piece.start : piece.stop].to(master)
                     torch.where(working == value.to(working.dtype), value, master, out=master)
             bucket.save(masters, bucket.scratch())
-        self.note_weights()
 
     def divide_by_gradients(self) -> None:
         """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone."""
@@ -139,7 +132,7 @@ class Masters:
         """The optimizer's state by working parameter, in shapes of the parameters. Do not write to it."""
         handles = {handle for bucket in self.buckets for handle in bucket.handles}
         other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
-        return defaultdict(dict, {**other, **state_of_params(self.buckets, self.optimizer.state)})
+        return defaultdict(dict, {**other, **state_of_params(self.buckets, self.optimizer.state, self._layouts)})
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """What `optimizer.state_dict()` would be if it had been stepped on float32 parameters."""
@@ -154,62 +147,46 @@ class Masters:
 
         Masters and handles stay; only containers of the optimizer change.
         """
-        optimizer, params = self.optimizer, self.params()
-        stand_ins = {p: nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in params}
+        optimizer = self.optimizer
+        # Torch casts state to the dtype of the parameter that it belongs to.
+        stand_ins = {p: nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in self._half_params()}
         optimizer.state = defaultdict(dict)
         with self._replaced(stand_ins):
-            # Torch casts state to the dtype of the parameter that it belongs to.
-            optimizer.load_state_dict(state_dict)
-        loaded = optimizer.state
-        return {p: loaded.pop(s) for p, s in stand_ins.items() if s in loaded}
+            load_states(optimizer, state_dict)
+        return {p: optimizer.state.pop(s) for p, s in stand_ins.items() if s in optimizer.state}
 
     def take_over(self, states: Mapping[torch.Tensor, State], masters: Weights) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are."""
-        params = self.params()
-        values = {p: masters[p] if p in masters else self.joined(p) for p in params}
-        held = set(params)
-        self.buckets = []
-        self.buckets = self._build(
-            [[p for p in group["params"] if p in held] for group in self.optimizer.param_groups], states, values
-        )
-        self.note_weights()
+        # Of a parameter that was frozen since: kept for the day when it is not, while its weights stay what they are.
+        frozen = [(p, p.detach().clone()) for p in masters if p not in self._layouts]
+        kept = {} if self._layouts.keys() <= masters.keys() else self.values()
+        self._rebuild(states, {**kept, **masters})
+        for param, weights in frozen:
+            param.detach().copy_(weights)
+        self.optimizer.state.update({p: own for p, own in states.items() if p not in self._layouts})
 
     # ------------------------------------------------------------------ values
 
     def joined(self, param: torch.Tensor) -> torch.Tensor:
         """A float32 copy of the master of `param`, in its shape."""
         self.adopt()
-        parts = [(p, b.joined()) for b in self.buckets for p in b.pieces if p.param is param]
-        parts.sort(key=lambda part: part[0].start)
-        values = [joined[piece.offset : piece.offset + piece.size] for piece, joined in parts]
-        return shaped_like(torch.cat(values), param)
+        return self._values_of({param: None})[param].clone()
 
     def values(self) -> Weights:
         """The masters by parameter, float32 in its shape: themselves where one is kept in one piece, else copies."""
         self.adopt()
-        self.follow_weights()
-        parts: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
-        for bucket in self.buckets:
-            held = bucket.rest is not None and bucket.rest.dtype == torch.float32
-            joined: Any = bucket.rest if held else bucket.joined()
-            for piece in bucket.pieces:
-                part = joined[piece.offset : piece.offset + piece.size]
-                parts.setdefault(piece.param, []).append((piece.start, part))
-        pieces = {param: [part for _, part in sorted(found, key=lambda f: f[0])] for param, found in parts.items()}
-        return {p: shaped_like(own[0] if len(own) == 1 else torch.cat(own), p) for p, own in pieces.items()}
+        return self._values_of(self._layouts)
 
     def state_dict(self) -> dict[str, Any]:
         """The masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
         self.adopt()
-        self.follow_weights()
         parts: dict[torch.Tensor, torch.Tensor] = {}
         for bucket in self.buckets:
             if bucket.rest is None:
                 continue
-            joined = bucket.joined()
-            for piece in bucket.pieces:
+            for piece, values in zip(bucket.pieces, bucket.cut_like_pieces(bucket.joined()), strict=True):
                 whole = parts.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
-                flat(whole)[piece.start : piece.stop] = joined[piece.offset : piece.offset + piece.size]
+                flat(whole)[piece.start : piece.stop] = values
         state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in parts.items()}}
         generators = {
             str(device): generator.get_state()
@@ -222,7 +199,7 @@ class Masters:
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
         """The weights in `state`, by parameter. Raises ValueError, with nothing changed, if they cannot be masters here."""
         weights, rounding = state["weights"], state.get("rounding", {})
-        params = {self._name(p): p for p in self.params()}
+        params = {self._name(p): p for p in self._half_params()}
         unknown = {
             name: tuple(weight.shape)
             for name, weight in weights.items()
@@ -257,6 +234,40 @@ class Masters:
 
     # ------------------------------------------------------------------ inside
 
+    def _values_of(self, params: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, torch.Tensor]:
+        parts: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
+        for bucket in self.buckets:
+            if any(piece.param in params for piece in bucket.pieces):
+                for piece, part in zip(bucket.pieces, bucket.cut_like_pieces(bucket.joined()), strict=True):
+                    parts.setdefault(piece.param, []).append((piece.start, part))
+        values = {}
+        for param in params:
+            own = [part for _, part in sorted(parts[param], key=lambda found: found[0])]
+            values[param] = shaped_like(own[0] if len(own) == 1 else torch.cat(own), self._layouts[param])
+        return values
+
+    def _half_params(self) -> list[torch.Tensor]:
+        """Parameters of the groups that have masters, or would have if they were trained."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if may_have_master(p)]
+
+    def _follow_layouts(self) -> None:
+        if all(p.stride() == known.stride() and p.shape == known.shape for p, known in self._layouts.items()):
+            return
+        for bucket in self.buckets:
+            bucket.find_working()
+        state = self.optimizer.state
+        states = state_of_params(self.buckets, state, self._layouts)
+        values = self._values_of(self._layouts)
+        for bucket in self.buckets:
+            for handle in bucket.handles:
+                state.pop(handle, None)
+        self._rebuild(states, values)
+
+    def _rebuild(self, states: Mapping[Any, State], values: Weights) -> None:
+        held = [[p for p in group["params"] if p in values] for group in self.optimizer.param_groups]
+        self.buckets, self._layouts = [], {}
+        self.buckets = self._build(held, states, values)
+
     def _build(self, groups: list[list[torch.Tensor]], states: Mapping[Any, State], sources: Weights) -> list[Bucket]:
         total = sum(p.numel() for params in groups for p in params) + sum(b.size for b in self.buckets)
         buckets = []
@@ -268,6 +279,7 @@ class Masters:
                 whole = self.kind != "elementwise" or param.dim() == 0
                 kept = () if whole else signature(param, states.get(param))
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
+                self._layouts[param] = torch.empty_strided(param.shape, param.stride(), device="meta")
             for (device, dtype, whole, _), several in alike.items():
                 size = total if self.kind == "whole" else bucket_size(total, device, compiled=self._compiled)
                 for pieces in pack(several, size) if whole else cut(several, size):
@@ -279,6 +291,7 @@ class Masters:
                 source = sources.get(piece.param, piece.param).detach()
                 part = flat_like(source, piece.param)[piece.start : piece.stop]
                 values[piece.offset : piece.offset + piece.size].copy_(part)
+            values.masked_fill_(values.isnan(), math.nan)  # see `formats.plain_nan_`
             bucket.save(values, bucket.scratch())
         return buckets
 

@@ -12,8 +12,10 @@ from booster.flat import flat_like, shaped_like
 from booster.masters.bucket import Bucket, State, is_elementwise
 
 
-def state_of_params(buckets: Iterable[Bucket], state: Mapping[Any, State]) -> dict[torch.Tensor, State]:
-    """The state of every parameter in `buckets`, in the parameter's shape; `state` is the optimizer's, by handle.
+def state_of_params(
+    buckets: Iterable[Bucket], state: Mapping[Any, State], layouts: Mapping[torch.Tensor, torch.Tensor]
+) -> dict[torch.Tensor, State]:
+    """The state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
 
     Tensors are views of the optimizer's where a parameter lies in one bucket, else copies; counters are copies.
     """
@@ -32,7 +34,7 @@ def state_of_params(buckets: Iterable[Bucket], state: Mapping[Any, State]) -> di
                     for key, value in own.items()
                 }
             parts.setdefault(piece.param, []).append((piece.start if not bucket.whole else -1, own))
-    return {param: _assemble(param, sorted(found, key=lambda part: part[0])) for param, found in parts.items()}
+    return {param: _assemble(layouts[param], sorted(found, key=lambda part: part[0])) for param, found in parts.items()}
 
 
 def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:

@@ -42,7 +42,6 @@ class MasterStep:
                 self._step_whole(grad_scale, None)
             else:
                 self._step_buckets(grad_scale)
-            self.masters.note_weights()
 
     @torch.no_grad()
     def step_with_closure(self, closure: Callable[[], Any], grad_scale: Callable[[], float]) -> Any:
@@ -57,12 +56,10 @@ class MasterStep:
                     loss = closure()
                 self._prepare()
                 self._step_buckets(grad_scale())
-            self.masters.note_weights()
             return loss
 
     def _prepare(self) -> None:
         self.masters.adopt()
-        self.masters.follow_weights()
         self.masters.divide_by_gradients()
         for bucket in self.masters.buckets:
             for param in bucket.params:

@@ -160,7 +160,6 @@ class MasterUpdate(HostUpdate):
     def read_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
         saved = own.get("masters")
         self.masters.adopt()
-        self.masters.follow_weights()
         weights = {} if saved is None else self.masters.read_state_dict(saved)
         states = self.masters.read_optimizer_state_dict(state_dict)
 

@@ -233,6 +233,8 @@ class MixedPrecision:
             make_update=make_update,
         )
         wrapper.watch(bare(boosted.module))
+        if make_update is not None and shards.sharded:
+            shards.publish()  # masters round the weights of their own part anew, ties not as the cast did
         return wrapper
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from booster.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.loss_scaler import LossScaler
+from booster.optimizer_states import load_states
 from booster.shards import Shards
 from booster.update import agreement
 from booster.update.backward_pass import BackwardPass
@@ -220,7 +221,7 @@ class Update(ABC):
 
         Containers of the optimizer may change, but no tensor; what is returned does the rest, and does not fail.
         """
-        self.optimizer.load_state_dict(state_dict)
+        load_states(self.optimizer, state_dict)
         return lambda: None
 
     def watch(self, model: nn.Module) -> None:

@@ -936,3 +936,38 @@ def two_models(rank, world_size, stage):
 @stages
 def test_optimizers_that_share_a_backward_skip_together_on_all_ranks(ranks2, stage):
     assert ranks2(two_models, stage) == [(False, False, SCALE / 2, SCALE / 2)] * 2
+
+
+# ---- rounding ----
+
+FORMS = {
+    "bf16, split": BF16NaiveMixedPrecision,
+    "bf16, fp32": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
+    "bf16, none": lambda: BF16NaiveMixedPrecision(master_weights="none"),
+    "bf16, stochastic": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
+    "bf16, kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
+    "fp16, fp32": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE),
+    "fp16, split": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE, master_weights="split"),
+    "fp16, stochastic": lambda: FP16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
+}
+
+
+def weights_half_way(rank, world_size, stage):
+    """Weights right after boost, of a model all of whose weights lie half way between two half numbers."""
+    found = {}
+    for name, make in FORMS.items():
+        model = net()
+        digits = 7 if name.startswith("bf16") else 10
+        with torch.no_grad():
+            for param in model.parameters():
+                mantissa, exponent = torch.frexp(param)
+                steps = (mantissa * 2 ** (digits + 1)).round() + 0.5
+                param.copy_(torch.ldexp(steps / 2 ** (digits + 1), exponent))
+        found[name] = Job(make(), zero(stage), model=model).weights()
+    return found
+
+
+@stages
+def test_weights_are_equal_on_all_ranks_right_after_boost_also_where_rounding_is_a_tie(ranks2, stage):
+    first, second = ranks2(weights_half_way, stage)
+    assert [name for name in FORMS if not same(first[name], second[name])] == []

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 SCALE = {"initial_scale": 2.0**13, "growth_interval": 5}
 PRECISIONS = {
@@ -35,10 +35,12 @@ def model():
 
 
 class Run:
-    def __init__(self, precision="bf16, split", optimizer="AdamW"):
+    def __init__(self, precision="bf16, split", optimizer="AdamW", frozen=()):
         strategy = PRECISIONS[precision]() if precision in PRECISIONS else precision
         self.booster = Booster("cpu", strategy)
         net = model()
+        for name in frozen:
+            net.get_parameter(name).requires_grad_(False)
         self.model, self.optimizer, self.criterion, *_ = self.booster.boost(
             net, OPTIMIZERS[optimizer](net.parameters()), nn.CrossEntropyLoss()
         )
@@ -188,3 +190,50 @@ def test_loading_another_models_weights_alone_moves_the_masters():
     run.load(other.save(), ("model",))
     for name, master in run.optimizer.state_dict()["booster"]["masters"]["weights"].items():
         assert torch.equal(master.bfloat16(), other.model.get_parameter(name))
+
+
+def O2():
+    return FP16ApexMixedPrecision("O2", loss_scale=2.0**7, verbosity=0)
+
+
+FROZEN = [name for name in PRECISIONS if "none" not in name and "stochastic" not in name]
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=" then ".join)
+@pytest.mark.parametrize("precision", [*FROZEN, "O2"])
+def test_a_checkpoint_loads_where_a_parameter_was_frozen_since_and_its_master_waits(precision, order):
+    first, second = (Run(O2() if precision == "O2" else precision, frozen=names) for names in ((), ["3.weight"]))
+    first.train(range(3))
+    saved = first.save()
+    second.load(saved, order)
+    assert same(second.save(), saved)
+    before = second.model.get_parameter("3.weight").detach().clone()
+    second.train(range(3, 5))
+    assert torch.equal(second.model.get_parameter("3.weight"), before)
+    kept = second.optimizer.state_dict()["booster"]["masters"]["weights"]["3.weight"]
+    assert torch.equal(kept, saved["optimizer"]["booster"]["masters"]["weights"]["3.weight"])
+    assert not torch.equal(kept, before.float())
+    second.model.get_parameter("3.weight").requires_grad_(True)
+    second.train(range(5, 7))
+    assert not torch.equal(second.model.get_parameter("3.weight"), before)
+
+
+@pytest.mark.parametrize("precision", FROZEN)
+def test_state_of_a_frozen_parameter_keeps_float32(precision):
+    plain = Run("fp32")
+    plain.train(range(3))
+    state = plain.save()
+    run = Run(precision, frozen=["3.weight"])
+    run.load(state, ("optimizer",))
+    assert same(run.optimizer.state_dict()["state"], state["optimizer"]["state"])
+
+
+def test_a_frozen_parameters_master_does_not_write_its_weights():
+    first = Run("fp16, fp32 masters")
+    first.train(range(3))
+    second = Run("fp16, fp32 masters", frozen=["3.weight"])
+    with torch.no_grad():
+        second.model.get_parameter("3.weight").fill_(0.5)
+    second.load(first.save(), ("optimizer",))
+    assert (second.model.get_parameter("3.weight") == 0.5).all()
+    assert (second.optimizer.state_dict()["booster"]["masters"]["weights"]["3.weight"] == 0.5).all()

@@ -1,0 +1,37 @@
+"""Loading an optimizer's state without rounding it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Run `optimizer.load_state_dict`, then give single numbers, such as NAdam's product of momenta, their dtype back.
+
+    Torch casts every floating state to the dtype of its parameter. A number that stands beside a half parameter is no
+    part of it, and half precision would change it.
+    """
+    optimizer.load_state_dict(state_dict)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    saved = [(param, state_dict["state"].get(key, {})) for param, key in zip(params, keys, strict=True)]
+    # Of a parameter without dimensions every state is a single number: what they are is known from the others.
+    numbers = {
+        name
+        for param, own in saved
+        if param.dim()
+        for name, value in own.items()
+        if name != "step" and _is_number(value)
+    }
+    for param, own in saved:
+        loaded = optimizer.state.get(param, {})
+        for name in numbers & own.keys() & loaded.keys():
+            if _is_number(loaded[name]) and _is_number(own[name]) and loaded[name].dtype != own[name].dtype:
+                loaded[name] = own[name].to(loaded[name].device)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0

@@ -1,0 +1,181 @@
+"""Weights that somebody else writes between two steps are what the next step starts from, however they are written."""
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
+
+PRECISIONS = {
+    "fp16, fp32 masters": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**7),
+    "fp16, split": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**7, master_weights="split"),
+    "fp16, kahan": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**7, master_weights="none", rounding="kahan"),
+    "bf16, fp32 masters": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
+    "bf16, split": lambda: BF16NaiveMixedPrecision(),
+    "bf16, none": lambda: BF16NaiveMixedPrecision(master_weights="none"),
+    "bf16, stochastic": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
+    "bf16, kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
+    "O2": lambda: FP16ApexMixedPrecision("O2", loss_scale=128.0, verbosity=0),
+}
+
+
+class WithEmpty(nn.Linear):
+    """A layer with a parameter that has no elements."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+
+
+class Run:
+    def __init__(self, precision, *, lr=0.01, fused=True, layer=nn.Linear, make=torch.optim.SGD):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(40, 300), nn.ReLU(), nn.Linear(300, 50), layer(50, 30))
+        net[2].bias.requires_grad_(False)
+        self.booster = Booster("cpu", PRECISIONS[precision](), fused_optimizer=fused)
+        self.model, self.optimizer, *_ = self.booster.boost(net, make(net.parameters(), lr=lr))
+        self.generator = torch.Generator().manual_seed(1)
+        self.params = list(self.model.parameters())
+
+    def step(self, lr=None):
+        if lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        self.optimizer.zero_grad()
+        loss = (self.model(torch.randn(8, 40, generator=self.generator)) - 1).square().mean()
+        self.booster.backward(loss, self.optimizer)
+        assert self.optimizer.step().applied
+
+    def weights(self):
+        return [param.detach().clone() for param in self.params]
+
+
+def new_weights(param, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    return (0.05 * torch.randn(param.shape, generator=generator)).to(param.dtype)
+
+
+def _load(run):
+    run.model.load_state_dict({name: new_weights(p) for name, p in run.model.named_parameters()})
+
+
+def _each(write):
+    def write_all(run):
+        with torch.no_grad():
+            for param in run.params:
+                write(param)
+
+    return write_all
+
+
+def _set_data(param):
+    param.data = new_weights(param)
+
+
+def _swap_there_and_back(param):
+    kept, param.data = param.data, new_weights(param)
+    param.data = kept
+
+
+WRITES = {
+    "load_state_dict": _load,
+    "copy_": _each(lambda p: p.copy_(new_weights(p))),
+    "data.copy_": _each(lambda p: p.data.copy_(new_weights(p))),
+    "data =": _each(_set_data),
+    "data.clamp_": _each(lambda p: p.data.clamp_(-0.01, 0.01)),
+    "data.neg_": _each(lambda p: p.data.neg_()),
+    "a mask": _each(lambda p: p.data.mul_(new_weights(p) > 0)),
+    "zeros": _each(lambda p: p.zero_()),
+    "one element": _each(lambda p: p.data.view(-1)[-1:].fill_(0.5)),
+    "two elements change places": _each(lambda p: p.data.copy_(p.data.roll(1, 0))),
+    "there and back": _each(_swap_there_and_back),
+}
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_without_an_update_leaves_what_was_written(precision, write):
+    run = Run(precision)
+    run.step()
+    run.step()
+    before = run.weights()
+    WRITES[write](run)
+    written = run.weights()
+    assert equal(before, written) == (write == "there and back")
+    run.step(lr=0.0)
+    assert equal(run.weights(), written)
+
+
+def _unfreeze(run):
+    run.model[2].bias.requires_grad_(True)
+
+
+def _add_group(run):
+    extra = nn.Parameter(torch.ones(8, dtype=run.params[0].dtype))
+    run.optimizer.add_param_group({"params": [extra]})
+
+
+@pytest.mark.parametrize("event", [_unfreeze, _add_group, None], ids=["unfrozen", "group added", "an empty parameter"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_loaded_weights_stay_whatever_else_changes_before_the_next_step(precision, event):
+    run = Run(precision, layer=nn.Linear if event else WithEmpty)
+    run.step()
+    _load(run)
+    if event is not None:
+        event(run)
+    written = run.weights()
+    run.step(lr=0.0)
+    assert equal(run.weights(), written)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_masters_of_weights_that_nobody_wrote_keep_every_bit(precision):
+    run = Run(precision)
+    run.step()
+    before = run.optimizer.state_dict()["booster"].get("masters", {"weights": {}})["weights"]
+    _each(_swap_there_and_back)(run)
+    with torch.no_grad():
+        run.params[0].data[0].fill_(0.25)
+    after = run.optimizer.state_dict()["booster"].get("masters", {"weights": {}})["weights"]
+    for name, master in before.items():
+        rows = slice(1, None) if master.shape == run.params[0].shape else slice(None)
+        assert torch.equal(after[name][rows], master[rows])
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "bf16, none"])
+def test_weights_that_were_set_to_zero_go_on_training(precision):
+    run = Run(precision, make=torch.optim.AdamW)
+    for _ in range(3):
+        run.step()
+    with torch.no_grad():
+        run.params[-1].zero_()
+        run.params[-2].data.zero_()
+    for _ in range(3):
+        run.step()
+    for param in run.params[-2:]:
+        assert int((param == 0).sum()) <= 0.05 * param.numel()
+        assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_parameter_that_became_something_else_raises(precision):
+    run = Run(precision)
+    run.step()
+    run.params[0].data = run.params[0].data[:10].clone()
+    with pytest.raises(RuntimeError, match=r"became one of \(10, 40\).*Convert the model before boost"):
+        run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name not in ("bf16, none", "bf16, stochastic")])
+def test_a_model_that_was_cast_after_boost_raises(precision):
+    run = Run(precision)
+    run.step()
+    for param in run.params:
+        param.data = param.data.float()
+    with pytest.raises(RuntimeError, match="after boost"):
+        run.optimizer.state_dict()
