@@ -39,3 +39,22 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
             f"device={str(resolved)!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
         )
     return resolved
+
+
+class HostCopy:
+    """A 0-dim tensor, as a bool, on its way to the host; a call waits for that copy, not for what was queued later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tensor.clone()
+
+    def __call__(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._host)

@@ -16,12 +16,17 @@ from typing import Any
 import torch
 
 from booster import arguments
+from booster.device import HostCopy
 
 SMALLEST_SCALE = 2.0**-126  # gradients are multiplied by its inverse, which float32 must hold
 
 
 class LossScaler:
-    """The null object: no scaling. Also the interface of every scale."""
+    """The interface of every scale, and the null object: no scaling.
+
+    One of your own sets `enabled = True` and overrides `scale` and `update`, `state_dict` and `load_state_dict` if it has
+    anything to resume with. It need not know where it runs: where steps are decided on a device, `on_device` has it follow.
+    """
 
     enabled = False
 
@@ -29,6 +34,11 @@ class LossScaler:
     def scale(self) -> float:
         """The factor on the next loss. Reading it waits for the device where the scale lives on one."""
         return 1.0
+
+    @property
+    def factor(self) -> Any:
+        """`scale` where it lives: a float, or a 0-dim tensor that nobody has to wait for."""
+        return self.scale
 
     @property
     def min_scale(self) -> float | None:
@@ -40,11 +50,14 @@ class LossScaler:
         return f"{self.scale:g}{floor}"
 
     def update(self, found_inf: Any) -> None:
-        """Take note of one optimizer step: `found_inf` says whether its gradients held an inf or NaN."""
+        """Take note of one optimizer step: `found_inf` says whether its gradients held an inf or NaN.
+
+        A bool; a 0-dim float tensor, 1 for yes, for what `on_device` returns.
+        """
 
     def on_device(self, device: torch.device) -> LossScaler:
-        """The same scale with its state in tensors on `device`, so that updating it needs no host sync."""
-        return self
+        """A form of this scale for steps that are decided on `device`; for a rule on the host, `HostRule`."""
+        return HostRule(self) if self.enabled else self
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -57,7 +70,54 @@ class LossScaler:
             )
 
 
-NoScale = LossScaler
+class NoScale(LossScaler):
+    """No scaling."""
+
+
+class HostRule(LossScaler):
+    """A scale whose rule runs on the host, for steps that are decided on a device.
+
+    The rule learns what a step found when the scale is next read, from a copy that was then long under way.
+    """
+
+    enabled = True
+
+    def __init__(self, host: LossScaler) -> None:
+        self._host = host
+        self._found: HostCopy | None = None
+
+    @property
+    def host(self) -> LossScaler:
+        """The scale, with every step counted; waits for the last step's decision."""
+        found, self._found = self._found, None
+        if found is not None:
+            self._host.update(found())
+        return self._host
+
+    @property
+    def scale(self) -> float:
+        return self.host.scale
+
+    @property
+    def min_scale(self) -> float | None:
+        return self.host.min_scale
+
+    def describe(self) -> str:
+        return self.host.describe()
+
+    def update(self, found_inf: torch.Tensor) -> None:
+        self._found, before = HostCopy(found_inf), self._found
+        if before is not None:
+            self._host.update(before())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.host.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.host.load_state_dict(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_host": self.host, "_found": None}  # a copy on its way cannot be copied
 
 
 class DynamicScale(LossScaler):
@@ -126,7 +186,9 @@ class DynamicScale(LossScaler):
                 self._scale = scale
 
     def on_device(self, device: torch.device) -> LossScaler:
-        return DeviceScale(self, device)
+        """A `DeviceScale`, unless a subclass has a rule of its own."""
+        own = any(name in vars(base) for base in type(self).__mro__[: _index_of(type(self))] for name in _RULE)
+        return super().on_device(device) if own else DeviceScale(self, device)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -143,6 +205,23 @@ class DynamicScale(LossScaler):
         """
         scale, growth, hysteresis = _read_state(state)
         self._scale, self._growth_tracker, self._hysteresis_tracker = scale, growth, hysteresis
+
+
+# What `DeviceScale` takes from a DynamicScale as it is, or does in tensors in its place.
+_RULE = ("update", "scale", "factor", "floor", "min_scale", "describe", "state_dict", "load_state_dict")
+
+
+def _index_of(cls: type[DynamicScale]) -> int:
+    return cls.__mro__.index(DynamicScale)
+
+
+class StaticScale(DynamicScale):
+    """A loss scale that never moves; steps whose gradients overflow are still skipped."""
+
+    def __init__(self, scale: float = 2.0**16) -> None:
+        if not (arguments.is_number(scale) and _is_scale(scale)):
+            raise ValueError(arguments.refusal("scale", scale, "at least 2**-126, and finite in float32"))
+        super().__init__(init_scale=scale, min_scale=scale, max_scale=scale)
 
 
 class DeviceScale(LossScaler):
@@ -164,6 +243,10 @@ class DeviceScale(LossScaler):
     @property
     def scale(self) -> float:
         return float(self.tensor)
+
+    @property
+    def factor(self) -> torch.Tensor:
+        return self.tensor
 
     @property
     def min_scale(self) -> float | None:

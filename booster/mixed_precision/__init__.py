@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from booster import arguments
-from booster.loss_scaler import DynamicScale, LossScaler, NoScale
+from booster.loss_scaler import DynamicScale, LossScaler, NoScale, StaticScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision, Placement
@@ -28,6 +28,7 @@ __all__ = [
     "NaiveMixedPrecision",
     "NoScale",
     "Placement",
+    "StaticScale",
     "available",
     "is_batch_norm",
     "make",

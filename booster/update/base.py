@@ -58,6 +58,11 @@ class Update(ABC):
         self.optimizer = optimizer
         self.kernel = FusedKernel(optimizer)
         self.shards = shards or Shards(optimizer)
+        if not scaler.enabled and scaler.scale != 1.0:
+            raise ValueError(
+                f"{type(scaler).__name__} has a scale of {scaler.scale:g} and enabled = False, so nothing would be scaled; set "
+                "enabled = True in the class"
+            )
         self.scaler = scaler
         self.joint = JointDecision([self])
         self.names = names

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD, Optimizer
 
+from booster.device import HostCopy
 from booster.grads import agree_on, clamp_values, tensor_norms
 from booster.update.base import Update
 from booster.update.fused import has_step_hooks, honours_grad_scale
@@ -30,7 +31,7 @@ class DeviceUpdate(Update):
 
     @property
     def next_scale(self) -> Any:
-        return getattr(self.scaler, "tensor", 1.0)
+        return self.scaler.factor
 
     def found(self) -> torch.Tensor:
         if not self._measured:
@@ -132,23 +133,11 @@ class DeviceUpdate(Update):
         return self._pending * torch.where(norm.isfinite(), factor, 1.0)
 
 
-class _Applied:
-    """The opposite of a 0-dim found_inf, on its way to the host; a call waits for that copy, not for what comes later."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = tensor.clone()
+class _Applied(HostCopy):
+    """The opposite of a 0-dim found_inf."""
 
     def __call__(self) -> bool:
-        if self._event is not None:
-            self._event.synchronize()
-        return not bool(self._host)
+        return not super().__call__()
 
 
 def _lacks_momentum(optimizer: Optimizer) -> bool:
