@@ -27,8 +27,8 @@ def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch
         if model not in group.modules and slots.differ():
             shown.append(slots)
             for module in group.modules:
-                # Behind the hook by which torch frees what was gathered.
-                module.register_forward_hook(slots.after_forward)
+                # Behind the hook by which torch frees what was gathered, and, as that one, not for torch.compile to trace.
+                module.register_forward_hook(torch.compiler.disable(slots.after_forward))
     if not shown:
         return
 
@@ -40,8 +40,8 @@ def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch
         for slots in shown:
             slots.hide()
 
-    model.register_forward_pre_hook(begin)
-    model.register_forward_hook(end, always_call=True)
+    model.register_forward_pre_hook(torch.compiler.disable(begin))
+    model.register_forward_hook(torch.compiler.disable(end), always_call=True)
 
 
 class _Slots:
