@@ -19,6 +19,7 @@ from booster import arguments, checks, collectives
 from booster.accumulation import Accumulation, Listed, Unsynchronised
 from booster.boosted_loader import DataLoaderWrapper
 from booster.cast_regions import forward_region
+from booster.checkpoint.background import Background
 from booster.checkpoint.parts import Loaded, parts
 from booster.config import translate
 from booster.device import resolve_device
@@ -78,6 +79,7 @@ class Booster:
         # By id of the user's optimizer, which the wrapper keeps alive.
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
+        self._background = Background()
         self._unsynchronised: list[Unsynchronised] = []
 
     @classmethod
@@ -267,6 +269,7 @@ class Booster:
         extra: Any = None,
         step: int | None = None,
         keep_last: int | None = None,
+        async_save: bool = False,
     ) -> Path:
         """Write everything of the run as one checkpoint below `folder`, `folder/step-N`, and return its path; a collective.
 
@@ -275,14 +278,29 @@ class Booster:
         of every rank, and `extra`: numbers, strings, tensors, containers of them, objects with state_dict().
 
         step: the number in its name; None counts on from the newest. A checkpoint of the same step stays until the new one
-        is complete. keep_last: remove all but so many of the newest afterwards.
-        Raises on all ranks if any fails, with `folder` as it was; ImportError without safetensors.
+        is complete. keep_last: remove all but so many of the newest afterwards. async_save: return as soon as the state is
+        copied to host memory, and write while training goes on; the next save, a load and the end of the process wait, and
+        a failure surfaces there.
+        Raises `booster.checkpoint.CheckpointError` on all ranks if any fails, with `folder` as it was.
         """
-        from booster.checkpoint.saving import save  # its imports take time that most scripts need not spend
+        # Imported here: it takes time that most scripts need not spend.
+        from booster.checkpoint.saving import reserve, snapshot, write
 
+        self.wait_for_save()
         given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        group = self.plugin.group
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
-        return save(folder, given, step=step, keep_last=keep_last, run=run, group=self.plugin.group)
+        taken = snapshot(given, run, group)
+        final, step = reserve(Path(folder), step, group)
+        if not async_save:
+            return write(final, taken, step=step, keep_last=keep_last, group=group)
+        taken, writers = taken.copied(), None if group is None else self._background.group()
+        self._background.start(lambda: write(final, taken, step=step, keep_last=keep_last, group=writers))
+        return final
+
+    def wait_for_save(self) -> None:
+        """Wait until what `save(async_save=True)` writes is complete; raises CheckpointError if it failed."""
+        self._background.wait()
 
     def load(
         self,
@@ -306,6 +324,7 @@ class Booster:
         """
         from booster.checkpoint.loading import find, load
 
+        self.wait_for_save()
         given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
         return load(find(folder, self.plugin.group), given, strict=strict, group=self.plugin.group)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from booster.checkpoint.manifest import CheckpointError
 from booster.collectives import communication_device
 
 
@@ -28,11 +29,22 @@ def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return [json.loads(bytes(data[:n].cpu().numpy())) for data, n in zip(everyone, lengths, strict=True)]
 
 
-def agree_on_success(problem: BaseException | None, group: dist.ProcessGroup | None, doing: str) -> None:
-    """Raise on every rank if any rank has a `problem`: its own where it has one, else RuntimeError naming the first other."""
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Return whether this process is the one that does what one process does for all."""
+    return group is None or dist.get_rank(group) == 0
+
+
+def agree_on_success(problem: BaseException | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if any rank has a `problem`: its own where it has one, else CheckpointError with the first other."""
     texts = exchange(None if problem is None else f"{type(problem).__name__}: {problem}", group)
     if problem is not None:
         raise problem
     for rank, text in enumerate(texts):
         if text is not None:
-            raise RuntimeError(f"{doing} failed on rank {rank}: {text}")
+            raise CheckpointError(f"on rank {rank}: {text}")
+
+
+def first_failure(error: Any) -> str:
+    """Return where and how a checkpoint of `torch.distributed.checkpoint` failed first, in words."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"on rank {rank}: {type(cause).__name__}: {cause}"

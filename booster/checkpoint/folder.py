@@ -16,11 +16,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from booster.checkpoint.manifest import CheckpointError, problems, read_manifest
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, problems, read_manifest
 
 _logger = logging.getLogger(__name__)
+_WRITING, _REPLACED = ".writing-", ".replaced"
 _NAME = re.compile(r"step-(\d{10,})(\.replaced)?")
-_WRITING = re.compile(r"\.step-\d{10,}\.writing-[0-9a-f]+")
+_UNFINISHED = re.compile(r"\..+\.writing-[0-9a-f]{12}")
 
 
 def name_of(step: int) -> str:
@@ -28,31 +29,39 @@ def name_of(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def staging_folder(root: Path, step: int) -> Path:
-    """Make the folder that a save of `step` writes into, after clearing what earlier saves left unfinished."""
-    root.mkdir(parents=True, exist_ok=True)
-    clear_unfinished(root)
-    staging = root / f".{name_of(step)}.writing-{secrets.token_hex(6)}"
+def staging_folder(final: Path) -> Path:
+    """Make the folder that a save into `final` writes, after clearing what earlier saves left unfinished beside it."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    clear_unfinished(final.parent)
+    staging = final.parent / f".{final.name}{_WRITING}{secrets.token_hex(6)}"
     staging.mkdir()
     return staging
 
 
-def publish(staging: Path, root: Path, step: int) -> Path:
-    """Give a finished `staging` folder its name, in place of a checkpoint of the same step; returns its new path.
+def publish(staging: Path, final: Path) -> None:
+    """Give a finished `staging` folder its name, in place of an older checkpoint of that name.
 
-    Every file in it must have been synced. When this returns, the checkpoint survives a loss of power.
+    Every file in it must have been synced. When this returns, the checkpoint survives a loss of power. Raises
+    CheckpointError if something else than a checkpoint bears the name.
     """
-    final, replaced = root / name_of(step), root / f"{name_of(step)}.replaced"
+    replaced = _replaced(final)
     sync_folder(staging)
     if final.exists():
-        if replaced.exists():  # an earlier save ended between its two renames and its clean-up
-            shutil.rmtree(replaced)
+        if not (final / MANIFEST).exists():
+            raise CheckpointError(f"{final} exists and is not a checkpoint; it is left alone")
+        if replaced.exists():  # an earlier save ended before its clean-up
+            remove(replaced)
         final.rename(replaced)
     staging.rename(final)
-    sync_folder(root)
+    sync_folder(final.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
-    return final
+        remove(replaced)
+
+
+def standing(path: Path) -> Path:
+    """Return the folder of the checkpoint called `path`: the older one where a save was cut off between its renames."""
+    replaced = _replaced(path)
+    return replaced if replaced.exists() and not path.exists() else path
 
 
 def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
@@ -82,25 +91,43 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
 def damage(folder: Path) -> list[str]:
     """Return what is wrong with the checkpoint in `folder`; empty if every byte is as it was written."""
-    try:
-        return list(problems(folder, read_manifest(folder)))
-    except CheckpointError as error:
-        return [str(error)]
+    while True:
+        before = _seen(folder)
+        try:
+            found = list(problems(folder, read_manifest(folder)))
+        except CheckpointError as error:
+            found = [str(error)]
+        if not found or before == _seen(folder):
+            return found
+        # Another process has put a newer checkpoint of this name in its place meanwhile.
 
 
 def prune(root: Path, keep_last: int) -> None:
     """Remove all checkpoints but the newest `keep_last`. Each is renamed first, so that none is ever seen half removed."""
-    for step, path in list(checkpoints(root))[keep_last:]:
-        doomed = root / f".{name_of(step)}.writing-{secrets.token_hex(6)}"
-        path.rename(doomed)
+    for _, path in list(checkpoints(root))[keep_last:]:
+        remove(path)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, renaming it first, so that nobody ever sees it half removed.
+
+    If the disk refuses, that is a WARNING: nothing is lost, and the next save tries again.
+    """
+    doomed = folder.parent / f".{folder.name}{_WRITING}{secrets.token_hex(6)}"
+    try:
+        folder.rename(doomed)
         shutil.rmtree(doomed)
+    except OSError as error:
+        _logger.warning("the old checkpoint %s could not be removed: %s", folder, error)
 
 
 def clear_unfinished(root: Path) -> None:
     """Remove what interrupted saves left in `root`, and checkpoints whose replacement is complete."""
-    for path in root.iterdir():
-        superseded = path.name.endswith(".replaced") and (root / path.name.removesuffix(".replaced")).exists()
-        if path.is_dir() and (_WRITING.fullmatch(path.name) or (_NAME.fullmatch(path.name) and superseded)):
+    for path in list(root.iterdir()):
+        superseded = (
+            path.name.endswith(_REPLACED) and (path.with_name(path.name.removesuffix(_REPLACED)) / MANIFEST).exists()
+        )
+        if path.is_dir() and (_UNFINISHED.fullmatch(path.name) or (superseded and (path / MANIFEST).exists())):
             shutil.rmtree(path)
 
 
@@ -119,3 +146,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(final.name + _REPLACED)
+
+
+def _seen(folder: Path) -> bytes | None:
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except OSError:
+        return None

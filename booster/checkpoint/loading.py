@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.agree import agree_on_success, exchange
-from booster.checkpoint.folder import checkpoints, damage, latest
+from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
+from booster.checkpoint.folder import checkpoints, damage, latest, standing
 from booster.checkpoint.layout import empty_like_whole, placed_like
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, Tensor, read_manifest
 from booster.checkpoint.parts import Loaded, Parts
@@ -34,15 +35,14 @@ def find(root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Path:
 
     Raises CheckpointError on every rank if there is none, or if the one that was named is damaged.
     """
-    rank = 0 if group is None else dist.get_rank(group)
     found: str | None = None
     problem: BaseException | None = None
-    if rank == 0:
+    if is_first(group):
         try:
             found = str(_find(Path(root)))
         except (OSError, CheckpointError) as error:
             problem = error
-    agree_on_success(problem, group, "loading a checkpoint")
+    agree_on_success(problem, group)
     return Path(exchange(found, group)[0])
 
 
@@ -61,14 +61,17 @@ def load(folder: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup |
         reading.compare(strict=strict)
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
         problem = error
-    agree_on_success(problem, group, "loading a checkpoint")
+    agree_on_success(problem, group)
     assert reading is not None  # there was no problem
-    reading.read(group)
+    try:
+        reading.read(group)
+    except CheckpointException as error:
+        raise CheckpointError(f"reading {folder} failed {first_failure(error)}; nothing was loaded") from error
     try:
         reading.prepare()
     except (ValueError, KeyError, TypeError, CheckpointError) as error:
         problem = error
-    agree_on_success(problem, group, "loading a checkpoint")
+    agree_on_success(problem, group)
     return reading.apply()
 
 
@@ -240,7 +243,7 @@ class _Reading:
             weights = {name_: self._wide(name_, name) for name_, param in held.items() if optimizer.has_master(param)}
             rounding = (saved["booster"].get("masters") or {}).get("rounding")
             own["masters"] = {
-                "weights": {param: self.targets[key] for param, key in weights.items() if key is not None},
+                "weights": {param: self.targets[key].float() for param, key in weights.items() if key is not None},
                 **({"rounding": decode(rounding, self.targets)} if rounding else {}),
             }
         return {"state": state, "param_groups": param_groups, "booster": own}
@@ -308,6 +311,7 @@ class _Reading:
 
 
 def _find(root: Path) -> Path:
+    root = standing(root)
     if (root / MANIFEST).exists():
         bad = damage(root)
         if bad:

@@ -4,78 +4,124 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.agree import agree_on_success, exchange
+from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
 from booster.checkpoint.collect import collect
-from booster.checkpoint.folder import checkpoints, prune, publish, staging_folder, write_synced
-from booster.checkpoint.manifest import MANIFEST, File, Manifest
+from booster.checkpoint.folder import checkpoints, name_of, prune, publish, staging_folder, write_synced
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
 from booster.installed import version_of
+from booster.shards import is_dtensor
 
 STATE = "state.json"
 
 
-def save(
-    root: str | os.PathLike[str],
-    parts: Parts,
-    *,
-    step: int | None,
-    keep_last: int | None,
-    run: Mapping[str, Any],
-    group: dist.ProcessGroup | None,
-) -> Path:
-    """Write one checkpoint below `root`; returns its folder. A collective over `group`.
+@dataclass(frozen=True)
+class Snapshot:
+    """All that one rank puts into a checkpoint: tensors by name, and the tree of all ranks."""
 
-    If it raises, on any rank, it raises on all, and `root` holds what it held before.
+    tensors: dict[str, torch.Tensor]
+    tree: dict[str, Any]
+
+    def copied(self) -> Snapshot:
+        """Return it with copies of the tensors in host memory, pinned where they come from a device; waits for them."""
+        copies = {name: _host_copy(tensor) for name, tensor in self.tensors.items()}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return Snapshot(copies, self.tree)
+
+
+def snapshot(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> Snapshot:
+    """Return the state of `parts` now; the tensors are those of the running job. A collective."""
+    return Snapshot(*collect(parts, run, group))
+
+
+def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tuple[Path, int]:
+    """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective."""
+    if step is None:
+        step = next((found + 1 for found, _ in checkpoints(root)), 0) if is_first(group) else 0
+    step = exchange(step, group)[0]
+    return root / name_of(step), step
+
+
+def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, group: dist.ProcessGroup | None) -> Path:
+    """Write `taken` as the checkpoint `final`; a collective over `group`. keep_last: of the numbered ones beside it.
+
+    If it raises, on any rank, it raises CheckpointError on all, and what bore the name still does.
     """
-    rank = 0 if group is None else dist.get_rank(group)
-    root = Path(root)
-    tensors, tree = collect(parts, run, group)
-    problem: BaseException | None = None
-    told: list[Any] = [None, None]
-    if rank == 0:
-        try:
-            step = next((found + 1 for found, _ in checkpoints(root)), 0) if step is None else step
-            told = [str(staging_folder(root, step)), step]
-        except OSError as error:
-            problem = error
-    agree_on_success(problem, group, "saving a checkpoint")
-    (staging, step), *_ = exchange(told, group)
-    folder = Path(staging)
-    writer = ManifestWriter(
-        folder,
-        make_manifest=lambda files, stored: Manifest(step, len(tree["random"]), _versions(), files, stored),
-        other_files=_write_state(folder / STATE, tree) if rank == 0 else {},
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.save(
-            tensors,
-            storage_writer=writer,
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-            process_group=group,
-            no_dist=group is None,
+    staging: Path | None = None
+    try:
+        with _told_to_all(group):
+            if is_first(group):
+                staging = staging_folder(final)
+        staging = Path(exchange(str(staging), group)[0])
+        writer = ManifestWriter(
+            staging,
+            make_manifest=lambda files, stored: Manifest(step, len(taken.tree["random"]), _versions(), files, stored),
         )
-    if rank == 0:
-        try:
-            write_synced(folder / MANIFEST, writer.manifest.dumps())  # type: ignore[union-attr]
-            publish(folder, root, step)
-            if keep_last is not None:
-                prune(root, keep_last)
-        except OSError as error:
-            problem = error
-    agree_on_success(problem, group, "saving a checkpoint")
-    return root / folder.name[1:].partition(".")[0]
+        with _told_to_all(group):
+            if is_first(group):
+                writer.other_files = _write_state(staging / STATE, taken.tree)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.save(
+                taken.tensors,
+                storage_writer=writer,
+                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+        with _told_to_all(group):
+            if writer.manifest is not None:
+                write_synced(staging / MANIFEST, writer.manifest.dumps())
+                publish(staging, final)
+                if keep_last is not None:
+                    prune(final.parent, keep_last)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"saving {final} failed {first_failure(error)}; what was there before still is"
+        ) from error
+    except (OSError, RuntimeError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"saving {final} failed: {type(error).__name__}: {error}; what was there before still is"
+        ) from error
+    finally:
+        if staging is not None and is_first(group) and staging.exists():
+            shutil.rmtree(staging, ignore_errors=True)
+    return final
+
+
+@contextmanager
+def _told_to_all(group: dist.ProcessGroup | None) -> Iterator[None]:
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # raised again once the others know
+        problem = error
+    agree_on_success(problem, group)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    if is_dtensor(tensor):
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _write_state(path: Path, tree: dict[str, Any]) -> dict[str, File]:

@@ -68,7 +68,7 @@ class ManifestWriter(StorageWriter):
 
     Tensors are written one after another, and hashed by a second thread meanwhile: a rank holds no copy of what it writes.
     After `torch.distributed.checkpoint.save`, `manifest` is set on the coordinator alone, and not written yet.
-    other_files: what this rank has written into `staging` by itself; collected too.
+    `other_files`, what this rank has written into `staging` by itself, are collected too.
     """
 
     def __init__(
@@ -76,12 +76,11 @@ class ManifestWriter(StorageWriter):
         staging: Path,
         *,
         make_manifest: Callable[[dict[str, File], dict[str, Tensor]], Manifest],
-        other_files: dict[str, File] | None = None,
     ) -> None:
         self.staging = staging
         self.manifest: Manifest | None = None
         self._make_manifest = make_manifest
-        self._other_files = other_files or {}
+        self.other_files: dict[str, File] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one save to the next: a writer serves one."""
@@ -106,7 +105,7 @@ class ManifestWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's part of every tensor that the plan gave it."""
-        files = dict(self._other_files)
+        files = dict(self.other_files)
         entries = {_key(item): item for item in plan.items}
         if entries:
             files[plan.storage_data] = write_tensors(

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -49,11 +50,15 @@ def main() -> None:
 def _leave_process_group() -> None:
     """Close a process group that the script left open.
 
-    Its threads may still be giving back tensors, which needs the interpreter; if they meet its shutdown, the process
-    aborts ("terminate called without an active exception") after all work is done.
+    The script's own threads end first, as they would before the interpreter does: they may be using it, as one that writes
+    a checkpoint does. The group's threads may still be giving back tensors, which needs the interpreter; if they meet its
+    shutdown, the process aborts ("terminate called without an active exception") after all work is done.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
         gc.collect()  # as DistCoordinator.destroy
         distributed.destroy_process_group()
 

@@ -1,0 +1,452 @@
+"""A checkpoint holds a whole run, appears whole or not at all, and is verified before anything is touched."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from booster import Booster
+from booster.checkpoint import CheckpointError, damage, latest
+from booster.checkpoint.plain import decode, encode
+from booster.mixed_precision import (
+    BF16NaiveMixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
+
+PRECISIONS = {
+    "fp32": lambda: "fp32",
+    "fp16": lambda: "fp16",
+    "bf16": lambda: "bf16",
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
+    "fp16_naive split": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10, master_weights="split"),
+    "bf16_naive": BF16NaiveMixedPrecision,
+    "bf16_naive fp32": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
+    "bf16_naive kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
+    "bf16_naive stochastic": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
+    "O1": lambda: FP16ApexMixedPrecision("O1", verbosity=0),
+    "O2": lambda: FP16ApexMixedPrecision("O2", verbosity=0),
+}
+
+
+@dataclass
+class Job:
+    booster: Booster
+    parts: tuple
+
+    def train(self, steps):
+        model, optimizer, criterion, loader, schedule = self.parts
+        losses = []
+        while len(losses) < steps:
+            for x, y in loader:
+                loss = criterion(model(x), y)
+                self.booster.backward(loss, optimizer)
+                optimizer.clip_grad_by_norm(1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                if len(losses) == steps:
+                    break
+        return losses
+
+    def state(self):
+        model, optimizer, *_ = self.parts
+        return {**model.state_dict(), "scale": torch.tensor(optimizer.loss_scale)}
+
+
+def job(precision="bf16_naive", seed=0, width=16, workers=0, optimizer=torch.optim.AdamW):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.1), nn.Linear(width, 4))
+    made = optimizer(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(made, 50)
+    booster = Booster("cpu", PRECISIONS[precision]())
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(40, 8, generator=generator), torch.randint(0, 4, (40,), generator=generator))
+    loader = booster.prepare_dataloader(data, batch_size=8, shuffle=True, num_workers=workers)
+    return Job(booster, booster.boost(model, made, nn.CrossEntropyLoss(), loader, schedule))
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+# ---- resuming ----
+
+
+@pytest.mark.parametrize("at", [3, 5, 8], ids=["mid-epoch", "at the end of an epoch", "mid-epoch, later"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path, precision, at):
+    first = job(precision)
+    # In one pass over the loader, so that the position is one inside the epoch.
+    model, optimizer, criterion, loader, schedule = first.parts
+    batches = (batch for _ in range(9) for batch in loader)
+
+    def train(parts, batches, steps):
+        model, optimizer, criterion, _, schedule = parts
+        losses = []
+        for _ in range(steps):
+            x, y = next(batches)
+            loss = criterion(model(x), y)
+            first.booster.backward(loss, optimizer)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    train(first.parts, batches, at)
+    first.booster.save(tmp_path, *first.parts, step=at)
+    expected = train(first.parts, batches, 10)
+    second = job(precision, seed=1)
+    assert second.booster.load(tmp_path, *second.parts).step == at
+    again = (batch for _ in range(9) for batch in second.parts[3])
+    assert train(second.parts, again, 10) == expected
+    assert same(first.state(), second.state())
+
+
+def test_workers_go_on_with_the_order_of_the_epoch(tmp_path):
+    first = job(workers=2)
+    batches = iter(first.parts[3])
+    next(batches), next(batches)
+    first.booster.save(tmp_path, *first.parts)
+    second = job(workers=2, seed=3)
+    second.booster.load(tmp_path, *second.parts)
+    rest = list(second.parts[3])
+    assert len(rest) == 3
+    for one, other in zip(batches, rest, strict=True):
+        assert torch.equal(one[0], other[0])
+    assert [len(batch) for batch in [list(second.parts[3])]] == [5], "the next epoch is whole"
+
+
+def test_a_foreign_loader_reads_again_what_was_seen(tmp_path):
+    def make():
+        booster = Booster("cpu")
+        model = nn.Linear(1, 1)
+        batches = [torch.full((1,), float(n)) for n in range(4)]
+        model, optimizer, _, loader, _ = booster.boost(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), None, batches, None
+        )
+        return booster, model, optimizer, loader
+
+    booster, model, optimizer, loader = make()
+    seen = iter(loader)
+    next(seen)
+    booster.save(tmp_path, model, optimizer, dataloader=loader)
+    booster, model, optimizer, loader = make()
+    booster.load(tmp_path, model, optimizer, dataloader=loader)
+    assert [float(batch) for batch in loader] == [1.0, 2.0, 3.0]
+    assert [float(batch) for batch in loader] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_save_in_the_background_is_that_of_its_moment(tmp_path):
+    first = job()
+    first.train(3)
+    moment = {key: value.clone() for key, value in first.state().items()}
+    path = first.booster.save(tmp_path, *first.parts, step=3, async_save=True)
+    first.train(5)
+    first.booster.wait_for_save()
+    assert latest(tmp_path) == path
+    second = job(seed=1)
+    second.booster.load(tmp_path, *second.parts)
+    assert same(second.state(), moment)
+
+
+def test_a_failed_save_in_the_background_surfaces_at_the_next_call(tmp_path):
+    first = job()
+    (tmp_path / "step-0000000003").mkdir()
+    (tmp_path / "step-0000000003" / "notes.txt").write_text("mine")
+    first.booster.save(tmp_path, *first.parts, step=3, async_save=True)
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint; it is left alone"):
+        first.booster.save(tmp_path, *first.parts, step=4)
+    assert (tmp_path / "step-0000000003" / "notes.txt").read_text() == "mine"
+    first.booster.save(tmp_path, *first.parts, step=4)
+    assert latest(tmp_path).name == "step-0000000004"
+
+
+def test_several_models_and_optimizers_are_kept_by_name(tmp_path):
+    def gan(seed):
+        torch.manual_seed(seed)
+        booster = Booster("cpu", FP16TorchMixedPrecision(init_scale=8.0))
+        parts = [
+            booster.boost(model, torch.optim.Adam(model.parameters()))[:2]
+            for model in (nn.Linear(2, 2), nn.Linear(2, 1))
+        ]
+        return (
+            booster,
+            dict(zip("gd", [p[0] for p in parts], strict=True)),
+            dict(zip("gd", [p[1] for p in parts], strict=True)),
+        )
+
+    booster, models, optimizers = gan(0)
+    for name in "gd":
+        booster.backward(models[name](torch.ones(1, 2)).sum(), optimizers[name])
+        optimizers[name].step()
+    booster.save(tmp_path, models, optimizers)
+    other, others, other_optimizers = gan(1)
+    other.load(tmp_path, others, other_optimizers)
+    for name in "gd":
+        assert same(models[name].state_dict(), others[name].state_dict())
+        assert other_optimizers[name].num_applied == 1
+
+
+# ---- other precisions ----
+
+
+@pytest.mark.parametrize("target", PRECISIONS)
+@pytest.mark.parametrize("source", PRECISIONS)
+def test_weights_move_to_another_precision_with_every_bit_that_it_holds(tmp_path, source, target):
+    first = job(source)
+    first.train(3)
+    first.booster.save(tmp_path, *first.parts)
+    second = job(target, seed=1)
+    second.booster.load(tmp_path, *second.parts)
+
+    def wide(job):
+        model, optimizer, *_ = job.parts
+        own = optimizer.state_dict()["booster"].get("masters", {}).get("weights", {})
+        return {**{k: v.float() for k, v in model.state_dict().items()}, **{k: v.float() for k, v in own.items()}}
+
+    exact = "kahan" not in target and "stochastic" not in target
+    for name, value in wide(first).items():
+        bound = 0 if exact or source == target else 2**-7
+        torch.testing.assert_close(wide(second)[name], value, rtol=bound, atol=0)
+    states = [one.parts[1].state_dict()["state"] for one in (first, second)]
+    assert states[0].keys() == states[1].keys()
+    for key, own in states[0].items():
+        assert torch.equal(own["exp_avg"].float(), states[1][key]["exp_avg"].float())
+
+
+# ---- what does not fit ----
+
+
+def test_one_error_lists_all_that_differs_and_nothing_is_loaded(tmp_path):
+    first = job()
+    first.booster.save(tmp_path, *first.parts)
+    other = job(width=12, optimizer=torch.optim.SGD)
+    before = {key: value.clone() for key, value in other.state().items()}
+    with pytest.raises(CheckpointError) as error:
+        other.booster.load(tmp_path, *other.parts)
+    text = str(error.value)
+    assert "0.weight has shape (16, 8) in the checkpoint and shape (12, 8) here" in text
+    assert "3.weight has shape (4, 16)" in text
+    assert "the checkpoint is of AdamW, this is SGD" in text
+    assert same(other.state(), before)
+
+
+def test_entries_that_only_one_side_has_are_named_or_left_out_when_asked(tmp_path, caplog):
+    booster = Booster("cpu")
+    small, _, *_ = booster.boost(nn.Sequential(nn.Linear(2, 2)))
+    booster.save(tmp_path, small)
+    large, *_ = booster.boost(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(CheckpointError, match=r"1\.weight, 1\.bias are not in the checkpoint"):
+        booster.load(tmp_path, large)
+    booster.load(tmp_path, large, strict=False)
+    assert torch.equal(large[0].weight, small[0].weight)
+    assert "1.weight, 1.bias are not in the checkpoint" in caplog.text
+
+
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
+    first = job()
+    with pytest.raises(TypeError, match="extra/when is a .*Path, which a checkpoint does not hold"):
+        first.booster.save(tmp_path, *first.parts, extra={"when": Path()})
+    with pytest.raises(TypeError, match="needs the optimizer that boost"):
+        first.booster.save(tmp_path, first.parts[0], first.booster.unwrap(first.parts[1]))
+    assert not list(tmp_path.iterdir())
+
+
+VALUES = [
+    *(None, True, 3, -2.5, math.inf, -math.inf, "text", [1, [2, "x"]], (1, (2,)), {"a": 1, "b": {"c": [None]}}),
+    *({1: 2, (3, "x"): 4.0}, {1, 2}, frozenset({"a"}), torch.float16, torch.device("cpu"), {"__booster__": "tensor"}),
+    *(torch.arange(3), {"t": [torch.tensor(1.5)]}),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_plain_values_come_back_as_they_were(value):
+    tensors = {}
+    text = json.dumps(encode(value, "x", tensors), allow_nan=False)
+    assert repr(decode(json.loads(text), tensors)) == repr(value)
+
+
+# ---- folders ----
+
+
+def test_keep_last_leaves_the_newest(tmp_path):
+    first = job()
+    for step in (1, 2, 3, 10**10):
+        first.booster.save(tmp_path, *first.parts, step=step, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000000003", "step-10000000000"]
+    assert latest(tmp_path).name == "step-10000000000"
+
+
+def test_the_newest_valid_checkpoint_is_found_and_a_bad_one_named(tmp_path, caplog):
+    first = job()
+    for step in (1, 2):
+        first.booster.save(tmp_path, *first.parts, step=step)
+    (tmp_path / "step-0000000002" / "state.json").write_text("{}")
+    assert latest(tmp_path).name == "step-0000000001"
+    assert "step-0000000002 is passed over: state.json has 2 bytes" in caplog.text
+    with pytest.raises(CheckpointError, match="step-0000000002 is damaged: state.json has 2 bytes"):
+        first.booster.load(tmp_path / "step-0000000002", *first.parts)
+    assert first.booster.load(tmp_path, *first.parts).step == 1
+
+
+def test_an_empty_folder_says_that_it_is_one(tmp_path):
+    first = job()
+    with pytest.raises(CheckpointError, match="there is no valid checkpoint in .*: it holds no folder"):
+        first.booster.load(tmp_path / "nowhere", *first.parts)
+
+
+# ---- corruption ----
+
+
+def corruptions(folder, draw):
+    """One random damage to the checkpoint in `folder`."""
+    files = sorted(folder.iterdir())
+    path = draw.choice(files)
+    data = bytearray(path.read_bytes())
+    kind = draw.choice(["flip", "truncate", "swap", "remove", "pickle", "extend", "zero"])
+    if kind == "flip":
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    elif kind == "truncate":
+        del data[draw.choice([0, 1, 8, len(data) // 2, len(data) - 1]) :]
+    elif kind == "swap":
+        other = draw.choice([f for f in files if f != path])
+        data = other.read_bytes()
+    elif kind == "pickle":
+        data = b"cos\nsystem\n(S'touch pwned'\ntR."
+    elif kind == "extend":
+        data += b"\0"
+    elif kind == "zero":
+        start = draw.randrange(len(data))
+        data[start : start + 64] = bytes(len(data[start : start + 64]))
+    if kind == "remove":
+        path.unlink()
+    else:
+        path.write_bytes(data)
+    return f"{kind} {path.name}"
+
+
+@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damage_is_an_error_or_the_right_state(tmp_path, number):
+    first = job()
+    first.train(2)
+    whole = first.booster.save(tmp_path / "whole", *first.parts, step=2)
+    target = job(seed=1)
+    caught = 0
+    for seed in range(number):
+        folder = tmp_path / "bad" / whole.name
+        shutil.copytree(whole, folder)
+        before = {key: value.clone() for key, value in target.state().items()}
+        done = corruptions(folder, random.Random(seed))
+        try:
+            target.booster.load(folder, *target.parts)
+        except CheckpointError:
+            caught += 1
+            assert same(target.state(), before), f"seed {seed}: {done} was refused and changed something"
+        else:
+            assert same(target.state(), first.state()), f"seed {seed}: {done} was loaded"
+            target = job(seed=1)
+        shutil.rmtree(folder)
+    assert caught > 0.9 * number, "a few damages change nothing, such as zeros over zeros"
+
+
+# ---- faults ----
+
+
+@pytest.mark.parametrize("function", ["fsync", "rename", "mkdir", "open"])
+def test_a_fault_at_every_system_call_leaves_the_old_checkpoint(tmp_path, monkeypatch, function):
+    """function: of `os`; the first, the second, ... call of one save fails."""
+    first = job()
+    first.booster.save(tmp_path, *first.parts, step=1)
+    first.train(1)
+    real, calls = getattr(os, function), 0
+    for fail_at in range(1, 50):
+        calls = 0
+
+        def faulty(*args, fail_at=fail_at, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == fail_at:
+                raise OSError(28, "No space left on device")
+            return real(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, function, faulty)
+            message = ""
+            try:
+                first.booster.save(tmp_path, *first.parts, step=1)
+            except CheckpointError as error:
+                message = str(error)
+        assert message == "" or "No space left on device" in message
+        assert damage(latest(tmp_path)) == []
+        if calls < fail_at:
+            break
+    assert fail_at > 1, f"save never calls os.{function}"
+    assert calls < fail_at, "every call failed once"
+    first.booster.save(tmp_path, *first.parts, step=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+
+
+def test_a_full_disk_is_an_error_that_leaves_the_old_checkpoint(tmp_path):
+    first = job()
+    first.booster.save(tmp_path, *first.parts, step=1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step-0000000001").iterdir()}
+    first.train(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(len(data) for data in before.values())
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for limit in (0, 100, largest // 2, largest - 1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                with pytest.raises(CheckpointError, match="File too large"):
+                    first.booster.save(tmp_path, *first.parts, step=1)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            assert {p.name: p.read_bytes() for p in (tmp_path / "step-0000000001").iterdir()} == before
+            assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+    finally:
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def _save_again_and_again(folder):
+    running = job()
+    for _ in range(1000):
+        running.train(1)
+        running.booster.save(
+            folder, *running.parts, step=7, extra=[float(running.parts[0][0].weight.detach().float().sum())]
+        )
+
+
+@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_killed_while_saving_over_a_checkpoint_one_of_the_two_loads(tmp_path, number):
+    target = job(seed=1)
+    draw = random.Random(0)
+    context = multiprocessing.get_context("fork")  # torch is imported already
+    for _ in range(number):
+        process = context.Process(target=_save_again_and_again, args=(str(tmp_path),))
+        process.start()
+        until = time.monotonic() + 60.0
+        while latest(tmp_path) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, 0.1))
+        process.kill()
+        process.join()
+        loaded = target.booster.load(tmp_path, *target.parts)
+        assert loaded.step == 7
+        assert loaded.extra == [float(target.parts[0][0].weight.detach().float().sum())], "never mixed"
