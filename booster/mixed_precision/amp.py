@@ -16,7 +16,7 @@ from booster.interface.model import bare
 from booster.loss_scaler import DynamicScale, LossScaler
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.keep_fp32 import Pin, normalise_pins, pin, pin_names
+from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
 
 
@@ -25,7 +25,7 @@ class AutocastMixedPrecision(MixedPrecision):
 
     cache_enabled: keep each weight's half copy for the rest of a forward pass. output_dtype: floating dtype of what the
     model returns; None leaves the dtypes that autocast produced. keep_fp32: modules that compute in float32, by type,
-    name pattern or predicate (see `pins.pin_names`). sdpa_fp32: run scaled_dot_product_attention in float32 while
+    name pattern or predicate (see `KeptModules`). sdpa_fp32: run scaled_dot_product_attention in float32 while
     training; "auto" does so on CPU, where its half-precision backward is several times slower.
     """
 
@@ -36,13 +36,13 @@ class AutocastMixedPrecision(MixedPrecision):
         *,
         cache_enabled: bool = True,
         output_dtype: torch.dtype | None = torch.float32,
-        keep_fp32: Pin | Iterable[Pin] = (),
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
         sdpa_fp32: bool | Literal["auto"] = "auto",
     ) -> None:
         if output_dtype is not None:
             arguments.floating_dtype("output_dtype", output_dtype)
         self._cache_enabled = arguments.flag("cache_enabled", cache_enabled)
-        self._keep_fp32 = normalise_pins(keep_fp32)
+        self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self.policy = DtypePolicy(output=output_dtype)
 
@@ -77,8 +77,8 @@ class AutocastMixedPrecision(MixedPrecision):
     def convert(self, model: nn.Module) -> nn.Module:
         if self._keep_fp32:
             inner = bare(model)  # names as the user knows them, also in a compiled model
-            for name in pin_names(inner, self._keep_fp32):
-                pin(inner.get_submodule(name), self.device.type)
+            for name in KeptModules(inner, self._keep_fp32).names:
+                compute_in_fp32(inner.get_submodule(name), self.device.type)
         return model
 
     @property
@@ -106,7 +106,7 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         max_scale: float | None = None,
         cache_enabled: bool = True,
         output_dtype: torch.dtype | None = torch.float32,
-        keep_fp32: Pin | Iterable[Pin] = (),
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
         sdpa_fp32: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__(

@@ -1,9 +1,8 @@
-"""Modules pinned to float32 inside a half-precision region: which ones, and how they are pinned."""
+"""Modules that stay in float32 inside a half-precision model or region: which ones, and how they compute there."""
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -16,45 +15,55 @@ from booster import arguments
 from booster.cast_regions import disabled
 from booster.casting import cast_floats
 from booster.mixed_precision.new_tensors import NewTensors
+from booster.names import matcher, parents
 
 _MARK = "booster_keep_fp32"
 
-Pin = type | str | Callable[[str, nn.Module], bool]
+KeepFP32 = type | str | Callable[[str, nn.Module], bool]
 
 
-def pin_names(model: nn.Module, keep_fp32: Pin | Iterable[Pin]) -> frozenset[str]:
-    """Names of the modules of `model` that `keep_fp32` selects; a module inside a selected one is not listed again.
+class KeptModules:
+    """Which modules of `model` stay in float32 by `keep_fp32`, for a strategy that swaps or casts modules itself.
 
     keep_fp32: one or several of: a module type; a name or glob pattern matched against the whole qualified name, where
     `*` matches within one part and `**` across parts ("blocks.*.norm1"); a predicate `(name, module) -> bool`.
+    names: of those that it selects; a module inside a selected one is not listed again.
     Raises ValueError for a type or pattern that selects nothing: a typo would change the precision silently.
     """
-    names: set[str] = set()
-    for entry in normalise_pins(keep_fp32):
-        matches = _matcher(entry)
-        chosen = {name for name, module in model.named_modules() if name and matches(name, module)}
-        if not chosen and (isinstance(entry, (str, type))):
-            raise ValueError(
-                f"keep_fp32={entry!r} selects no module of {type(model).__name__}; "
-                f"its top-level modules are {[name for name, _ in model.named_children()]}"
-            )
-        names |= chosen
-    return frozenset(name for name in names if not any(parent in names for parent in _parents(name)))
+
+    def __init__(self, model: nn.Module, keep_fp32: KeepFP32 | Iterable[KeepFP32]) -> None:
+        arguments.instance("model", model, nn.Module, "a torch.nn.Module")
+        names: set[str] = set()
+        for entry in normalise_keep_fp32(keep_fp32):
+            selects = _selects(entry)
+            chosen = {name for name, module in model.named_modules() if name and selects(name, module)}
+            if not chosen and (isinstance(entry, (str, type))):
+                raise ValueError(
+                    f"keep_fp32={entry!r} selects no module of {type(model).__name__}; "
+                    f"its top-level modules are {[name for name, _ in model.named_children()]}"
+                )
+            names |= chosen
+        self.names = frozenset(name for name in names if names.isdisjoint(parents(name)))
+
+    def contains(self, name: str) -> bool:
+        """Return whether the module of that name, or one that it is in, stays in float32."""
+        arguments.instance("name", name, str, "the qualified name of a module")
+        return name in self.names or not self.names.isdisjoint(parents(name))
 
 
-def normalise_pins(keep_fp32: Pin | Iterable[Pin]) -> tuple[Pin, ...]:
-    """`keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable."""
+def normalise_keep_fp32(keep_fp32: KeepFP32 | Iterable[KeepFP32]) -> tuple[KeepFP32, ...]:
+    """Return `keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable."""
     several = isinstance(keep_fp32, Iterable) and not isinstance(keep_fp32, (str, type, Mapping, torch.Tensor))
-    pins: tuple[Any, ...] = tuple(keep_fp32) if several else (keep_fp32,)  # type: ignore[arg-type]
-    for pin in pins:
-        if isinstance(pin, type) and not issubclass(pin, nn.Module):
-            raise TypeError(f"keep_fp32 names the type {pin.__name__}, which is not a torch.nn.Module")
-        if isinstance(pin, nn.Module) or not (isinstance(pin, (type, str)) or callable(pin)):
+    entries: tuple[Any, ...] = tuple(keep_fp32) if several else (keep_fp32,)  # type: ignore[arg-type]
+    for entry in entries:
+        if isinstance(entry, type) and not issubclass(entry, nn.Module):
+            raise TypeError(f"keep_fp32 names the type {entry.__name__}, which is not a torch.nn.Module")
+        if isinstance(entry, nn.Module) or not (isinstance(entry, (type, str)) or callable(entry)):
             raise TypeError(
-                f"keep_fp32 holds {arguments.shown(pin)}; each entry must be a module type, a name pattern or a predicate "
+                f"keep_fp32 holds {arguments.shown(entry)}; each entry must be a module type, a name pattern or a predicate "
                 "(name, module) -> bool"
             )
-    return pins
+    return entries
 
 
 class Float32Forward:
@@ -82,10 +91,10 @@ class Float32Forward:
         return cast_floats(output, self._output_dtype)
 
 
-def pin(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:
+def compute_in_fp32(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:
     """Make `module` compute in float32, in place; the arguments are those of `Float32Forward`.
 
-    Pinning it again replaces what the first pin said, it does not add to it.
+    Doing it again replaces what was said the first time, it does not add to it.
     """
     forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
     module.forward = Float32Forward(forward, device_type, output_dtype)
@@ -101,22 +110,22 @@ def set_fp32_attr_to_module(module: nn.Module) -> None:
 
 
 def is_marked(name: str, module: nn.Module) -> bool:
-    """A predicate for `pin_names`: modules that `set_fp32_attr_to_module` marked."""
+    """A predicate for `keep_fp32`: modules that `set_fp32_attr_to_module` marked."""
     return getattr(module, _MARK, False)
 
 
 def is_batch_norm(name: str, module: nn.Module) -> bool:
-    """A predicate for `pin_names`: BatchNorm of any dimension, whose running statistics half precision would spoil."""
+    """A predicate for `keep_fp32`: BatchNorm of any dimension, whose running statistics half precision would spoil."""
     return isinstance(module, _BatchNorm)
 
 
 def check_untied(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ValueError if a module of `names` shares a parameter or buffer with one that stays in half precision."""
-    pinned = {id(model.get_submodule(name)) for name in names}
+    kept = {id(model.get_submodule(name)) for name in names}
     users: dict[int, dict[bool, str]] = {}
 
     def visit(module: nn.Module, path: str, inside: bool) -> None:
-        inside = inside or id(module) in pinned
+        inside = inside or id(module) in kept
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_floating_point():
                 users.setdefault(id(tensor), {}).setdefault(inside, f"{path}{name}")
@@ -133,16 +142,10 @@ def check_untied(model: nn.Module, names: Iterable[str]) -> None:
             )
 
 
-def _matcher(pin: Pin) -> Callable[[str, nn.Module], bool]:
-    if isinstance(pin, type):
-        return lambda name, module: isinstance(module, pin)
-    if isinstance(pin, str):
-        parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pin.split("**"))
-        pattern = re.compile(".*".join(parts))
-        return lambda name, module: pattern.fullmatch(name) is not None
-    return pin
-
-
-def _parents(name: str) -> Iterable[str]:
-    parts = name.split(".")
-    return (".".join(parts[:i]) for i in range(1, len(parts)))
+def _selects(entry: KeepFP32) -> Callable[[str, nn.Module], bool]:
+    if isinstance(entry, type):
+        return lambda name, module: isinstance(module, entry)
+    if isinstance(entry, str):
+        matches = matcher(entry)
+        return lambda name, module: matches(name)
+    return entry

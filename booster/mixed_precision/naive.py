@@ -24,7 +24,7 @@ from booster.masters.update import MasterUpdate
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
-from booster.mixed_precision.keep_fp32 import Pin, is_batch_norm, normalise_pins
+from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.update.base import Update
@@ -38,7 +38,7 @@ class NaiveMixedPrecision(MixedPrecision):
     clip_grad_norm: clip to this norm inside every `step()`; 0 does not. verbose: log changes of the loss scale and the
     number of zeros through the logger of `booster.masters.update`. output_to_fp32: the model returns float32.
     keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see
-    `pins.pin_names`); BatchNorm by default. sync_buffer: average floating buffers over the ranks that share the batch at
+    `KeptModules`); BatchNorm by default. sync_buffer: average floating buffers over the ranks that share the batch at
     every forward in training. master_weights, rounding: see `MasterOptions`. sdpa_fp32: as `AutocastMixedPrecision`.
     default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are `dtype` too, and not
     float32, which half weights do not multiply with.
@@ -55,7 +55,7 @@ class NaiveMixedPrecision(MixedPrecision):
         verbose: bool = False,
         output_to_fp32: bool = True,
         sync_buffer: bool = False,
-        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] = is_batch_norm,
         master_weights: MasterWeights = "auto",
         rounding: Rounding = "nearest",
         sdpa_fp32: bool | Literal["auto"] = "auto",
@@ -65,7 +65,7 @@ class NaiveMixedPrecision(MixedPrecision):
         self._count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
         self._max_norm = float(arguments.number("clip_grad_norm", clip_grad_norm, least=0, fix="0 is off"))
         self._verbose = arguments.flag("verbose", verbose)
-        self._keep_fp32 = normalise_pins(keep_fp32)
+        self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._sync_buffer = arguments.flag("sync_buffer", sync_buffer)
         self._masters = MasterOptions(master_weights=master_weights, rounding=rounding)
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
@@ -203,7 +203,7 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
         dynamic_grad_scale: bool = True,
         output_to_fp32: bool = True,
         sync_buffer: bool = False,
-        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] = is_batch_norm,
         master_weights: MasterWeights = "auto",
         rounding: Rounding = "nearest",
         sdpa_fp32: bool | Literal["auto"] = "auto",

@@ -14,7 +14,7 @@ from booster import arguments
 from booster.interface.model import PrecisionModule
 from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.buffers import BufferAverage
-from booster.mixed_precision.keep_fp32 import Pin, is_batch_norm
+from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm
 from booster.mixed_precision.policy import cast_parameters, half_policy
 
 _DTYPES = {
@@ -33,12 +33,12 @@ class NaiveAMPModel(PrecisionModule):
     "torch.float16", "torch.half", "torch.bfloat16", "torch.float32". sync_buffer: before every forward in training,
     average the floating buffers over `parallel_group`; see `BufferAverage`. parallel_group: None means the whole world.
     keep_fp32: modules that keep float32 parameters and compute in float32, by type, name pattern or predicate (see
-    `pins.pin_names`), beside those that `set_fp32_attr_to_module` marked.
+    `KeptModules`), beside those that `set_fp32_attr_to_module` marked.
 
     Attributes, state dict keys, `train` and `eval` are those of `model`. There is no loss scale and there are no master
     weights: for those, give the model to a `Booster` whose precision is "fp16_naive" or "bf16_naive" instead.
 
-    Raises ValueError for another dtype and for a pinned module that shares a parameter with one that is not pinned,
+    Raises ValueError for another dtype and for a module kept in float32 that shares a parameter with one that is not,
     TypeError for what is not a module.
     """
 
@@ -58,7 +58,7 @@ class NaiveAMPModel(PrecisionModule):
         sync_buffer: bool = True,
         parallel_group: dist.ProcessGroup | None = None,
         *,
-        keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] = is_batch_norm,
     ) -> None:
         refuse_torchscript(model, "model")
         arguments.instance("model", model, nn.Module, "a torch.nn.Module")

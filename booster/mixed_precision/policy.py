@@ -11,13 +11,13 @@ from torch import nn
 from booster import arguments
 from booster.interface.transparent import bare
 from booster.mixed_precision.keep_fp32 import (
-    Pin,
+    KeepFP32,
+    KeptModules,
     check_untied,
+    compute_in_fp32,
     is_batch_norm,
     is_marked,
-    normalise_pins,
-    pin,
-    pin_names,
+    normalise_keep_fp32,
 )
 
 
@@ -29,7 +29,7 @@ class DtypePolicy:
     store: parameters at rest; None means float32 where the plugin shards, otherwise `param`.
     reduce: dtype of the gradient collectives; None means the dtype of the parameters.
     output: floating dtype of what the model returns, and so of what the criterion receives.
-    fp32_modules: names of modules that keep float32 parameters and compute in float32.
+    keep_fp32: names of modules that keep float32 parameters and compute in float32.
 
     Raises TypeError or ValueError for what is no floating dtype, or no set of names.
     """
@@ -38,31 +38,31 @@ class DtypePolicy:
     store: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
-    fp32_modules: frozenset[str] = frozenset()
+    keep_fp32: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("param", "store", "reduce", "output"):
             if getattr(self, name) is not None:
                 arguments.floating_dtype(name, getattr(self, name))
-        names = self.fp32_modules
+        names = self.keep_fp32
         if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
-            raise TypeError(arguments.refusal("fp32_modules", names, "a frozenset of names of modules"))
+            raise TypeError(arguments.refusal("keep_fp32", names, "a frozenset of names of modules"))
 
 
 def half_policy(
     model: nn.Module,
     dtype: torch.dtype,
     *,
-    keep_fp32: Pin | Iterable[Pin] = is_batch_norm,
+    keep_fp32: KeepFP32 | Iterable[KeepFP32] = is_batch_norm,
     output: torch.dtype | None = torch.float32,
 ) -> DtypePolicy:
-    """The policy of a `model` whose parameters, activations and gradients are `dtype`, but for the pinned modules.
+    """The policy of a `model` whose parameters, activations and gradients are `dtype`, but for those kept in float32.
 
-    Pinned are those that `keep_fp32` selects (see `pins.pin_names`) and those that `set_fp32_attr_to_module` marked.
+    Kept are those that `keep_fp32` selects (see `KeptModules`) and those that `set_fp32_attr_to_module` marked.
     output: see `DtypePolicy`. `model` is not changed: give it and the policy to `cast_parameters`, or to a plugin's
     `place`. Inputs are for the caller to cast: `casting.cast_floats(args, dtype)`, or `ModelWrapper(input_dtype=dtype)`.
 
-    Raises ValueError if a pinned module shares a parameter with one that is not, or if the model as a whole is marked.
+    Raises ValueError if a kept module shares a parameter with one that is not, or if the model as a whole is marked.
     """
     model = bare(model)
     if is_marked("", model):
@@ -70,46 +70,46 @@ def half_policy(
             f"the whole {type(model).__name__} is marked by set_fp32_attr_to_module, so nothing of it would run in {dtype}; "
             "mark submodules, or train in fp32"
         )
-    names = pin_names(model, (*normalise_pins(keep_fp32), is_marked))
+    names = KeptModules(model, (*normalise_keep_fp32(keep_fp32), is_marked)).names
     check_untied(model, names)
-    return DtypePolicy(param=dtype, output=output, fp32_modules=names)
+    return DtypePolicy(param=dtype, output=output, keep_fp32=names)
 
 
 def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
     """Cast floating parameters and buffers of `module` to the dtype in which `policy` stores them, in place.
 
-    Those of `policy.fp32_modules` become float32 without a detour through half, and these modules compute in float32
-    from now on, see `install_pins`. Integer and complex tensors stay. Gradients are cast along. Does nothing where the
+    Those of `policy.keep_fp32` become float32 without a detour through half, and these modules compute in float32
+    from now on, see `install_keep_fp32`. Integer and complex tensors stay. Gradients are cast along. Does nothing where the
     policy names no dtype. Returns `module`.
     """
     dtype = policy.store or policy.param
     if dtype is None:
         return module
     inner = bare(module)
-    pinned = {
+    kept = {
         id(tensor): tensor  # held, so that no other tensor gets its id meanwhile
-        for name in policy.fp32_modules
+        for name in policy.keep_fp32
         for tensor in _tensors(inner.get_submodule(name))
     }
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return tensor.to(torch.float32 if id(tensor) in pinned else dtype)
+        return tensor.to(torch.float32 if id(tensor) in kept else dtype)
 
     module._apply(cast)
-    install_pins(module, policy)
+    install_keep_fp32(module, policy)
     return module
 
 
-def install_pins(module: nn.Module, policy: DtypePolicy) -> None:
-    """Make the modules of `policy.fp32_modules` take their inputs in float32 and return `policy.param`, in place.
+def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
+    """Make the modules of `policy.keep_fp32` take their inputs in float32 and return `policy.param`, in place.
 
     For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
     """
     inner = bare(module)
-    for name in policy.fp32_modules:
-        pin(inner.get_submodule(name), None, policy.param)
+    for name in policy.keep_fp32:
+        compute_in_fp32(inner.get_submodule(name), None, policy.param)
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

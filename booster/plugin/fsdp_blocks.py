@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from booster import arguments
+from booster.names import matcher
 
 WrapPolicy = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
 
@@ -137,5 +137,4 @@ def _is_class_or_pattern(entry: Any) -> bool:
 def _matches(entry: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
     if isinstance(entry, type):
         return isinstance(module, entry)
-    parts = (re.escape(part).replace(r"\*", "[^.]*") for part in entry.split("**"))
-    return re.fullmatch(".*".join(parts), name) is not None
+    return matcher(entry)(name)

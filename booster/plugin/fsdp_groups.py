@@ -45,10 +45,10 @@ def plan_groups(
             "nn.Parameter(torch.ones(1))"
         )
     kept = {name: module for name, module in ((name, model.get_submodule(name)) for name in blocks) if _has(module)}
-    pins = {id(module): module for module in (model.get_submodule(name) for name in pinned) if _has(module)}
+    in_fp32 = {id(module): module for module in (model.get_submodule(name) for name in pinned) if _has(module)}
     while True:
-        homes, inside = _homes(model, kept.values(), pins)
-        torn = _torn(model, homes, pins)
+        homes, inside = _homes(model, kept.values(), in_fp32)
+        torn = _torn(model, homes, in_fp32)
         if not torn:
             break
         kept = {name: module for name, module in kept.items() if id(module) not in torn}
@@ -60,7 +60,7 @@ def plan_groups(
     sequence = [module for module in order if id(module) in wrapped and id(module) in inside]
     groups = [Group([module], members[id(module)], pinned=True) for module in sequence]
     if _PINNED in members:
-        listed = [module for module in order if id(module) in pins and id(module) not in wrapped]
+        listed = [module for module in order if id(module) in in_fp32 and id(module) not in wrapped]
         groups.append(Group(listed, members[_PINNED], pinned=True))
     rest = [module for module in order if id(module) in wrapped and id(module) not in inside]
     groups += [Group([module], members[id(module)]) for module in [*rest, model] if id(module) in members]
@@ -72,7 +72,7 @@ _PINNED = 0  # no object has this id
 
 
 def _homes(
-    model: nn.Module, blocks: Collection[nn.Module], pins: dict[int, nn.Module]
+    model: nn.Module, blocks: Collection[nn.Module], in_fp32: dict[int, nn.Module]
 ) -> tuple[dict[int, int], set[int]]:
     """For each module by id, the block around it, `_PINNED` or the model; and the ids of those inside a pinned one."""
     wrapped = {id(module) for module in blocks}
@@ -82,10 +82,10 @@ def _homes(
     def visit(module: nn.Module, home: int, is_pinned: bool) -> None:
         if id(module) in homes:
             return
-        is_pinned = is_pinned or id(module) in pins
+        is_pinned = is_pinned or id(module) in in_fp32
         if id(module) in wrapped:
             home = id(module)
-        elif id(module) in pins:
+        elif id(module) in in_fp32:
             home = _PINNED
         homes[id(module)] = home
         if is_pinned:
@@ -97,14 +97,14 @@ def _homes(
     return homes, inside
 
 
-def _torn(model: nn.Module, homes: dict[int, int], pins: dict[int, nn.Module]) -> set[int]:
+def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]) -> set[int]:
     """Ids of blocks that hold a parameter which another group holds too."""
     users: dict[int, dict[int, tuple[str, bool]]] = {}
 
     # By path, because a module that stands in two blocks shares its parameters too.
     def visit(module: nn.Module, path: str, home: int, is_pinned: bool) -> None:
-        is_pinned = is_pinned or id(module) in pins
-        if homes[id(module)] == id(module) or id(module) in pins:
+        is_pinned = is_pinned or id(module) in in_fp32
+        if homes[id(module)] == id(module) or id(module) in in_fp32:
             home = homes[id(module)]
         for name, param in module._parameters.items():
             if param is not None:

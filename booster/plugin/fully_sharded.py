@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from booster.casting import HALF_DTYPES
 from booster.interface.transparent import bare
-from booster.mixed_precision.policy import DtypePolicy, install_pins
+from booster.mixed_precision.policy import DtypePolicy, install_keep_fp32
 from booster.plugin.fsdp_dtypes import show_computed_dtypes
 from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
@@ -59,8 +59,8 @@ def shard_module(
     shard_placement: along which dimension a parameter is divided; None, or where it says None, the first.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
-    gathered parameters and buffers are `policy.param`; modules of `policy.fp32_modules` are float32 throughout, see
-    `policy.install_pins`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper` does.
+    gathered parameters and buffers are `policy.param`; modules of `policy.keep_fp32` are float32 throughout, see
+    `policy.install_keep_fp32`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper` does.
 
     Raises ValueError, before anything is changed, for parameters that cannot be sharded or have no values; RuntimeError
     if a module is sharded already.
@@ -79,7 +79,7 @@ def shard_module(
     groups = plan_groups(
         model,
         blocks=blocks,
-        pinned=policy.fp32_modules,
+        pinned=policy.keep_fp32,
         dtype_of=lambda param, pinned: _at_rest(param, policy, pinned),
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -103,7 +103,7 @@ def shard_module(
             offload_policy=offload,
             shard_placement_fn=shard_placement,
         )
-    install_pins(model, policy)
+    install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
     if policy.param is not None:
@@ -267,7 +267,7 @@ class ShardLoaded:
 
     def __init__(self, policy: DtypePolicy) -> None:
         self._half = policy.param if policy.param in HALF_DTYPES and policy.store is None else None
-        self._pinned = policy.fp32_modules
+        self._pinned = policy.keep_fp32
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         reshard(module)

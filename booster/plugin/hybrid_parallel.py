@@ -210,7 +210,7 @@ class HybridParallelPlugin(Plugin):
             # What lies on other stages has stand-ins without parameters here.
             shard_module(
                 root,
-                dataclasses.replace(policy, fp32_modules=frozenset(_with_parameters(root, policy.fp32_modules))),
+                dataclasses.replace(policy, keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32))),
                 mesh=mesh["replicate", "shard"],
                 device=device,
                 blocks=_with_parameters(root, blocks),

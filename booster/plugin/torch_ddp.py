@@ -104,7 +104,7 @@ class TorchDDPPlugin(Plugin):
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         stored = policy.store or policy.param
         dtypes = {stored or param.dtype for param in module.parameters() if param.requires_grad}
-        if policy.fp32_modules and stored:
+        if policy.keep_fp32 and stored:
             dtypes.add(torch.float32)
         if policy.reduce is not None and dtypes and dtypes != {policy.reduce}:
             raise ValueError(
@@ -133,7 +133,7 @@ class TorchDDPPlugin(Plugin):
     def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """`module` on `device` in the dtypes of `policy`, not yet synchronised."""
         module = arrive(module, device)
-        if self._sync_batchnorm:  # first, because it replaces modules, which the policy may pin
+        if self._sync_batchnorm:  # first, because it replaces modules, which the policy may keep in float32
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         return cast_parameters(module, policy)
 

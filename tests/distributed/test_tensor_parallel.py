@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster.casting import cast_floats
 from booster.mixed_precision.attention import Float32Attention
-from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_pins
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 
 DIM, HEADS, TIME, VOCAB = 16, 4, 8, 12
@@ -515,7 +515,7 @@ def check_half(rank, world_size, name, dtype, cast_first):
     policy = half_policy(model, dtype, keep_fp32=nn.LayerNorm if isinstance(model, GPT) else ())
     if cast_first:
         divide(cast_parameters(model, policy), tp_mesh(world_size), plan, sequence, policy)
-        install_pins(model, policy)
+        install_keep_fp32(model, policy)
     else:
         cast_parameters(divide(model, tp_mesh(world_size), plan, sequence, policy), policy)
     cast_parameters(reference, policy)

@@ -257,7 +257,9 @@ RANGES: dict[str, Predicate] = {
     "store": floating,
     "reduce": floating,
     "output": floating,
-    "fp32_modules": several(text, set, frozenset),
+    "KeptModules(model)": a(nn.Module),
+    "KeptModules.contains(name)": a(str),
+    "DtypePolicy(keep_fp32)": several(text, set, frozenset),
     "place": callable,
     "Placement(device)": a(torch.device),
     "synchronise": callable,
@@ -335,7 +337,7 @@ EXEMPT: dict[str, str] = {
     "Pipeline()": "a protocol",
     "Plugin()": "an abstract class",
     "LossScaler()": "the null object has no arguments",
-    "is_batch_norm()": "a predicate that pin_names calls",
+    "is_batch_norm()": "a predicate that KeptModules calls",
     "apply_tensor_parallel()": "called by HybridParallelPlugin with arguments that it has checked",
     "check_tensor_parallel()": "called by HybridParallelPlugin with arguments that it has checked",
     "fsdp_placement()": "called by fully_shard",
@@ -372,6 +374,8 @@ def _process(w: World) -> dict[str, Any]:
 _half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
 
 EXAMPLES: dict[str, Examples] = {
+    "KeptModules": [lambda w: {"model": w.model, "keep_fp32": ()}],
+    "KeptModules.contains": [lambda w: {"name": "0"}],
     "Booster.boost": [
         lambda w: {"model": w.raw},
         lambda w: {"model": w.raw, "optimizer": w.raw_optimizer, "criterion": nn.functional.mse_loss},
@@ -461,6 +465,7 @@ OBJECTS: dict[type, Callable[[World], Any]] = {
     type(World().boosted[4]): lambda w: w.boosted[4],
     booster.DistCoordinator: lambda w: booster.DistCoordinator(),
     booster.logging.DistLogger: lambda w: booster.logging.get_dist_logger("tests.bad_arguments"),
+    booster.mixed_precision.KeptModules: lambda w: booster.mixed_precision.KeptModules(torch.nn.Linear(1, 1), ()),
 }
 
 # Whose methods the library calls, with arguments that it has made or checked.

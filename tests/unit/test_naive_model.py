@@ -250,7 +250,7 @@ def test_transformers_model_output_keeps_its_type_inside_and_outside(transformer
     assert out["last_hidden_state"].dtype == out.last_hidden_state.dtype == F32
 
 
-# ---- pins ----
+# ---- keep_fp32 ----
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -488,7 +488,7 @@ def test_the_half_policy_lists_pins_once_each():
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4)), nn.LayerNorm(4))
     set_fp32_attr_to_module(net[2])
     policy = half_policy(net, torch.bfloat16, keep_fp32=[is_batch_norm, "1"])
-    assert policy == DtypePolicy(param=torch.bfloat16, output=F32, fp32_modules=frozenset({"1", "2"}))
+    assert policy == DtypePolicy(param=torch.bfloat16, output=F32, keep_fp32=frozenset({"1", "2"}))
 
 
 def test_placing_a_model_again_in_another_half_replaces_its_pins():

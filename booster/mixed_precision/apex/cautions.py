@@ -37,10 +37,10 @@ def planned_dtypes(models: Iterable[tuple[nn.Module, DtypePolicy]]) -> dict[torc
     planned: dict[torch.Tensor, torch.dtype] = {}
     for model, policy in models:
         inner, dtype = bare(model), policy.store or policy.param
-        pinned = {param for name in policy.fp32_modules for param in inner.get_submodule(name).parameters()}
+        kept = {param for name in policy.keep_fp32 for param in inner.get_submodule(name).parameters()}
         for param in inner.parameters():
             if dtype is not None and param.is_floating_point():
-                planned[param] = torch.float32 if param in pinned else dtype
+                planned[param] = torch.float32 if param in kept else dtype
     return planned
 
 

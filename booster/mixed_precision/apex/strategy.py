@@ -297,5 +297,5 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
 
 def is_affine_batch_norm(name: str, module: nn.Module) -> bool:
-    """A predicate for `pin_names`: what keep_batchnorm_fp32 keeps."""
+    """A predicate for `keep_fp32`: what keep_batchnorm_fp32 keeps."""
     return isinstance(module, _BatchNorm) and module.affine

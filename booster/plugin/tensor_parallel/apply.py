@@ -32,7 +32,7 @@ def apply_tensor_parallel(
 
     tp_plan: a dict from module name patterns to styles, a callable that makes one of the model, or None for the plan that
     is known for it. sequence_parallelism: between the blocks' branches every rank keeps a part of the sequence only.
-    policy: which modules are pinned; pins are installed by the caller, afterwards.
+    policy: which modules are kept in float32; the caller makes them compute so, afterwards.
 
     Parameters of divided modules become new DTensor parameters, in the dtype they have; all others stay plain, and their
     gradients are the same on all ranks of `mesh`. Every rank starts from the first rank's weights (collectives).
@@ -49,7 +49,7 @@ def apply_tensor_parallel(
         if isinstance(style, LocalStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
         else:
-            _apply_foreign(module, mesh, style, pinned=name in policy.fp32_modules)
+            _apply_foreign(module, mesh, style, pinned=name in policy.keep_fp32)
     tie(slots)
     restore_frozen(model, frozen)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from booster import arguments
+from booster.names import matcher
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.derive import derive_plan
 from booster.plugin.tensor_parallel.experts import Experts
@@ -158,9 +159,7 @@ def _expand(model: nn.Module, plan: Mapping[str, Any], *, strict: bool) -> dict[
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[str]:
-    parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
-    expression = re.compile(".*".join(parts))
-    return [name for name in modules if expression.fullmatch(name)]
+    return list(filter(matcher(pattern), modules))
 
 
 def _unmatched_message(model: nn.Module, unmatched: list[str], modules: Mapping[str, nn.Module]) -> str:

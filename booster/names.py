@@ -1,0 +1,19 @@
+"""Patterns for the qualified names of modules and parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Return what tells whether `pattern` says the whole of a name: `*` is anything within one part, `**` across parts."""
+    parts = (re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split("**"))
+    expression = re.compile(".*".join(parts))
+    return lambda name: expression.fullmatch(name) is not None
+
+
+def parents(name: str) -> Iterator[str]:
+    """Yield the names of what holds `name`, outermost first; the whole model, whose name is empty, is not among them."""
+    parts = name.split(".")
+    return (".".join(parts[:i]) for i in range(1, len(parts)))
