@@ -14,9 +14,9 @@ from booster.checkpoint.parts import Parts
 from booster.checkpoint.plain import encode
 from booster.checkpoint.randomness import random_state
 from booster.interface.optimizer import OptimizerWrapper
+from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 
 Tensors = dict[str, torch.Tensor]
-STATE_KEY = "booster"
 
 
 def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> tuple[Tensors, dict[str, Any]]:
@@ -68,8 +68,16 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
             {"options": {key: value for key, value in group.items() if key != "params"}, "params": dict(own)}
             for group, own in zip(state["param_groups"], names, strict=True)
         ],
-        STATE_KEY: state[STATE_KEY],
+        STATE_KEY: _without_names(state[STATE_KEY]),
     }
+
+
+def _without_names(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What names parameters of this rank alone: here everything goes by name."""
+    kept = {key: value for key, value in own.items() if key != PARAMETERS}
+    if "masters" in kept:
+        kept["masters"] = {key: value for key, value in kept["masters"].items() if key != IN_MODEL}
+    return kept
 
 
 def _states(extra: Any) -> Any:

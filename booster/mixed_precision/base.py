@@ -216,7 +216,7 @@ class MixedPrecision:
         held = {param for group in optimizer.param_groups for param in group["params"]}
         own = [name for name in list(kept) if after.get(name) in held]
         with shards.local():
-            names |= {shards.part_of(param): name for name, param in after.items()}
+            names |= {tensor: name for name, param in after.items() for tensor in (param, shards.part_of(param))}
             shards.names = names
             weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
             make_update = self.make_update(optimizer, names, weights, compiled=compiled)

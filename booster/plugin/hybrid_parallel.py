@@ -24,6 +24,7 @@ from booster.plugin.fully_sharded import ShardLoaded, broadcast, shard_module, w
 from booster.plugin.meta import arrive, check_meta
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
+from booster.plugin.pipeline.layers_loaded import LayersLoaded
 from booster.plugin.pipeline.schedule import check_count
 from booster.plugin.shared_mesh import shared_mesh
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
@@ -205,6 +206,7 @@ class HybridParallelPlugin(Plugin):
         arrive(module, device)
         broadcast([*model.parameters(), *model.buffers()], self.group, device)
         apply_tensor_parallel(model, **tensor_parallel)
+        whole = list(model.state_dict())
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
         for root in roots:
             # What lies on other stages has stand-ins without parameters here.
@@ -221,6 +223,7 @@ class HybridParallelPlugin(Plugin):
             self._placed.add(bare(root))
         if plan is None:
             return module
+        model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
         if len(roots) > 1:  # the user loads into the model, of which the roots are copies
             model.register_load_state_dict_pre_hook(ShardLoaded(policy))
         pipeline = plan.pipeline(

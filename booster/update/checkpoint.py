@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,11 @@ from torch.optim import LBFGS, Adafactor, Optimizer
 from booster.optimizer_kinds import kind_of
 
 if TYPE_CHECKING:
-    from booster.shards import Shards
     from booster.update.base import Update
 
 STATE_KEY = "booster"  # of what is ours in a state dict
 IN_MODEL = "in_model"  # of masters: names of those that are weights of the model
+PARAMETERS = "parameters"  # on a rank that has some layers: the names of its parameters, in the order of their numbers
 
 # Entries of the parameter's shape, in torch's optimizers and those that follow their names.
 _SHAPED = {
@@ -36,6 +36,8 @@ def state_of(update: Update) -> tuple[dict[str, Any], dict[str, Any]]:
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
         own["masters"][IN_MODEL] = update.weights_in_model()
+    if shards.kept is not None:
+        own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
     return state, own
 
 
@@ -51,9 +53,79 @@ def cut(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> t
     return state_dict, own
 
 
-def numbered(shards: Shards, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The part of a torch state dict that is of this rank's parameters, which it calls by their numbers."""
-    return _numbered(shards.kept.of(state_dict) if shards.kept is not None else state_dict)
+def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a torch state dict that is of this rank's parameters, which it calls by their numbers.
+
+    By name, where the state calls parameters by the names that they have here, or says in `own` which numbers have which
+    names; otherwise by their order. Raises ValueError for the state of other layers than this rank's.
+    """
+    kept = update.shards.kept
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    names = own.get(PARAMETERS)
+    if names is not None:
+        if not _are_names(names) or len(names) != len(keys):
+            count = len(names) if _are_names(names) else f"{names!r}, and not"
+            raise ValueError(
+                f"state[{STATE_KEY!r}][{PARAMETERS!r}] of the optimizer state is {count} different names for {len(keys)} "
+                "parameters; where states of several pipeline ranks are put together, put these lists together too, in the "
+                "order of the groups"
+            )
+        state_dict = _renamed(state_dict, dict(zip(keys, names, strict=True)))
+        keys = list(names)
+    here = _names(update)
+    mine = {name for group in here for name in group}
+    if all(isinstance(key, str) for key in keys) and mine <= set(keys):
+        foreign = set(keys) - mine - (kept.elsewhere if kept is not None else set())
+        if foreign:
+            raise ValueError(
+                f"the optimizer state holds parameters {_few(foreign)}, which this optimizer does not have"
+            )
+        return _numbered(_by_name(state_dict, here))
+    if names is not None:
+        lacking = f"lacks {_few(mine - set(keys))}" if mine - set(keys) else "has all"
+        raise ValueError(
+            f"the optimizer state was written by a pipeline rank, of its layers alone: it has {_few(set(keys))}, and "
+            f"{lacking} of this rank. Save on every rank, in a file each, and load on the same rank; or put the states of "
+            "all ranks together by name, see docs/parallelism.md, Checkpoints"
+        )
+    return _numbered(kept.of(state_dict) if kept is not None else state_dict)
+
+
+def _names(update: Update) -> list[list[str]]:
+    """The names of the parameters of each group, in order; one that is not of the model has none that a state could have."""
+    groups = update.optimizer.param_groups
+    return [[update.names.get(param, f"parameter {id(param)}") for param in group["params"]] for group in groups]
+
+
+def _renamed(state_dict: dict[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state_dict["param_groups"]]
+    state = {names.get(key, key): value for key, value in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _by_name(state_dict: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """The groups of a state with the parameters `names`, in their order, and the state of these."""
+    groups = state_dict["param_groups"]
+    if len(groups) != len(names):
+        return state_dict
+    for index, (group, own) in enumerate(zip(groups, names, strict=True)):
+        missing = set(own) - set(group["params"])
+        if missing:
+            raise ValueError(
+                f"the optimizer state has {_few(missing)} in another group than {index}, where they are here"
+            )
+    gone = {key for group in groups for key in group["params"]} - {name for own in names for name in own}
+    state = {key: value for key, value in state_dict["state"].items() if key not in gone}
+    own_groups = [{**group, "params": list(own)} for group, own in zip(groups, names, strict=True)]
+    return {**state_dict, "state": state, "param_groups": own_groups}
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, (list, tuple)) and all(isinstance(n, str) for n in names) and len(set(names)) == len(names)
+
+
+def _few(names: Collection[str]) -> str:
+    return f"{sorted(names)[:3]}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:

@@ -40,7 +40,9 @@ def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
     optimizer, scaler = update.optimizer, update.scaler
     with update.all_or_none("load its optimizer state"):
         own = _read_own(state_dict)
-        state = numbered(update.shards, _plain(optimizer, state_dict))
+        state = _plain(optimizer, state_dict)
+        if has_torch_format(optimizer):
+            state = numbered(update, state, own.rest)
         _check_entries(optimizer, state)
         check_shapes(update, state)
         rest = dict(own.rest)
@@ -145,7 +147,7 @@ def _plain(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any
     if twice:
         raise ValueError(
             f"the optimizer state lists parameters {twice[:8]} more than once. Every rank of a pipeline numbers its own from "
-            "0, so states of several ranks cannot simply be put together"
+            "0: load each rank's state on that rank, or put states together by name, see docs/parallelism.md, Checkpoints"
         )
     return plain
 
@@ -171,7 +173,8 @@ def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     if given != sizes:
         raise ValueError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: there are "
-            f"{given} parameters in the groups of the state, and {sizes} in those of this optimizer"
+            f"{given} parameters in the groups of the state, and {sizes} in those of this optimizer. A pipeline rank writes "
+            "the state of its own layers"
         )
     for key, entry in state_dict["state"].items():
         if isinstance(key, int) and not 0 <= key < sum(sizes):

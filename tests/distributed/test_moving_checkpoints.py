@@ -55,7 +55,7 @@ def written_by_one_process():
 def resumed(rank, world_size, name, model_state, state):
     parts = built(name)
     steps(parts, 7, 8)
-    parts[1].load_state_dict(model_state, strict=name not in ("pp", "interleaved"))
+    parts[1].load_state_dict(model_state)
     parts[2].load_state_dict(state)
     return steps(parts, 2, 5)
 
