@@ -16,6 +16,8 @@ def fingerprint(*roots):
 
 
 def _walk(value, seen):
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return ("no data", value.dtype, tuple(value.shape), tuple(value.stride()))
     if isinstance(value, torch.Tensor):
         local = value.to_local() if hasattr(value, "to_local") else value
         bits = local.detach().reshape(-1).contiguous().view(torch.uint8) if local.numel() else local
