@@ -37,7 +37,8 @@ class OptimizerWrapper(Optimizer):
 
     names: parameter -> qualified name, for reports. group: the ranks that must skip together; None means this one alone.
     shards: what this rank holds of the parameters; None means all. compiled: step through torch.compile, see
-    `CompiledUpdate`. switched: its fused kernel was not the user's choice. make_update: what makes the update
+    `CompiledUpdate`. switched: its fused kernel was not the user's choice. after_step: see
+    `MixedPrecision.after_step`; None: nobody listens. make_update: what makes the update
     instead, called as `make_update(optimizer, scaler, names, group=..., shards=..., skip_nonfinite=...)`.
     """
 
@@ -53,6 +54,7 @@ class OptimizerWrapper(Optimizer):
         compiled: bool = False,
         switched: bool = False,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        after_step: Callable[[bool | torch.Tensor], None] | None = None,
         make_update: Callable[..., Update] | None = None,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
@@ -60,6 +62,7 @@ class OptimizerWrapper(Optimizer):
         self.optimizer = optimizer
         self._takes_set_to_none = takes(optimizer.zero_grad, "set_to_none")
         self._backward_context = backward_context
+        self._after_step = after_step
         make_update = make_update or functools.partial(choose_update, compiled=compiled)
         shards = shards or Shards(optimizer)
         with shards.local():
@@ -111,6 +114,9 @@ class OptimizerWrapper(Optimizer):
         # A user's autocast around the whole loop would go on with half copies of the weights as they were.
         torch.clear_autocast_cache()
         self._history.record(result)
+        if self._after_step is not None:
+            with torch.no_grad():
+                self._after_step(result.decision)
         if not self._update.decides_on_device:
             self.settle()
         return result
@@ -250,7 +256,8 @@ class OptimizerWrapper(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
         self.settle()  # what waits for the last step's outcome belongs to this object
-        memo[id(self._backward_context)] = self._backward_context  # one strategy serves the copy too
+        for of_strategy in (self._backward_context, self._after_step):  # one strategy serves the copy too
+            memo[id(of_strategy)] = of_strategy
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))

@@ -259,6 +259,7 @@ def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[t
         names,
         options=UpdateOptions(max_consecutive_skips=None),
         backward_context=precision.backward_context,
+        after_step=precision.step_follower,
         make_update=precision.make_update(optimizer, names, {}, compiled=False),
     )
 

@@ -70,8 +70,8 @@ class MixedPrecision:
 
     To write one, override what differs: `policy` or `policy_for` (dtypes as data), `forward_context` (entered around every
     forward, in the thread that runs it), `make_scaler`, `check` (refuse what cannot work), `convert` (swap modules),
-    `make_update` (how parameters are stepped). `configure` puts them together and seldom needs overriding. Pass an
-    instance to `Booster`, or `register` the class under a name.
+    `make_update` (how parameters are stepped), `after_step` (follow the weights). `configure` puts them together and seldom
+    needs overriding. Pass an instance to `Booster`, or `register` the class under a name.
 
     A strategy may serve several models; it is bound to one device, that of the `Booster` it is given to.
     """
@@ -158,6 +158,19 @@ class MixedPrecision:
         """
         return None
 
+    def after_step(self, applied: bool | torch.Tensor) -> None:
+        """Called after every `step()` of an optimizer under this precision, applied or skipped, on every rank alike.
+
+        For what follows the weights: scales of a low format, a history of maxima. Gradients are not recorded inside.
+        applied: whether parameters changed. Where only a device knows it, a 0-dim bool tensor there: `torch.where(applied,
+        new, old)` waits for nothing, `if applied` for the device.
+        """
+
+    @property
+    def step_follower(self) -> Callable[[bool | torch.Tensor], None] | None:
+        """`after_step`, or None where a strategy does not override it, so that a step need not tell."""
+        return None if type(self).after_step is MixedPrecision.after_step else self.after_step
+
     def configure(
         self,
         model: nn.Module,
@@ -230,6 +243,7 @@ class MixedPrecision:
             compiled=compiled,
             switched=switched,
             backward_context=self.backward_context,
+            after_step=self.step_follower,
             make_update=make_update,
         )
         wrapper.watch(bare(boosted.module))

@@ -136,6 +136,14 @@ class DeviceUpdate(Update):
 class _Applied(HostCopy):
     """The opposite of a 0-dim found_inf."""
 
+    def __init__(self, found_inf: torch.Tensor) -> None:
+        super().__init__(found_inf)
+        self._found_inf = found_inf
+
+    def on_device(self) -> torch.Tensor:
+        """The same, 0-dim on the device."""
+        return self._found_inf == 0
+
     def __call__(self) -> bool:
         return not super().__call__()
 

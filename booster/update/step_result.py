@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -20,6 +20,14 @@ class StepFields(NamedTuple):
     num_zeros_in_grad: int | None = None
 
 
+class Applied(Protocol):
+    """Whether a step was applied, which a device knows. Calling it waits for the device."""
+
+    def __call__(self) -> bool: ...
+
+    def on_device(self) -> torch.Tensor: ...
+
+
 class StepResult:
     """The outcome of `optimizer.step()`; true if parameters were updated.
 
@@ -31,7 +39,7 @@ class StepResult:
 
     def __init__(
         self,
-        applied: bool | Callable[[], bool],
+        applied: bool | Applied,
         fields: StepFields | Callable[[bool], StepFields],
         *,
         loss: Any = None,
@@ -46,6 +54,11 @@ class StepResult:
         if not isinstance(self._applied, bool):
             self._applied = self._applied()
         return self._applied
+
+    @property
+    def decision(self) -> bool | torch.Tensor:
+        """What `applied` says, without waiting: a 0-dim bool tensor on the device where the decision lives on one."""
+        return self._applied if isinstance(self._applied, bool) else self._applied.on_device()
 
     @property
     def grad_norm(self) -> float | None:

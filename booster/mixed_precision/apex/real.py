@@ -128,6 +128,7 @@ def configure(
     scale_window: int,
     placement: Placement,
     options: UpdateOptions,
+    after_step: Callable[[bool | torch.Tensor], None] | None = None,
 ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
     """As `MixedPrecision.configure`, by apex's initialize with `arguments`, which comes before the placement."""
     if not placement.is_whole:
@@ -155,7 +156,15 @@ def configure(
     names = {param: name for name, param in named_parameters(boosted).items()}
     update = functools.partial(RealUpdate, amp=amp)
     wrapped = [
-        OptimizerWrapper(each, RealScales(amp), names, group=placement.group, options=options, make_update=update)
+        OptimizerWrapper(
+            each,
+            RealScales(amp),
+            names,
+            group=placement.group,
+            options=options,
+            after_step=after_step,
+            make_update=update,
+        )
         for each in optimizers
     ]
     return boosted, (wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None)), boosted_criterion

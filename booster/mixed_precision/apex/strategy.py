@@ -204,6 +204,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             scale_window=self._scale_window,
             placement=placement,
             options=options or UpdateOptions(),
+            after_step=self.step_follower,
         )
 
     # ------------------------------------------------------------------ forward and backward
