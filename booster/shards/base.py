@@ -65,6 +65,15 @@ class Shards:
         """`value`, a tensor or DTensor of the shape of `param`, laid out among ranks as `param` is. May be a collective."""
         return value
 
+    def moves(self, value: torch.Tensor, param: torch.Tensor) -> bool:
+        """Whether `placed` and `cut` of `value` are collectives; raises ValueError if `value` cannot be laid out here."""
+        if is_dtensor(value):
+            raise ValueError(
+                "the optimizer state holds DTensors, each a rank's part of a tensor, and this plugin keeps whole tensors; make "
+                "them whole with full_tensor(), on all ranks, before saving"
+            )
+        return False
+
     def forget_gathered(self) -> None:
         """Drop what was gathered of parameters, which somebody wrote to."""
 

@@ -104,6 +104,14 @@ class DTensorShards(Shards):
         placed = self.placed(value, param)
         return placed.to_local() if self._steps_parts and isinstance(placed, DTensor) else placed
 
+    def moves(self, value: torch.Tensor, param: torch.Tensor) -> bool:
+        if not isinstance(value, DTensor):
+            return False
+        if not isinstance(param, DTensor):
+            return True
+        check_own(value, param)
+        return (value.device_mesh, value.placements) != (param.device_mesh, param.placements)
+
     def placed(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
             return value.full_tensor() if isinstance(value, DTensor) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,16 @@ def all_or_none(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     told = [f"rank {rank} of the group could not {what}: {text}" for rank, text in enumerate(texts) if text]
     if told:
         raise ValueError(f"nothing was done on this rank either, because {'; '.join(told)}")
+
+
+def require_alike(text: str, what: str, group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on every rank of `group` unless all have the same `text`. what: what it tells, for the message."""
+    if group is None:
+        return
+    code = float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
+    highest, lowest = largest(code, group), -largest(-code, group)
+    if highest != lowest:
+        raise ValueError(f"ranks differ in {what}; pass states of one kind, saved under one layout, on every rank")
 
 
 def _texts(text: str, group: dist.ProcessGroup | None) -> list[str]:

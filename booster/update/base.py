@@ -281,6 +281,10 @@ class Update(ABC):
         """Context whose error on one rank of those that step together is raised on all; see `agreement.all_or_none`."""
         return agreement.all_or_none(self._group, what)
 
+    def require_alike(self, text: str, what: str) -> None:
+        """Raise ValueError, on all ranks that step together, if they differ in `text`, which tells `what`."""
+        agreement.require_alike(text, what, self._group)
+
     @property
     def closure_refusal(self) -> str | None:
         """Why `step(closure)` cannot run; None if it can."""

@@ -49,6 +49,8 @@ def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
         values: dict[torch.Tensor, torch.Tensor] = {}
         if "masters" in rest:
             rest["masters"], values = update.read_masters(_here(update.shards.kept, rest["masters"]))
+        moved = _moved(update, state, rest)
+    update.require_alike(repr(moved), "the tensors that change their layout among ranks")
     before = implementation(optimizer)
     with (
         _undone_on_error(optimizer, scaler),
@@ -186,6 +188,23 @@ def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         names = [name for name in entry if not isinstance(name, str)] if isinstance(key, int) else []
         if names:
             raise ValueError(f"the optimizer state of parameter {key} has entries {names[:4]}, which are no names")
+
+
+def _moved(update: Update, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, str]]:
+    """Which tensors take a collective to be laid out as parameters are here."""
+    params = [param for group in update.optimizer.param_groups for param in group["params"]]
+    entries: list[tuple[Any, str, Any, torch.Tensor]] = []
+    if has_torch_format(update.optimizer):
+        states = state_dict["state"]
+        entries += [(i, key, value, p) for i, p in enumerate(params) for key, value in states.get(i, {}).items()]
+    named = {update.names[param]: param for param in params if param in update.names}
+    weights = own.get("masters", {}).get("weights", {})
+    entries += [(name, "master", weight, named[name]) for name, weight in weights.items() if name in named]
+    return [
+        (index, key)
+        for index, key, value, param in entries
+        if isinstance(value, torch.Tensor) and value.dim() and update.shards.moves(value, param)
+    ]
 
 
 def _here(kept: Kept | None, masters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from refusals import fingerprint, zoo
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from booster import Booster
 from booster.mixed_precision import (
@@ -87,3 +88,42 @@ def refused(rank, world_size, precision, plugin):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_refused_load_changes_nothing_on_any_rank(ranks2, precision, plugin):
     assert ranks2(refused, precision, plugin) == [[], []]
+
+
+def of_two_layouts(rank, world_size, plugin):
+    _, model, made = trained("fp32", plugin, 1)
+    state = trained("fp32", plugin, 2)[2].state_dict()
+    before = fingerprint(made, model)
+    other = {
+        index: {
+            key: value.redistribute(value.device_mesh, [Replicate()] * value.device_mesh.ndim)
+            if isinstance(value, DTensor) and value.dim() == 2
+            else value
+            for key, value in own.items()
+        }
+        for index, own in state["state"].items()
+    }
+    with pytest.raises(ValueError, match="ranks differ in the tensors that change their layout"):
+        made.load_state_dict({**state, "state": other} if rank == 1 else state)
+    assert fingerprint(made, model) == before
+    made.load_state_dict({**state, "state": other})
+    assert fingerprint(made, model) != before
+
+
+@pytest.mark.parametrize("plugin", ["fsdp", "tp"])
+def test_ranks_with_states_of_two_layouts_do_not_wait_for_each_other(ranks2, plugin):
+    ranks2(of_two_layouts, plugin)
+
+
+def of_shards(rank, world_size, plugin):
+    state = trained("fp32", "fsdp", 1)[2].state_dict()
+    _, model, made = trained("fp32", plugin, 2)
+    before = fingerprint(made, model)
+    with pytest.raises(ValueError, match="holds DTensors, each a rank's part"):
+        made.load_state_dict(state)
+    assert fingerprint(made, model) == before
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "zero1"])
+def test_parts_of_tensors_are_refused_where_tensors_are_whole(ranks2, plugin):
+    ranks2(of_shards, plugin)
