@@ -21,6 +21,7 @@ from booster.boosted_loader import DataLoaderWrapper
 from booster.cast_regions import forward_region
 from booster.checkpoint.background import Background
 from booster.checkpoint.parts import Loaded, parts
+from booster.checkpoint.stopping import StopRequests
 from booster.config import translate
 from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
@@ -80,6 +81,7 @@ class Booster:
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
         self._background = Background()
+        self._stop_requests = StopRequests()
         self._unsynchronised: list[Unsynchronised] = []
 
     @classmethod
@@ -327,6 +329,105 @@ class Booster:
         self.wait_for_save()
         given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
         return load(find(folder, self.plugin.group), given, strict=strict, group=self.plugin.group)
+
+    def resume_or_start(
+        self,
+        folder: str | os.PathLike[str],
+        model: Any,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+        *,
+        extra: Any = None,
+    ) -> Loaded:
+        """Load the newest valid checkpoint below `folder`, or nothing where there is none yet; then `.step` is 0.
+
+        From here on SIGTERM and SIGUSR1 do not end the process: `stop_requested` says that one came.
+
+            run = booster.resume_or_start(folder, model, optimizer, criterion, loader, schedule)
+            for step in range(run.step, total):
+                ...
+                if booster.stop_requested():
+                    booster.save(folder, model, optimizer, criterion, loader, schedule, step=step + 1)
+                    break
+
+        A collective. Raises as `load` does, also where all checkpoints of `folder` are damaged.
+        """
+        from booster.checkpoint.loading import anything_in
+
+        self._stop_requests.listen()
+        self.wait_for_save()
+        if not anything_in(Path(folder), self.plugin.group):
+            parts(
+                model, optimizer, criterion, dataloader, lr_scheduler, extra
+            )  # wrong objects are errors now, not later
+            return Loaded(0, extra, None)
+        return self.load(folder, model, optimizer, criterion, dataloader, lr_scheduler, extra=extra)
+
+    def stop_requested(self) -> bool:
+        """Whether SIGTERM or SIGUSR1 has reached any rank since `resume_or_start`; a collective of one number."""
+        return self._stop_requests.requested(self.plugin.group)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        path: str | os.PathLike[str],
+        shard: bool = False,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = True,
+    ) -> None:
+        """Write the whole weights of a boosted model for other programs; a collective.
+
+        path: the file; with `shard` a folder, which gets files of at most `size_per_shard` MB, their names beginning with
+        `prefix`, an index, and the model's own configuration if it has one, so that `from_pretrained` opens it.
+        use_safetensors: False writes files of `torch.save`. Weights that the optimizer keeps in float32 behind half ones
+        are in what `save` writes, not here.
+        """
+        from booster.checkpoint.saving import save_weights
+
+        save_weights(
+            boosted_wrapper(model, "save_model"),
+            Path(path),
+            group=self.plugin.group,
+            shard=shard,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+        )
+
+    def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
+        """Load weights into a boosted model: a file or folder of `save_model`, of `torch.save` or of `save_pretrained`.
+
+        Raises CheckpointError that lists all names and shapes that differ, with nothing loaded. strict: False leaves out
+        names that only one side has, with a WARNING. Masters of the optimizer follow the weights.
+        """
+        from booster.checkpoint.loading import load_model
+
+        load_model(boosted_wrapper(model, "load_model"), Path(path), strict=strict, group=self.plugin.group)
+
+    def save_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
+        """Write the states, masters and loss scale of a boosted optimizer as the checkpoint folder `path`; a collective."""
+        from booster.checkpoint.saving import snapshot, write
+
+        taken = snapshot(parts(None, optimizer, None, None, None, None), {}, self.plugin.group)
+        write(Path(path), taken, step=0, keep_last=None, group=self.plugin.group)
+
+    def load_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
+        """Load what `save_optimizer` wrote, in any layout; raises as `load` does. A collective."""
+        self.load(path, None, optimizer)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
+        """Write the state of a scheduler as the checkpoint folder `path`; a collective."""
+        from booster.checkpoint.saving import snapshot, write
+
+        taken = snapshot(parts(None, None, None, None, lr_scheduler, None), {}, self.plugin.group)
+        write(Path(path), taken, step=0, keep_last=None, group=self.plugin.group)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
+        """Load what `save_lr_scheduler` wrote; raises as `load` does. A collective."""
+        self.load(path, None, lr_scheduler=lr_scheduler)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""

@@ -20,11 +20,13 @@ from booster.checkpoint.agree import agree_on_success, exchange, first_failure, 
 from booster.checkpoint.folder import checkpoints, damage, latest, standing
 from booster.checkpoint.layout import empty_like_whole, placed_like
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, Tensor, read_manifest
-from booster.checkpoint.parts import Loaded, Parts
+from booster.checkpoint.parts import Loaded, Parts, parts
 from booster.checkpoint.plain import decode
 from booster.checkpoint.randomness import set_random_state
 from booster.checkpoint.saving import STATE
 from booster.checkpoint.storage import ManifestReader, dtype_of
+from booster.checkpoint.weights import weights_for
+from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 
 _logger = logging.getLogger(__name__)
@@ -73,6 +75,30 @@ def load(folder: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup |
         problem = error
     agree_on_success(problem, group)
     return reading.apply()
+
+
+def anything_in(root: Path, group: dist.ProcessGroup | None) -> bool:
+    """Return whether `root` is a checkpoint or holds any, valid or not; the same on every rank, a collective."""
+    there = is_first(group) and ((standing(root) / MANIFEST).exists() or any(True for _ in checkpoints(root)))
+    return exchange(there, group)[0]
+
+
+def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.ProcessGroup | None) -> None:
+    """Load weights from plain files, or from a checkpoint, into a boosted model; see `Booster.load_model`. A collective."""
+    if exchange((path / MANIFEST).exists(), group)[0]:
+        load(find(path, group), parts(model, None, None, None, None, None), strict=strict, group=group)
+        return
+    problem: Exception | None = None
+    state: dict[str, torch.Tensor] = {}
+    left_out: list[str] = []
+    try:
+        state, left_out = weights_for(model, path, strict=strict)
+    except (CheckpointError, OSError) as error:
+        problem = error
+    agree_on_success(problem, group)
+    model.load_state_dict(state, strict=False)
+    for text in left_out:
+        _logger.warning("%s: %s", path, text)
 
 
 class _Reading:

@@ -27,11 +27,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found. step: as given to `save`. extra: what was saved as such. path: the checkpoint's folder."""
+    """What a load found. step: as given to `save`. extra: what was saved as such. path: the checkpoint; None for a start."""
 
     step: int
     extra: Any
-    path: Path
+    path: Path | None
 
 
 def parts(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any, extra: Any) -> Parts:

@@ -19,11 +19,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
 from booster.checkpoint.collect import collect
-from booster.checkpoint.folder import checkpoints, name_of, prune, publish, staging_folder, write_synced
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest
+from booster.checkpoint.folder import checkpoints, name_of, prune, publish, remove, staging_folder, write_synced
+from booster.checkpoint.layout import storable
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, read_manifest
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
+from booster.checkpoint.weights import export
 from booster.installed import version_of
+from booster.interface.model import ModelWrapper
 from booster.shards import is_dtensor
 
 STATE = "state.json"
@@ -104,6 +107,46 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
         if staging is not None and is_first(group) and staging.exists():
             shutil.rmtree(staging, ignore_errors=True)
     return final
+
+
+def save_weights(
+    model: ModelWrapper,
+    path: Path,
+    *,
+    group: dist.ProcessGroup | None,
+    shard: bool,
+    prefix: str | None,
+    size_per_shard: int,
+    use_safetensors: bool,
+) -> None:
+    """Write the whole weights of `model` to `path`, see `Booster.save_model`; a collective.
+
+    Each rank writes what it has as a checkpoint, which the first one turns into plain files tensor by tensor: nobody ever
+    holds the whole model.
+    """
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    taken = Snapshot({name: storable(tensor) for name, tensor in tensors.items()}, {"random": []})
+    between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
+    with _told_to_all(group):
+        if is_first(group):
+            try:
+                manifest = read_manifest(between)
+                export(
+                    between,
+                    manifest,
+                    {name: name for name in manifest.tensors},
+                    path,
+                    shard=shard,
+                    prefix=prefix,
+                    size_per_shard=size_per_shard,
+                    use_safetensors=use_safetensors,
+                )
+                for config in ("config", "generation_config"):
+                    own = getattr(model.unwrap(), config, None)
+                    if shard and callable(getattr(own, "save_pretrained", None)):
+                        own.save_pretrained(path)  # type: ignore[union-attr]
+            finally:
+                remove(between)
 
 
 @contextmanager

@@ -1,0 +1,191 @@
+"""Weights alone, in the files that other programs read: safetensors or `torch.save`, whole or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.checkpoint.folder import write_synced
+from booster.checkpoint.layout import placed_like
+from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
+from booster.checkpoint.storage import dtype_of, open_tensors, write_tensors
+
+# (name of one file, ending) as transformers looks for them.
+_SAFETENSORS, _TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
+_MEGABYTE = 2**20
+
+
+def export(
+    folder: Path,
+    manifest: Manifest,
+    names: Mapping[str, str],
+    target: Path,
+    *,
+    shard: bool,
+    prefix: str | None,
+    size_per_shard: int,
+    use_safetensors: bool,
+) -> None:
+    """Write tensors of the checkpoint in `folder` as plain files, one tensor at a time (all of a file for `torch.save`).
+
+    names: their names in the new files, and in the checkpoint. shard: write files of at most `size_per_shard` MB and an
+    index into the folder `target`; else `target` is the file. A file appears whole or not at all.
+    """
+    entries = {name: manifest.tensors[stored] for name, stored in names.items()}
+    if not shard:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(target, folder, entries, use_safetensors=use_safetensors)
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    stem, ending = _SAFETENSORS if use_safetensors else _TORCH
+    stem = stem if prefix is None else f"{prefix}.{stem}"
+    shards = _shards(entries, size_per_shard * _MEGABYTE)
+    where: dict[str, str] = {}
+    for index, shard_names in enumerate(shards, start=1):
+        name = f"{stem}-{index:05d}-of-{len(shards):05d}{ending}"
+        own = {key: entries[key] for key in shard_names}
+        _write_file(target / name, folder, own, use_safetensors=use_safetensors)
+        where |= dict.fromkeys(shard_names, name)
+    total = sum(_num_bytes(entry) for entry in entries.values())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+    _replace(target / f"{stem}{ending}.index.json", lambda path: write_synced(path, text.encode()))
+
+
+def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of every tensor in a file of weights, or in a folder of them with or without an index.
+
+    Files of `torch.save` are read with weights_only=True. Raises CheckpointError for what is none of these.
+    """
+    for file in _files(path):
+        if _is_safetensors(file):
+            with open_tensors(file) as opened:
+                for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                    yield name, opened.get_tensor(name)
+        else:
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise CheckpointError(f"{file} is not a file of weights: {error}") from error
+            if not isinstance(state, Mapping):
+                raise CheckpointError(f"{file} holds a {type(state).__name__}, not weights by name")
+            yield from state.items()
+
+
+def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the weights in `path` that this rank has of `module`, divided as they are, and what is left out, in words.
+
+    Raises CheckpointError that lists all names and shapes that differ.
+    """
+    current = module.state_dict()
+    partial = getattr(getattr(module, "module", None), "is_partial", False)
+    state: dict[str, torch.Tensor] = {}
+    different, unknown = [], []
+    for name, value in read_weights(path):
+        own = current.get(name)
+        if own is None:
+            unknown.append(name)
+        elif tuple(own.shape) != tuple(value.shape):
+            different.append(f"{name} has shape {tuple(value.shape)} in the file and {tuple(own.shape)} in the model")
+        else:
+            state[name] = placed_like(value.to(own.device), own)
+    # Files of other programs hold a tied weight once.
+    held = {id(current[name]) for name in state} | {_memory(current[name]) for name in state}
+    missing = [
+        name
+        for name, own in current.items()
+        if name not in state and isinstance(own, torch.Tensor) and _memory(own) not in held
+    ]
+    left_out = [f"{name} is not in the file" for name in missing]
+    left_out += [] if partial else [f"{name} is not in the model" for name in unknown]
+    if different or (strict and left_out):
+        raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(different + left_out))
+    return state, left_out
+
+
+def _is_safetensors(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return file.suffix == ".safetensors" or opened.read(9)[8:] == b"{"  # the header's length, and its JSON
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    indices = sorted(path.glob("*.index.json")) if path.is_dir() else []
+    if len(indices) == 1:
+        try:
+            names = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{indices[0]} is no index of weights: {error!r}") from error
+        if any(Path(name).name != name for name in names):
+            raise CheckpointError(f"{indices[0]} names files outside its folder")
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{path} lacks {missing}, which {indices[0].name} names")
+        return [path / name for name in names]
+    single = [path / "".join(kind) for kind in (_SAFETENSORS, _TORCH) if (path / "".join(kind)).is_file()]
+    if not single:
+        raise CheckpointError(
+            f"{path} is neither a file of weights nor a folder with an index or {''.join(_SAFETENSORS)}"
+        )
+    return single[:1]
+
+
+def _write_file(target: Path, folder: Path, entries: Mapping[str, Tensor], *, use_safetensors: bool) -> None:
+    def write(path: Path) -> None:
+        if use_safetensors:
+            shapes = {name: (dtype_of(entry), entry.shape) for name, entry in entries.items()}
+            write_tensors(path, shapes, lambda name: read_whole(folder, entries[name]))
+        else:
+            with path.open("xb") as file:
+                torch.save({name: read_whole(folder, entry) for name, entry in entries.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    _replace(target, write)
+
+
+def read_whole(folder: Path, entry: Tensor) -> torch.Tensor:
+    """Return one tensor of the checkpoint in `folder`, put together from its chunks, in host memory."""
+    whole = torch.empty(entry.shape, dtype=dtype_of(entry))
+    for chunk in entry.chunks:
+        with open_tensors(folder / chunk.file) as file:
+            box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[box].copy_(file.get_tensor(chunk.key))
+    return whole
+
+
+def _replace(target: Path, write: Any) -> None:
+    beside = target.with_name(f".{target.name}.writing")
+    beside.unlink(missing_ok=True)
+    try:
+        write(beside)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _shards(entries: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, entry in entries.items():
+        if shards[-1] and size + _num_bytes(entry) > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += _num_bytes(entry)
+    return shards
+
+
+def _num_bytes(entry: Tensor) -> int:
+    return torch.Size(entry.shape).numel() * dtype_of(entry).itemsize
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.data_ptr() if local.numel() else id(tensor)
