@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.mixed_precision import MixedPrecision, Placement, make
+from booster.mixed_precision import MixedPrecision, make
 from booster.pipelined import execute
 from booster.plugin import Plugin, SingleDevice
 from booster.update.backward import run_backward
@@ -67,7 +66,7 @@ class Booster:
         self.precision = make(mixed_precision)
         self.plugin = plugin or SingleDevice()
         self.device = resolve_device(device)
-        self.plugin.check_device(self.device)
+        self.plugin.bind(self.device)
         self.precision.bind(self.device)
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
@@ -133,18 +132,8 @@ class Booster:
             checks.check_shared(several, model)
         owners = checks.scheduler_owners(lr_scheduler, optimizer, self._optimizers)
         loader = checks.boosted_loader(dataloader, self._loaders, device=self.device, plugin=self.plugin)
-        place = functools.partial(self.plugin.place, device=self.device)
-        placement = Placement(
-            place=place,
-            synchronise=self.plugin.synchronise,
-            shards=self.plugin.make_shards,
-            stores_float32=self.plugin.stores_float32,
-            is_whole=self.plugin.is_whole,
-            device=self.device,
-            group=self.plugin.group,
-        )
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
-            model, optimizer if several is None else several, criterion, placement=placement, options=self._options
+            model, optimizer if several is None else several, criterion, placement=self.plugin, options=self._options
         )
         self._models |= {model, boosted}
         if loader is not None:

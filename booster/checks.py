@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 from booster import arguments
 from booster.boosted_loader import DataLoaderWrapper
 from booster.data import check_sharded
-from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.interface.transparent import refuse_torchscript
+from booster.modules import bare
 from booster.params import no_optimizer
 from booster.plugin import Plugin
 

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from booster import arguments
 from booster.boosted_loader import DataLoaderWrapper, Share
+from booster.communicate import communication_device
 
 Op = Literal["mean", "sum", "max", "min"]
 _OPS = ("mean", "sum", "max", "min")
@@ -193,16 +194,6 @@ def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGr
     dist.all_gather(everyone, mine, group=group)
     parts = (part[:size].to(value.device) for part, size in zip(everyone, sizes, strict=True))
     return [part.view(value.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """`device` where the group's backend can use it, else the one that it can."""
-    backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
-    if device.type == "cpu" and "cpu" in backends and backends["cpu"] != "nccl":
-        return device
-    if "nccl" in backends.values():
-        return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _world_size(group: dist.ProcessGroup | None) -> int:

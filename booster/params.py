@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.interface.transparent import PlacedModule, bare
+from booster.modules import PlacedModule, bare
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -87,7 +87,8 @@ def rebind(
     ]
     if missing and not partial:
         raise RuntimeError(
-            f"after placing the model there is no parameter named {missing}; its optimizer would not train it"
+            f"after placing the model there is no parameter named {missing}; its optimizer would not train it. A plugin keeps "
+            "names, and wraps a model in a subclass of booster.plugin.PlacedModule only"
         )
     kept: list[list[int]] = []
     elsewhere: set[str] = set()

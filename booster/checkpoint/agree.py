@@ -5,28 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from booster import communicate
 from booster.checkpoint.manifest import CheckpointError
-from booster.collectives import communication_device
 
 
 def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the JSON-like value of every rank, in rank order; a collective. group: None means this process alone."""
-    if group is None:
-        return [value]
-    text = json.dumps(value).encode()
-    device = communication_device(torch.device("cpu"), group)
-    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(length) for length in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded, group=group)
-    return [json.loads(bytes(data[:n].cpu().numpy())) for data, n in zip(everyone, lengths, strict=True)]
+    return [json.loads(data) for data in communicate.exchange(json.dumps(value).encode(), group)]
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from booster import arguments
+from booster.modules import bare, is_placed, unwrap_placed
 
 
 class TransparentModule(nn.Module):
@@ -138,32 +139,6 @@ class TransparentModule(nn.Module):
         return method
 
 
-class PlacedModule(nn.Module):
-    """Base of what a plugin wraps around the user's model, which is `module`; names are those of the user's model.
-
-    is_partial: whether other ranks hold layers that this one lacks.
-    """
-
-    module: nn.Module
-    is_partial = False
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def own_parameters(self) -> dict[str, torch.Tensor]:
-        """The parameters on this rank, by their first names in the user's whole model."""
-        return dict(bare(self.module).named_parameters())
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """The module at the bottom of plugin and `torch.compile` wrappers: the one whose names users know."""
-    module = unwrap_placed(module)
-    while isinstance(getattr(module, "_modules", {}).get("_orig_mod"), nn.Module):
-        module = module._modules["_orig_mod"]  # type: ignore[assignment]
-    return module
-
-
 def refuse_torchscript(module: Any, noun: str) -> None:
     """Raise TypeError if `module` is TorchScript: its forward was compiled as it was, and cannot be given other dtypes."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -174,16 +149,6 @@ def refuse_torchscript(module: Any, noun: str) -> None:
         )
 
 
-def unwrap_placed(module: nn.Module) -> nn.Module:
-    """The user's model inside what a plugin wrapped around it."""
-    while isinstance(module, _WRAPPERS):
-        module = module.module
-    return module
-
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel, PlacedModule)
-
-
 def _own_name(name: Any) -> str:
     return arguments.text("name", name, "the name of an attribute")
 
@@ -192,7 +157,7 @@ def _wrapper_prefix(module: nn.Module) -> str:
     prefix = "module."
     inner = module._modules["module"]
     while inner is not bare(inner):  # type: ignore[arg-type]
-        name = "module" if isinstance(inner, _WRAPPERS) else "_orig_mod"
+        name = "module" if is_placed(inner) else "_orig_mod"
         prefix += f"{name}."
         inner = inner._modules[name]  # type: ignore[union-attr]
     return prefix

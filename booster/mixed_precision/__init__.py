@@ -6,14 +6,14 @@ from booster import arguments
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale, StaticScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
-from booster.mixed_precision.base import FP32, MixedPrecision, Placement
+from booster.mixed_precision.base import FP32, MixedPrecision
 from booster.mixed_precision.keep_fp32 import KeptModules, is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
 from booster.mixed_precision.naive_model import NaiveAMPModel
-from booster.mixed_precision.policy import DtypePolicy
+from booster.mixed_precision.placement import Placement
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters, install_keep_fp32
 
 __all__ = [
-    "FP32",
     "AutocastMixedPrecision",
     "BF16MixedPrecision",
     "BF16NaiveMixedPrecision",
@@ -22,6 +22,7 @@ __all__ = [
     "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
+    "FP32",
     "KeptModules",
     "LossScaler",
     "MixedPrecision",
@@ -31,6 +32,8 @@ __all__ = [
     "Placement",
     "StaticScale",
     "available",
+    "cast_parameters",
+    "install_keep_fp32",
     "is_batch_norm",
     "make",
     "register",

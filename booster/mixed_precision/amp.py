@@ -12,12 +12,12 @@ from torch import nn
 from booster import arguments
 from booster.cast_regions import both
 from booster.casting import HALF_DTYPES
-from booster.interface.model import bare
 from booster.loss_scaler import DynamicScale, LossScaler
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
+from booster.modules import bare
 
 
 class AutocastMixedPrecision(MixedPrecision):

@@ -30,7 +30,6 @@ from booster.mixed_precision.apex.session import Session
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import float_function, half_function, promote_function
-from booster.mixed_precision.base import Placement
 from booster.params import no_optimizer
 from booster.update.backward_pass import BackwardPass
 from booster.update.options import UpdateOptions
@@ -115,7 +114,7 @@ def initialize(
     _session.claim(given_optimizers)
     _session.begin(precision)
     precision.bind(device)
-    boosted = [precision.configure(model, placement=Placement(device=device))[0] for model in given_models]
+    boosted = [precision.configure(model)[0] for model in given_models]
     names: dict[torch.Tensor, str] = {p: name for model in boosted for name, p in model.named_parameters()}
     wrapped = [_wrap(optimizer, precision, names) for optimizer in given_optimizers]
     for optimizer in wrapped:

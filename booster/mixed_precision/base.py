@@ -4,65 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
 from booster.casting import HALF_DTYPES
-from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
-from booster.interface.transparent import PlacedModule
 from booster.loss_scaler import LossScaler, NoScale
-from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.mixed_precision.placement import InProcess, Placement
+from booster.mixed_precision.policy import DtypePolicy
+from booster.modules import PlacedModule, bare
 from booster.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
 from booster.update.base import Update
 from booster.update.compiled import can_compile
 from booster.update.fused import has_sound_kernel, switch_to_fused
 from booster.update.options import UpdateOptions
-
-
-def _synchronise_nothing(module: nn.Module) -> None:
-    pass
-
-
-def _place_in_process(module: nn.Module, policy: DtypePolicy) -> nn.Module:
-    return cast_parameters(module, policy)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """What a strategy is given of the parallelism: callables and a process group, never a plugin.
-
-    place: puts a module where it will run, in the dtypes of a policy, and returns what to call.
-    synchronise: gives a module on `device` the weights that all ranks will start from, before they are cast.
-    shards: what this rank holds and steps of an optimizer's placed parameters. stores_float32: placed parameters stay as
-    wide as they were where `policy.store` is None. is_whole: every rank holds and steps all of every parameter.
-    device: where that is. group: the ranks among which found_inf is agreed; None means no collective, also inside a
-    launched job. Raises TypeError for another type of any of them.
-    """
-
-    place: Callable[[nn.Module, DtypePolicy], nn.Module] = _place_in_process
-    synchronise: Callable[[nn.Module], None] = _synchronise_nothing
-    shards: Callable[[Optimizer], Shards] = Shards
-    stores_float32: bool = False
-    is_whole: bool = True
-    device: torch.device = torch.device("cpu")
-    group: dist.ProcessGroup | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("place", "synchronise", "shards"):
-            arguments.function(name, getattr(self, name))
-        arguments.flag("stores_float32", self.stores_float32)
-        arguments.flag("is_whole", self.is_whole)
-        arguments.instance("device", self.device, torch.device, "a torch.device")
-        if self.group is not None:
-            arguments.group("group", self.group)
 
 
 class MixedPrecision:
@@ -185,7 +146,8 @@ class MixedPrecision:
         Order: check, convert, place, rebind the optimizers to the placed parameters, wrap. The user's objects are edited
         in place: parameters move to the device, optimizers may switch to their fused kernels.
         """
-        placement = placement or Placement()
+        placement = InProcess() if placement is None else placement
+        arguments.instance("placement", placement, Placement, "a booster.plugin.Plugin, or what has its methods")
         options = options or UpdateOptions()
         self.check(model)
         if isinstance(criterion, nn.Module):
@@ -194,9 +156,9 @@ class MixedPrecision:
         policy = self.policy_for(model)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
         kept = self.keep_weights(model, placement) if optimizers else {}
-        placed = placement.place(self.convert(model), policy)
+        placed = placement.place(self.convert(model), policy, self.device)
         boosted = self.wrap_model(placed)
-        boosted_criterion = self._wrap_criterion(criterion, placement.device)
+        boosted_criterion = self._wrap_criterion(criterion, self.device)
         after = placed_parameters(placed) if optimizers else {}
         names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
         if isinstance(boosted_criterion, ModelWrapper):
@@ -204,7 +166,7 @@ class MixedPrecision:
         partial = isinstance(placed, PlacedModule) and placed.is_partial
         all_kept = [rebind(each, before, after, partial=partial) for each in optimizers]
         # All before the first is wrapped: together they may settle how parameters are divided.
-        all_shards = [placement.shards(each) for each in optimizers]
+        all_shards = [placement.make_shards(each) for each in optimizers]
         wrapped = []
         for each, shards, of_rank in zip(optimizers, all_shards, all_kept, strict=True):
             shards.kept = of_rank

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.cast_regions import both
-from booster.interface.model import CriterionWrapper, ModelWrapper, bare
-from booster.interface.transparent import PlacedModule
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale_options
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
@@ -27,6 +26,7 @@ from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, half_policy
+from booster.modules import PlacedModule, bare
 from booster.update.base import Update
 from booster.update.options import UpdateOptions
 
@@ -115,7 +115,7 @@ class NaiveMixedPrecision(MixedPrecision):
                 "the meta device; give the model its weights before boost(), or use a plugin that shards, with "
                 "master_weights='auto'"
             )
-        model.to(placement.device)
+        model.to(self.device)
         placement.synchronise(model)
         wide = (torch.float32, torch.float64)
         return {

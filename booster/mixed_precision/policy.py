@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from booster import arguments
-from booster.interface.transparent import bare
 from booster.mixed_precision.keep_fp32 import (
     KeepFP32,
     KeptModules,
@@ -19,6 +18,7 @@ from booster.mixed_precision.keep_fp32 import (
     is_marked,
     normalise_keep_fp32,
 )
+from booster.modules import bare
 
 
 @dataclass(frozen=True, kw_only=True)

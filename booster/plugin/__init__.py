@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from booster.modules import PlacedModule
 from booster.plugin.base import Pipeline, Plugin, SingleDevice
 from booster.plugin.torch_ddp import TorchDDPPlugin
 
@@ -17,6 +18,7 @@ __all__ = [
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "Pipeline",
+    "PlacedModule",
     "Plugin",
     "SingleDevice",
     "TorchDDPPlugin",

@@ -31,21 +31,24 @@ class Pipeline(Protocol):
         seed: Any,
         return_outputs: bool = True,
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        """(losses, outputs) of the micro-batches, detached, on the rank of the last stage, and two empty lists elsewhere.
+        """Return (losses, outputs) of the micro-batches, detached, on the rank of the last stage, elsewhere two empty lists.
 
         seed: what the gradient of the mean loss is multiplied with, a float or 0-dim tensor; None runs no backward.
         return_outputs: False keeps no outputs.
         """
 
     def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """The 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
+        """Return the 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
 
 
 class Plugin(ABC):
     """A parallelism: where modules live, which ranks share the batch, and when gradients are synchronised.
 
-    A plugin knows a precision only as a `DtypePolicy`. Write one by overriding `place`, and `no_sync`, `group` and the
-    data-parallel coordinates where there is more than one rank.
+    A plugin knows a precision only as a `DtypePolicy`; a precision knows a plugin only as a
+    `booster.mixed_precision.Placement`, which every plugin is. To write one, override `place`, which ends in `cast_parameters`
+    or `install_keep_fp32`, honours or refuses every field of the policy, and keeps the names of parameters; where there is more
+    than one rank, also `group`, `synchronise`, `no_sync` and the data-parallel coordinates. A module around the user's own is a
+    `booster.plugin.PlacedModule`. `examples/extending/plugin.py` is a whole plugin.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Plugin:
@@ -68,7 +71,7 @@ class Plugin(ABC):
     """Whether placed parameters stay in their dtype where `policy.store` is None, as shards that serve as masters do."""
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
-        """What this rank steps of the parameters of `optimizer`, which holds those of a placed module."""
+        """Return what this rank holds and steps of the parameters of `optimizer`, which are those of a placed module."""
         return Shards(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -81,38 +84,42 @@ class Plugin(ABC):
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if this plugin cannot run on `device`."""
 
+    def bind(self, device: torch.device) -> None:
+        """Make ready to run on `device`; `Booster` calls it. May run collectives. Raises as `check_device`."""
+        self.check_device(device)
+
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that must skip a step together; None means no collective."""
+        """Return the ranks that must skip a step together; None means no collective."""
         return None
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that see different data."""
+        """Return the ranks that see different data."""
         return self.group
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's place among those that see different data."""
+        """Return this rank's place among those that see different data."""
         group = self.data_parallel_group
         return 0 if group is None else dist.get_rank(group)
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ranks see different data."""
+        """Return how many ranks see different data."""
         group = self.data_parallel_group
         return 1 if group is None else dist.get_world_size(group)
 
     def num_micro_batches(self, batch_size: int) -> int:
-        """Into how many micro-batches `execute_pipeline` divides a batch of `batch_size` samples."""
+        """Return how many micro-batches `execute_pipeline` makes of a batch of `batch_size` samples."""
         return 1
 
     def pipeline(self, module: nn.Module) -> Pipeline | None:
-        """What runs a placed module whose layers lie on several ranks; None where a rank can call it whole."""
+        """Return what runs a placed module whose layers lie on several ranks; None where a rank can call it whole."""
         return None
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Context in which forward and backward of a placed module leave gradients unsynchronised."""
+        """Return a context in which forward and backward of a placed module leave gradients unsynchronised."""
         return nullcontext()
 
     def prepare_dataloader(
@@ -127,7 +134,7 @@ class Plugin(ABC):
         distributed_sampler_cls: type[Sampler[Any]] | None = None,
         **dataloader_options: Any,
     ) -> DataLoader[Any]:
-        """A DataLoader over this rank's share of `dataset`; `batch_size` is per rank.
+        """Make a DataLoader over this rank's share of `dataset`; `batch_size` is per rank.
 
         seed: of the shuffling, the same on all ranks, and of the workers, which differ. drop_last: drop the tail that
         does not fill a batch, or does not divide among ranks; without it the sampler repeats samples to divide.

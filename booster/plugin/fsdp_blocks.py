@@ -47,7 +47,7 @@ def check_wrap_policy(wrap_policy: Any) -> None:
 
 
 def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
-    """Qualified names of the blocks of `model`, in the order of its modules; the model itself is none.
+    """Return the qualified names of the blocks of `model`, in the order of its modules; the model itself is none.
 
     wrap_policy: module classes; names or patterns, where `*` matches within one part of a name and `**` across parts;
     a predicate `(name, module) -> bool`; a number of parameters, at which a module becomes a block, parameters of blocks
@@ -80,8 +80,10 @@ def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks of `model`: what a transformers model lists as indivisible, otherwise the outermost
-    modules with children and parameters that stand in a Sequential, ModuleList or ModuleDict beside another of their class.
+    """Return the names of the repeated blocks of `model`.
+
+    Those are what a transformers model lists as indivisible; of other models the outermost modules with children and
+    parameters that stand in a Sequential, ModuleList or ModuleDict beside another of their class.
     """
     listed = set(getattr(model, "_no_split_modules", None) or ())
     names = [name for name, module in model.named_modules() if name and type(module).__name__ in listed]
@@ -107,12 +109,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _large_modules(model: nn.Module, minimum: int) -> list[str]:
-    """Modules with at least `minimum` parameters that are in no block inside them, innermost first."""
+    """Return the modules with at least `minimum` parameters that are in no block inside them, innermost first."""
     chosen: list[str] = []
     seen: set[int] = set()
 
     def uncovered(module: nn.Module, name: str) -> int:
-        """Choose inside `module`, then perhaps itself; the number of parameters that are in no block yet."""
+        """Choose inside `module`, then perhaps itself; return the number of parameters that are in no block yet."""
         if isinstance(module, _INDIVISIBLE):
             left = sum(param.numel() for param in module.parameters())
         else:

@@ -29,7 +29,7 @@ def plan_groups(
     pinned: Collection[str],
     dtype_of: Callable[[nn.Parameter, bool], torch.dtype],
 ) -> list[Group]:
-    """The groups of `model`, in the order in which they are to be made; the last is that of the model itself.
+    """Return the groups of `model`, in the order in which they are to be made; the last is that of the model itself.
 
     blocks: names of modules that get a group of their own, unless they share a parameter with something outside, which
     can belong to one group only: then they join the group around them. pinned: names of modules that share one group,
@@ -74,7 +74,7 @@ _PINNED = 0  # no object has this id
 def _homes(
     model: nn.Module, blocks: Collection[nn.Module], in_fp32: dict[int, nn.Module]
 ) -> tuple[dict[int, int], set[int]]:
-    """For each module by id, the block around it, `_PINNED` or the model; and the ids of those inside a pinned one."""
+    """Return, for each module by id, the block around it, `_PINNED` or the model; and the ids of those in a pinned one."""
     wrapped = {id(module) for module in blocks}
     homes: dict[int, int] = {}
     inside: set[int] = set()
@@ -98,7 +98,7 @@ def _homes(
 
 
 def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]) -> set[int]:
-    """Ids of blocks that hold a parameter which another group holds too."""
+    """Return the ids of blocks that hold a parameter which another group holds too."""
     users: dict[int, dict[int, tuple[str, bool]]] = {}
 
     # By path, because a module that stands in two blocks shares its parameters too.
@@ -131,7 +131,7 @@ def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]
 def _by_dtype(
     group: Group, dtype_of: Callable[[nn.Parameter, bool], torch.dtype], names: dict[int, str]
 ) -> Iterator[Group]:
-    """`group`, after one more group for each further dtype among its trainable parameters."""
+    """Yield one more group for each further dtype among the trainable parameters of `group`, then what is left of it."""
     owners: dict[torch.dtype, list[nn.Module]] = {}
     sizes: dict[torch.dtype, int] = {}
     for module in group.members:

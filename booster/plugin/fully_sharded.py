@@ -19,9 +19,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from booster import communicate
 from booster.casting import HALF_DTYPES
-from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy, install_keep_fp32
+from booster.modules import bare
 from booster.plugin.fsdp_dtypes import show_computed_dtypes
 from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
@@ -148,8 +149,7 @@ def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, 
         if local.is_meta or not local.numel():
             continue
         there = local.to(device).contiguous()
-        # As bytes: backends do not know every dtype.
-        dist.broadcast(there.view(-1).view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+        communicate.broadcast(there, 0, group)
         if there.data_ptr() != local.data_ptr():
             local.copy_(there)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.flat import flat_like
-from booster.interface.transparent import PlacedModule
+from booster.modules import PlacedModule
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
 from booster.trees import tensors
@@ -43,14 +43,14 @@ class GradientReducer:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
     def begin(self, *_: Any) -> None:
-        """Called in the engine: see to it that this backward is brought to an end."""
+        """Start the averaging of the backward pass that the engine is in, unless it has started."""
         if self._task is None and self.synchronises:
             self._task = torch._C._current_graph_task_id()
             self._start()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def abandon(self) -> None:
-        """Forget a backward that was left by an error."""
+        """Forget a backward pass that raised."""
         if self._task is not None:
             self._wait()
             self._task = None
@@ -167,7 +167,7 @@ class ReducedModule(PlacedModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context leave their gradients in `.grad`, to be averaged later."""
+        """Return a context whose backward passes leave gradients in `.grad`, to be averaged along with those of a later one."""
         before, self.reducer.synchronises = self.reducer.synchronises, False
         try:
             yield

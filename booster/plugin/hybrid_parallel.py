@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.interface.transparent import bare
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.modules import bare
 from booster.plugin.base import Pipeline, Plugin
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import ShardLoaded, broadcast, shard_module, without_reduction
@@ -123,11 +123,12 @@ class HybridParallelPlugin(Plugin):
         self._pipelines: weakref.WeakSet[StagePipeline] = weakref.WeakSet()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.check_device(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
+        self.bind(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
     # ------------------------------------------------------------------ ranks
 
-    def check_device(self, device: torch.device) -> None:
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
         # All ranks construct the plugin, and the Booster, together: making a mesh is a collective.
         self._mesh(device.type)
 
@@ -152,7 +153,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def pipeline_rank(self) -> int:
-        """This rank's place in the pipeline."""
+        """Return this rank's place in the pipeline."""
         return dist.get_rank() // (self.tp_size * self.data_parallel_size)
 
     def _mesh(self, device_type: str) -> DeviceMesh:
@@ -246,7 +247,7 @@ class HybridParallelPlugin(Plugin):
         )
 
     def _boundary(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of an activation (batch, sequence, ...) that crosses between stages, divided along the sequence."""
+        """Return the shape of an activation (batch, sequence, ...) that crosses between stages, divided along the sequence."""
         return shape if len(shape) < 3 else (shape[0], shape[1] // self.tp_size, *shape[2:])
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.interface.transparent import bare
 from booster.mixed_precision.policy import DtypePolicy
+from booster.modules import bare
 from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
 from booster.plugin.torch_ddp import TorchDDPPlugin
 from booster.shards import Shards

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from booster.interface.transparent import bare
+from booster.modules import bare
 
 # torch's own attention and some libraries spell it with an underscore.
 _INITIALISERS = ("reset_parameters", "_reset_parameters")

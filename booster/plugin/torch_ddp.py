@@ -131,7 +131,7 @@ class TorchDDPPlugin(Plugin):
         return Shards(optimizer) if self.group is None else ReplicatedShards(optimizer, self._replicas)
 
     def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
-        """`module` on `device` in the dtypes of `policy`, not yet synchronised."""
+        """Return `module` on `device` in the dtypes of `policy`, not yet synchronised."""
         module = arrive(module, device)
         if self._sync_batchnorm:  # first, because it replaces modules, which the policy may keep in float32
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.interface.transparent import bare
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.modules import bare
 from booster.plugin.base import Plugin
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
@@ -164,5 +164,5 @@ class TorchFSDPPlugin(Plugin):
 
 
 def _as_list(wrap_policy: Any) -> Any:
-    """A list of an iterable, which may give its entries once only."""
+    """Return a list of what may give its entries only once."""
     return list(wrap_policy) if hasattr(wrap_policy, "__iter__") else wrap_policy

@@ -34,7 +34,7 @@ class Shards:
         self.optimizer = optimizer
 
     def local(self) -> AbstractContextManager[Any]:
-        """Context in which the optimizer's groups hold this rank's parts, in the same order, each with its gradient.
+        """Return a context in which the optimizer's groups hold this rank's parts, in the same order, each with its gradient.
 
         A part is the same object every time, a leaf, and a view of its parameter; its `.grad` is a view of the true
         gradient, and a replaced or removed one is carried back on leaving. Re-entering it does nothing.
@@ -42,27 +42,31 @@ class Shards:
         return nullcontext()
 
     def part_of(self, param: torch.Tensor) -> torch.Tensor:
-        """What stands for `param` inside `local()`."""
+        """Return what stands for `param` inside `local()`."""
         return param
 
     def copies(self, part: torch.Tensor) -> int | None:
-        """On how many of the ranks that step together this very part lies; None: each has all of every parameter."""
+        """Return how many of the ranks that step together hold this very part; None: each has all of every parameter."""
         return None
 
     def holders(self) -> list[torch.Tensor]:
-        """Every tensor whose `.grad` a backward pass may add to, whether it has one or not. Inside `local()`."""
+        """Return every tensor whose `.grad` a backward pass may add to, whether it has one or not. Inside `local()`."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def written(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Whose gradients are to be scaled or clamped where those of `parts`, which have one each, are. Inside `local()`."""
+        """Return the tensors whose `.grad` must be written to so that the gradients of `parts` change. Inside `local()`.
+
+        parts: all that have a gradient. Where ranks share whole gradients and each steps a part of them, those are the
+        parameters themselves: a scale or a clamp is to reach what other ranks will step too.
+        """
         return parts
 
     def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """The elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
+        """Return the elements of `value`, a tensor or DTensor of the shape of `param`, that belong to this rank's part."""
         return value
 
     def placed(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-        """`value`, a tensor or DTensor of the shape of `param`, laid out among ranks as `param` is. May be a collective."""
+        """Return `value`, a tensor or DTensor of the shape of `param`, laid out as `param` is. May be a collective."""
         return value
 
     def moves(self, value: torch.Tensor, param: torch.Tensor) -> bool:
@@ -78,7 +82,7 @@ class Shards:
         """Drop what was gathered of parameters, which somebody wrote to."""
 
     def publish(self) -> None:
-        """After a step: make parameters on all ranks what their parts now are. A collective, if anything."""
+        """Make parameters on all ranks what their parts are after a step. A collective, if anything."""
 
     def clear_gradients(self, set_to_none: bool) -> None:
         """Forget gradients that are kept elsewhere than in the `.grad` of parameters."""
@@ -96,23 +100,23 @@ class Shards:
     # ------------------------------------------------------------------ checkpoints
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        """The optimizer's state by parameter, for reading, from that by part. Not a collective."""
+        """Return the optimizer's state by parameter, for reading, from that by part. Not a collective."""
         return state
 
     def widen_state(self, states: dict[int, State]) -> dict[int, State]:
-        """State by index, as in a torch state dict: of whole parameters from that of parts. May be a collective."""
+        """Return state by index, as in a torch state dict, of whole parameters from that of parts. May be a collective."""
         return states
 
     def cut_state(self, states: dict[int, State]) -> dict[int, State]:
-        """The inverse of `widen_state`, also for states of whole tensors where it makes DTensors."""
+        """Return the inverse of `widen_state`, also of states of whole tensors where that makes DTensors."""
         return states
 
     def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """Tensors by parameter name: in the shape of parameters from those of parts. May be a collective."""
+        """Return tensors by parameter name, in the shape of parameters, from those of parts. May be a collective."""
         return weights
 
     def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """The inverse of `widen_weights`."""
+        """Return the inverse of `widen_weights`."""
         return weights
 
 
@@ -127,7 +131,7 @@ FROZEN = (
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor, without importing them: where they are not imported there is none."""
+    """Return whether `tensor` is a DTensor, without importing them: where they are not imported there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

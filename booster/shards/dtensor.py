@@ -212,14 +212,14 @@ def check_own(value: Any, param: DTensor) -> None:
 
 
 def _reduce_partial(param: Any) -> None:
-    """Sum a gradient that ranks hold terms of, as sequence-parallel norms have."""
+    """Add up a gradient of which ranks hold the terms, as those of sequence-parallel norms."""
     grad = param.grad
     if grad is not None and grad.placements != param.placements:
         param.grad = grad.redistribute(param.device_mesh, param.placements)
 
 
 def _as_wide_as(value: Any, param: torch.Tensor) -> Any:
-    """`value`, widened if it stems from a parameter that was placed in a wider dtype, as shards that are masters are."""
+    """Return `value`, widened where its parameter was placed in a wider dtype, as a shard that is a master is."""
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.is_floating_point():
         return value
     return value.to(param.dtype) if value.dtype.itemsize < param.dtype.itemsize else value

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.interface.transparent import bare
+from booster.modules import bare
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards
 from booster.trees import tensors
 
@@ -34,7 +34,7 @@ class Replica:
         return late, [param for param in self._params if param.grad is not None] if self._unsynchronised else []
 
     def forget(self) -> None:
-        """Some gradients were zeroed."""
+        """Take note that some gradients were zeroed."""
         if self._unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
             self._unsynchronised = False
 

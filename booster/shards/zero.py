@@ -164,7 +164,7 @@ class ZeroShards(Shards):
     # ------------------------------------------------------------------ checkpoints
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        """By parameter, but of this rank's part: 1-dim where that is not all of the parameter."""
+        """Return state by parameter, but of this rank's part: 1-dim where that is not all of the parameter."""
         viewed = {}
         for part, own in state.items():
             param = self._params.get(part, part)
@@ -238,7 +238,7 @@ class ZeroShards(Shards):
         return {name: holding for name, holding in found.items() if holding is not None}
 
     def _adopted(self, param: torch.Tensor) -> torch.Tensor:
-        """The part of a parameter in the groups; state that the optimizer has of the whole is cut."""
+        """Return the part of a parameter of the groups, and cut the state that the optimizer has of the whole."""
         part, state = self.part_of(param), self.optimizer.state
         if part is param:
             if param.requires_grad and param.grad is not None:
@@ -274,7 +274,7 @@ class ZeroShards(Shards):
         return self._reduced_part(param) is not None if self._reduced else param.grad is not None
 
     def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
-        """Carry back what a part was given in place of `old`, the view of the gradient of `param` in memory."""
+        """Write `new`, which a part was given as its gradient, to `old`, the view of the true gradient of `param`."""
         if new is None:
             self._forget(param)
             return

@@ -47,17 +47,17 @@ class FlatParameters:
         self.reduced: set[int] = set()
 
     def overlap(self, index: int, rank: int) -> tuple[int, int]:
-        """(start, stop) of the elements of `params[index]`, in memory order, that lie in the slice of `rank`."""
+        """Return (start, stop) of the elements of `params[index]`, in memory order, that lie in the slice of `rank`."""
         offset, length = self.offsets[index], self.params[index].numel()
         start = min(max(self.bounds[rank] - offset, 0), length)
         return start, max(min(self.bounds[rank + 1] - offset, length), start)
 
     def slice_of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The slice of `rank` of a flat `tensor` of this size."""
+        """Return the slice of `rank` of a flat `tensor` of this size."""
         return tensor[self.bounds[rank] : self.bounds[rank + 1]]
 
     def view(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
-        """The elements of a flat `tensor` of this size that stand for `params[index]`, 1-dim."""
+        """Return the elements of a flat `tensor` of this size that stand for `params[index]`, 1-dim."""
         return tensor[self.offsets[index] : self.offsets[index] + self.params[index].numel()]
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class FlatParameters:
         return moved
 
     def part_of_gradient(self, index: int, rank: int) -> torch.Tensor | None:
-        """This rank's part of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
+        """Return this rank's part of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
         if index not in self.reduced:
             return None
         start, stop = (self.offsets[index] + edge - self.bounds[rank] for edge in self.overlap(index, rank))
@@ -168,7 +168,7 @@ class Layout:
             self.divide(set(self.params) - self._places.keys(), whole=self._by_tensors)
 
     def place_of(self, param: torch.Tensor) -> tuple[FlatParameters, int] | None:
-        """The bucket of `param` and its index there; None if it is not of this layout."""
+        """Return the bucket of `param` and its index there; None if it is not of this layout."""
         if param not in self._places:
             self.divide_rest()
         return self._places.get(param)
@@ -187,7 +187,7 @@ class Layout:
 
 
 def _deal(params: Sequence[torch.Tensor], world_size: int) -> dict[torch.Tensor, int]:
-    """The rank of each parameter: the largest first, to the rank that has least."""
+    """Return the rank of each parameter: the largest are dealt first, each to the rank that has least."""
     loads = [0] * world_size
     owners = {}
     for param in sorted(params, key=lambda p: p.numel(), reverse=True):
@@ -197,5 +197,5 @@ def _deal(params: Sequence[torch.Tensor], world_size: int) -> dict[torch.Tensor,
 
 
 def stretch(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Elements `start` to `stop` of a dense tensor in memory order, as a 1-dim view."""
+    """Return elements `start` to `stop` of a dense tensor in memory order, as a 1-dim view."""
     return flat(tensor.detach())[start:stop]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster.collectives import communication_device
+from booster.communicate import broadcast, communication_device, exchange
 from booster.flat import shaped_like
 from booster.shards.base import State
 from booster.shards.zero_buckets import FlatParameters
@@ -35,7 +35,7 @@ class Holding(NamedTuple):
 def gather_states(
     states: Mapping[Key, State], holdings: Mapping[Key, Holding], group: dist.ProcessGroup
 ) -> dict[Key, State]:
-    """On every rank, the state of each key that any rank has state for, of whole parameters; a collective.
+    """Return, on every rank, the state of each key that any rank has state for, of whole parameters; a collective.
 
     states: of this rank's parts. holdings: the parameter of each key, the same on all ranks. Tensors of the part's shape
     come back in the parameter's, others are those of the rank that has them. They arrive in host memory, because together
@@ -80,35 +80,21 @@ def _gather(own: Any, holders: dict[int, Any], holding: Holding, group: dist.Pro
     device = communication_device(param.device, group)
     if kind == "tensor":
         whole = own.to(device).contiguous() if rank == first else torch.empty(content, dtype=dtype, device=device)
-        _broadcast(whole, first, group)
+        broadcast(whole, first, group)
         return whole.cpu()
     flat = torch.empty(param.numel(), dtype=dtype, device=device)
     for holder in holders:
         start, stop = holding.bucket.overlap(holding.position, holder)
         if holder == rank:
             flat[start:stop].copy_(own)
-        _broadcast(flat[start:stop], holder, group)
+        broadcast(flat[start:stop], holder, group)
     return shaped_like(flat.cpu(), param)
 
 
-def _broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-    if values.numel():  # as bytes: backends do not know every dtype
-        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=source)
-
-
 def _exchange(entries: list[Any], group: dist.ProcessGroup) -> list[Any]:
-    """The entries of each rank, as JSON, which tells every float exactly."""
+    """Return the entries of each rank, which travel as JSON: it tells every float exactly."""
     try:
         text = json.dumps(entries).encode()
     except TypeError as error:
         raise TypeError(f"the optimizer's state holds something that is neither tensor nor number: {error}") from error
-    device = communication_device(torch.device("cpu"), group)
-    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
-    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(length) for length in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyone = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(everyone, padded, group=group)
-    return [json.loads(bytes(data[:n].cpu().tolist())) for data, n in zip(everyone, lengths, strict=True)]
+    return [json.loads(data) for data in exchange(text, group)]

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from booster.collectives import communication_device
+from booster.communicate import communication_device, exchange
 
 _logger = logging.getLogger(__name__)
 
@@ -77,18 +77,7 @@ def require_alike(text: str, what: str, group: dist.ProcessGroup | None) -> None
 
 def _texts(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """The text of each rank; one small collective, and a second one unless all are empty."""
-    if group is None:
-        return [text]
-    device = communication_device(torch.device("cpu"), group)
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    if not longest:
-        return [""] * len(sizes)
-    everyone = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(everyone, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=group)
-    return [bytes(data[: int(size)].tolist()).decode() for data, size in zip(everyone, sizes, strict=True)]
+    return [data.decode() for data in exchange(text.encode(), group)]
 
 
 def _reduce(value: float, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> float:

@@ -16,8 +16,9 @@ from torch import nn
 import booster
 from booster import Booster
 from booster.installed import find_apex
-from booster.mixed_precision import FP16ApexMixedPrecision, Placement
+from booster.mixed_precision import FP16ApexMixedPrecision
 from booster.mixed_precision.apex import real
+from booster.mixed_precision.placement import InProcess
 from booster.update.options import UpdateOptions
 
 ROOT = Path(booster.__file__).parents[1]
@@ -271,6 +272,10 @@ def test_a_forced_apex_takes_several_optimizers_of_one_model(site):
     torch.testing.assert_close(plain.bias, before[1] - 0.03)
 
 
+class Divided(InProcess):
+    is_whole = False
+
+
 def test_the_real_apex_is_refused_where_parameters_are_divided_among_ranks():
     with pytest.raises(ValueError, match="backend='native'"):
         real.configure(
@@ -280,7 +285,8 @@ def test_the_real_apex_is_refused_where_parameters_are_divided_among_ranks():
             None,
             arguments={},
             scale_window=1,
-            placement=Placement(is_whole=False),
+            placement=Divided(),
+            device=torch.device("cpu"),
             options=UpdateOptions(),
         )
 

@@ -197,7 +197,11 @@ def test_materialised_parameters_are_those_of_a_constructor_and_stay_tied():
 @pytest.mark.parametrize(
     ("error", "options", "match"),
     [
-        (ValueError, {"wrap_policy": 0}, "wrap_policy=0 is not legal; a number of parameters is at least 1"),
+        (
+            ValueError,
+            {"wrap_policy": 0},
+            "wrap_policy=0 is not legal; it must be a whole number of at least 1, of parameters",
+        ),
         (ValueError, {"wrap_policy": True}, "wrap_policy=True is not legal"),
         (ValueError, {"wrap_policy": []}, "wrap_policy is empty"),
         (
@@ -208,7 +212,7 @@ def test_materialised_parameters_are_those_of_a_constructor_and_stay_tied():
         (TypeError, {"wrap_policy": [Block, 3]}, "wrap_policy holds 3; in a list each entry"),
         (TypeError, {"wrap_policy": nn.Linear(2, 2)}, r"is a module object \(Linear\); pass its class"),
         (TypeError, {"wrap_policy": 1.5}, "wrap_policy=1.5 is not legal"),
-        (TypeError, {"cpu_offload": 1}, "cpu_offload must be True or False, got 1"),
+        (TypeError, {"cpu_offload": 1}, "cpu_offload=1 is not legal; it must be True or False"),
         (RuntimeError, {"cpu_offload": True}, "cpu_offload=True needs a process group"),
         (ValueError, {"reduce_dtype": torch.int8}, "reduce_dtype=torch.int8 is not legal; choose one of"),
         (ValueError, {"reduce_dtype": "bf16"}, "reduce_dtype='bf16' is not legal"),

@@ -122,7 +122,8 @@ def test_every_module_imports_and_every_public_name_exists(name):
 def test_the_public_names_are_these():
     for module, names in {
         "booster": "Booster DistCoordinator launch launch_from_torch launch_from_slurm launch_from_openmpi get_default_parser",
-        "booster.plugin": "Plugin SingleDevice TorchDDPPlugin",
-        "booster.mixed_precision": "MixedPrecision FP16TorchMixedPrecision BF16MixedPrecision FP32 register DtypePolicy",
+        "booster.plugin": "Plugin PlacedModule SingleDevice TorchDDPPlugin",
+        "booster.mixed_precision": "MixedPrecision FP16TorchMixedPrecision BF16MixedPrecision FP32 register DtypePolicy "
+        "cast_parameters",
     }.items():
         assert set(names.split()) <= set(importlib.import_module(module).__all__)

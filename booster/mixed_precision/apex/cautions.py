@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
-from booster.interface.transparent import bare
 from booster.mixed_precision.apex.options import ApexOptions
 from booster.mixed_precision.policy import DtypePolicy
+from booster.modules import bare
 
 _logger = logging.getLogger(__name__)
 

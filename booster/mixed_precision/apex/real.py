@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler
-from booster.mixed_precision.base import FP32, Placement
+from booster.mixed_precision.base import FP32
+from booster.mixed_precision.placement import Placement
 from booster.params import named_parameters
 from booster.shards import Shards
 from booster.update.backward_pass import BackwardPass
@@ -127,6 +128,7 @@ def configure(
     arguments: Mapping[str, Any],
     scale_window: int,
     placement: Placement,
+    device: torch.device,
     options: UpdateOptions,
     after_step: Callable[[bool | torch.Tensor], None] | None = None,
 ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
@@ -136,7 +138,7 @@ def configure(
             "backend='apex' is NVIDIA's own apex.amp, which knows no parameters that are divided among ranks; use "
             "backend='native' with this plugin"
         )
-    model = model.to(placement.device)
+    model = model.to(device)
     optimizers: list[Any] = []
     if optimizer is None:
         model = amp.initialize(model, **arguments)
@@ -151,8 +153,8 @@ def configure(
         scaler._scale_seq_len = scale_window
     plain = FP32()  # apex casts by itself
     policy = plain.policy_for(model)
-    boosted = ModelWrapper(placement.place(model, policy), plain)
-    boosted_criterion = plain._wrap_criterion(criterion, placement.device)
+    boosted = ModelWrapper(placement.place(model, policy, device), plain)
+    boosted_criterion = plain._wrap_criterion(criterion, device)
     names = {param: name for name, param in named_parameters(boosted).items()}
     update = functools.partial(RealUpdate, amp=amp)
     wrapped = [

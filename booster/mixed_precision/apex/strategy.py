@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from booster.cast_regions import CastFunctions
 from booster.casting import HALF_DTYPES
-from booster.interface.model import CriterionWrapper, ModelWrapper, bare
+from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
@@ -38,8 +38,10 @@ from booster.mixed_precision.apex.scale import ApexScale, ApexScales
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import Registered
 from booster.mixed_precision.attention import Float32Attention
-from booster.mixed_precision.base import MixedPrecision, Placement
+from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy, half_policy
+from booster.modules import bare
 from booster.update.base import Update
 from booster.update.options import UpdateOptions
 
@@ -170,11 +172,11 @@ class FP16ApexMixedPrecision(MixedPrecision):
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
     ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
-        placement = placement or Placement()
+        placement = InProcess() if placement is None else placement
         if not self._boosted_any:
             self._real = choose_backend(
                 self._backend,
-                placement.device,
+                self.device,
                 patches=self.options.patch_torch_functions,
                 alone=placement.group is None,
                 keywords=set(self._arguments),
@@ -193,7 +195,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             self.check(model)
             several = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
             for each in [] if placement.stores_float32 else several:
-                self.check_optimizer(each, [model], placement.device)
+                self.check_optimizer(each, [model], self.device)
             return super().configure(model, optimizer, criterion, placement=placement, options=options)
         return real.configure(
             self._real,
@@ -203,6 +205,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
             arguments=self._arguments,
             scale_window=self._scale_window,
             placement=placement,
+            device=self.device,
             options=options or UpdateOptions(),
             after_step=self.step_follower,
         )

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
 from booster.casting import HALF_DTYPES
-from booster.interface.transparent import PlacedModule
 from booster.micro_batch import MicroBatch
+from booster.modules import PlacedModule
 from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
 from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count

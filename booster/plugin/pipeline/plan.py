@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from booster.interface.transparent import bare
+from booster.modules import bare
 from booster.plugin.pipeline.pipeline import Pipeline
 from booster.plugin.pipeline.schedule import check_style, stage_ranks
 from booster.plugin.pipeline.skeleton import Prepare, Skeleton, replace_parameter

@@ -1,0 +1,50 @@
+"""The user's model inside what plugins and `torch.compile` wrap around it, and the base of what plugins wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class PlacedModule(nn.Module):
+    """Base of what a plugin wraps around the user's model, which is `module`; names are those of the user's model.
+
+    A subclass defines `forward`, which calls `self.module`. `Plugin.place` returns it, and everything in this library
+    looks through it: parameters, state dicts and attributes are those of the model. Other wrappers, but for
+    `DistributedDataParallel` and those of `torch.compile`, would give parameters other names, and `boost` refuses them.
+
+    is_partial: whether other ranks hold layers that this one lacks.
+    """
+
+    module: nn.Module
+    is_partial = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def own_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters on this rank, by their first names in the user's whole model."""
+        return dict(bare(self.module).named_parameters())
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """Return the module at the bottom of plugin and `torch.compile` wrappers: the one whose names users know."""
+    module = unwrap_placed(module)
+    while isinstance(getattr(module, "_modules", {}).get("_orig_mod"), nn.Module):
+        module = module._modules["_orig_mod"]  # type: ignore[assignment]
+    return module
+
+
+def unwrap_placed(module: nn.Module) -> nn.Module:
+    """Return the user's model inside what a plugin wrapped around it."""
+    while is_placed(module):
+        module = module.module  # type: ignore[assignment]
+    return module
+
+
+def is_placed(module: Any) -> bool:
+    """Return whether `module` is what a plugin wrapped around another."""
+    return isinstance(module, (nn.parallel.DistributedDataParallel, PlacedModule))
