@@ -1,6 +1,7 @@
 # make demo     train the example's vision transformer on two processes
 # make test     run the tests and print their coverage
 # make slow     run the tests that `make test` leaves out, such as those on eight processes
+# make fuzz     run random programs against hand-written ones: PROGRAMS= of each placement, from SEED= on, ARGS=--placement DDP
 # Each makes its own virtual environment on first use, from constraints.txt; later runs start at once.
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo compare test slow lint clean
+.PHONY: demo compare test slow fuzz lint clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -27,6 +28,12 @@ test: $(TEST)/.installed
 
 slow: $(TEST)/.installed
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow -n $(WORKERS) --dist loadfile $(ARGS)
+
+PROGRAMS ?= 1000
+SEED ?= 0
+
+fuzz: $(TEST)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(TEST)/bin/python tests/fuzz/run.py --programs $(PROGRAMS) --seed $(SEED) $(ARGS)
 
 lint: $(TEST)/.linters
 	$(TEST)/bin/ruff check .

@@ -1,0 +1,89 @@
+"""Models whose blocks pass each other containers of every kind train as in one process, in every placement."""
+
+import pytest
+import torch
+from containers import CONTAINERS
+from torch import nn
+
+from booster import Booster
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+from booster.trees import tensors
+
+DIM = 4
+PLACEMENTS = {
+    "DDP": TorchDDPPlugin,
+    "FSDP": TorchFSDPPlugin,
+    "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1),
+    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
+    "PP": lambda: HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2, pp_style="1f1b"),
+}
+ORDERED = [kind for kind in CONTAINERS if kind not in ("set", "frozen set")]
+# torch's fully_shard, of which pipelines make use too, has a walker of its own, which knows these.
+KNOWN_TO_TORCH = ["tensor", "tuple", "list", "named tuple", "named tuple of torch", "dict", "ordered dict"]
+KINDS = {
+    "DDP": ORDERED,
+    "FSDP": [*KNOWN_TO_TORCH, "tuple, subclass", "list, subclass", "frozen dataclass", "slotted dataclass"],
+    "ZeRO-1": ORDERED,
+    "ZeRO-2": ORDERED,
+    "PP": KNOWN_TO_TORCH,
+}
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(DIM, DIM), kind
+
+    def forward(self, tree):
+        x = next(tensors(tree))
+        return CONTAINERS[self.kind](x + torch.tanh(self.linear(x)).view_as(x))
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(4))
+        self.kind = kind
+
+    def forward(self, tree):
+        tree = CONTAINERS[self.kind](self.first(next(tensors(tree))))
+        for block in self.blocks:
+            tree = block(tree)
+        return tree
+
+
+def criterion(output, target):
+    return (next(tensors(output)) - target).square().mean()
+
+
+def train(kind, precision, plugin):
+    booster = Booster("cpu", precision, plugin)
+    net = Net(kind)
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    rows = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(3):
+        x = torch.randn(8, DIM, generator=rows)
+        share = 8 // booster.plugin.data_parallel_size
+        x = x[booster.plugin.data_parallel_rank * share :][:share]
+        batch = (CONTAINERS[kind](x), x.flip(-1))
+        loss = booster.execute_pipeline(iter([batch]), model, criterion, optimizer)["loss"]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(booster.reduce(loss)))
+    return losses
+
+
+def train_all(rank, world_size, placement, precision):
+    return {kind: train(kind, precision, PLACEMENTS[placement]()) for kind in KINDS[placement]}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_blocks_pass_each_other_containers(ranks2, placement, precision):
+    wanted = train("tensor", precision, SingleDevice())
+    for found in ranks2(train_all, placement, precision):
+        for kind, losses in found.items():
+            assert losses == pytest.approx(wanted, rel=1e-5 if precision == "fp32" else 0.05), kind
