@@ -25,6 +25,7 @@ import torch.distributed as dist
 from booster import arguments
 
 __all__ = [
+    "await_address",
     "environment_local_rank",
     "environment_world_size",
     "get_default_parser",
@@ -71,7 +72,7 @@ def launch(
     _check_rank(rank, world_size)
     _check_whole("port", port, 1, 65535, "the port on which rank 0 listens")
     init_method = f"tcp://{_bracketed(host)}:{port}"
-    _check_address("host", host)
+    await_address("host", host)
     _start(rank, world_size, backend, local_rank, seed, init_method=init_method)
 
 
@@ -97,7 +98,7 @@ def launch_from_torch(
     _check_rank(rank, world_size, " (RANK, WORLD_SIZE)")
     _check_whole("LOCAL_RANK", local_rank, 0, 2**31 - 1, "the index of this process on its machine")
     _check_whole("MASTER_PORT", _whole_variable("MASTER_PORT"), 1, 65535, "the port on which rank 0 listens")
-    _check_address("MASTER_ADDR", os.environ["MASTER_ADDR"])
+    await_address("MASTER_ADDR", os.environ["MASTER_ADDR"])
     # env:// and not tcp://: under torchrun the agent already listens on this port and rank 0 must not bind it again.
     _start(rank, world_size, options["backend"], local_rank, options["seed"], init_method="env://")
 
@@ -140,6 +141,30 @@ def get_default_parser() -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", type=int, help="index of this process on its machine")
     parser.add_argument("--backend", type=str, default=None, help="gloo, nccl, ... (default: by device)")
     return parser
+
+
+def await_address(name: str, host: str) -> None:
+    """Wait until `host` resolves, and raise RuntimeError if it does not; torch would retry for minutes without a word."""
+    bare = host.strip().removeprefix("[").removesuffix("]")
+    if re.fullmatch(r"[0-9.]+|0[xX][0-9a-fA-F]+", bare) and not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", bare):
+        # The resolver reads 1 as 0.0.0.1 and 1.5 as 1.0.0.5, where nobody listens.
+        raise ValueError(f"{name}={host!r} is not an address; give a name, or an IPv4 or IPv6 address in full")
+    for seconds_left in range(_RESOLVE_SECONDS, -1, -1):
+        try:
+            if not bare:
+                raise OSError("it is empty")
+            socket.getaddrinfo(bare, None)
+            return
+        except (OSError, UnicodeError) as error:
+            reason = error
+        if seconds_left and seconds_left == _RESOLVE_SECONDS:
+            _logger.warning("%s=%r does not resolve (%s); trying for %d seconds", name, host, reason, seconds_left)
+        if seconds_left:
+            time.sleep(1)
+    raise RuntimeError(
+        f"{name}={host!r} does not resolve on {socket.gethostname()} ({reason}); give a name or an address of rank 0's machine "
+        "that all machines of the job know"
+    )
 
 
 def environment_world_size() -> int:
@@ -256,30 +281,6 @@ def _bracketed(host: str) -> str:
     if bare.startswith("[") and bare.endswith("]"):
         bare = bare[1:-1]
     return f"[{bare}]" if ":" in bare else bare
-
-
-def _check_address(name: str, host: str) -> None:
-    """Wait until `host` resolves, and raise RuntimeError if it does not; torch would retry for minutes without a word."""
-    bare = host.strip().removeprefix("[").removesuffix("]")
-    if re.fullmatch(r"[0-9.]+|0[xX][0-9a-fA-F]+", bare) and not re.fullmatch(r"\d+\.\d+\.\d+\.\d+", bare):
-        # The resolver reads 1 as 0.0.0.1 and 1.5 as 1.0.0.5, where nobody listens.
-        raise ValueError(f"{name}={host!r} is not an address; give a name, or an IPv4 or IPv6 address in full")
-    for seconds_left in range(_RESOLVE_SECONDS, -1, -1):
-        try:
-            if not bare:
-                raise OSError("it is empty")
-            socket.getaddrinfo(bare, None)
-            return
-        except (OSError, UnicodeError) as error:
-            reason = error
-        if seconds_left and seconds_left == _RESOLVE_SECONDS:
-            _logger.warning("%s=%r does not resolve (%s); trying for %d seconds", name, host, reason, seconds_left)
-        if seconds_left:
-            time.sleep(1)
-    raise RuntimeError(
-        f"{name}={host!r} does not resolve on {socket.gethostname()} ({reason}); give a name or an address of rank 0's machine "
-        "that all machines of the job know"
-    )
 
 
 def _check_rank(rank: int, world_size: int, source: str = "") -> None:

@@ -7,6 +7,10 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,14 +62,14 @@ def run_attempt(attempt: Attempt) -> int:
         # has been started then, so the default action is right; the agent sets its own handlers before it starts any.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch, _noted_deaths() as deaths:
         config = _config(attempt, scratch)
         try:
             elastic_launch(config, sys.executable)("-u", *attempt.command)
             return 0
         except ChildFailedError as error:
             _kill_groups([failure.pid for failure in error.failures.values()])
-            return _report(error.failures, attempt)
+            return _report(error.failures, attempt, deaths)
         except SignalException as stop:
             raise Stopped(int(stop.sigval)) from None
         finally:
@@ -119,20 +123,51 @@ def _kill_groups(pids: list[int]) -> None:
             continue
 
 
-def _report(failures: dict[int, Any], attempt: Attempt) -> int:
-    ordered = sorted(failures.items(), key=lambda item: _moment(item[1]))
+@contextmanager
+def _noted_deaths() -> Iterator[dict[int, int]]:
+    """Note when children of this process die, by pid in ns, while they are left for the agent to find some time later."""
+    deaths: dict[int, int] = {}
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            try:
+                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:  # none yet
+                dead = None
+            if dead is not None:
+                deaths.setdefault(dead.si_pid, time.time_ns())
+            done.wait(0.01)  # a child is reported again until the agent has found it
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield deaths
+    finally:
+        done.set()
+
+
+def _report(failures: dict[int, Any], attempt: Attempt, deaths: dict[int, int]) -> int:
+    failures = {rank: failure for rank, failure in failures.items() if not _ended_well(failure)} or failures
+    ordered = sorted(failures.items(), key=lambda item: _moment(item[1], deaths))
     rank, first = ordered[0]
     if first.exitcode > 0:
         status, how = first.exitcode, f"exit code {first.exitcode}"
-    elif _extra(first):  # raised, and was stopped before it had ended by itself
-        status, how = 1, "an uncaught exception"
+    elif _extra(first).get("status"):  # raised or left, and was stopped before it had ended by itself
+        status = int(_extra(first)["status"])
+        how = "an uncaught exception" if _extra(first)["py_callstack"] else f"exit code {status}"
     else:
         status, how = 128 - first.exitcode, f"signal {first.signal_name()}"
     where = f" of node {attempt.node_rank}" if attempt.nnodes > 1 else ""
     lines = [f"{REPORT_START} {rank} (local rank {first.local_rank}{where}, pid {first.pid}) failed first: {how}"]
     if attempt.log_dir:
         lines.append(f"booster run: the output of each rank is under {attempt.log_dir}")
-    told = [(other, str(_extra(failure)["py_callstack"])) for other, failure in ordered if _extra(failure)]
+    ended = sorted(
+        {attempt.node_rank * attempt.nproc_per_node + i for i in range(attempt.nproc_per_node)} - set(failures)
+    )
+    if ended and _extra(first).get("is_cut_off"):
+        lines.append(f"booster run: rank(s) {ended} had ended before, without an error: they came to their end earlier")
+    told = [(other, str(_extra(failure).get("py_callstack", ""))) for other, failure in ordered]
+    told = [(other, callstack) for other, callstack in told if callstack]
     if not told or told[0][0] != rank:
         lines.append("booster run: that process left no Python traceback; see its output above")
     if told:
@@ -149,12 +184,20 @@ def _extra(failure: Any) -> dict[str, Any]:
     return extra if isinstance(extra, dict) and "py_callstack" in extra else {}
 
 
-def _moment(failure: Any) -> tuple[bool, int]:
-    """Order failures by when they happened; processes that the agent itself stopped come last.
+def _ended_well(failure: Any) -> bool:
+    """Say whether the agent stopped a process that had come to the end of its script."""
+    return failure.exitcode == -signal.SIGTERM and _extra(failure).get("status") == 0
 
-    Only a traceback has an exact time. Another death is noticed up to a second later (whole seconds, polling), and its
-    peers then raise broken connections at once: so it counts from one second before it was noticed.
+
+def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int]:
+    """Order failures by when they happened: an exception or exit by its record, other deaths by when they were noted.
+
+    So count those, too, who raise because a peer is gone: their sockets tell them before the death of the peer is noted. A
+    death that was not noted is known to the agent in whole seconds, up to one late; what the agent stopped comes last.
     """
     extra = _extra(failure)
-    stopped = failure.exitcode == -signal.SIGTERM and not extra
-    return stopped, int(extra.get("timestamp_ns", (failure.timestamp - 1) * 10**9))
+    if extra and not extra["is_cut_off"]:
+        return False, int(extra["timestamp_ns"])
+    if failure.pid in deaths:
+        return False, deaths[failure.pid]
+    return failure.exitcode == -signal.SIGTERM, (failure.timestamp - 1) * 10**9

@@ -17,6 +17,7 @@ from booster.cli.agent import Attempt, Stopped, run_attempt, worker_command
 from booster.cli.hosts import Host, chosen_hosts, is_local
 from booster.cli.nodes import NodeCommand, run_nodes, ssh_command
 from booster.cli.options import DEFAULT_MASTER_PORT, parse
+from booster.launch import await_address
 
 __all__ = ["run"]
 
@@ -57,6 +58,11 @@ def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     nproc = _process_count(parser, options.nproc_per_node)
     port = options.master_port
     if options.nnodes > 1:
+        try:
+            await_address("--master_addr", options.master_addr)
+        except (RuntimeError, ValueError) as error:
+            print(f"booster run: error: {error}", file=sys.stderr)
+            return 1
         port = port or DEFAULT_MASTER_PORT
         print(
             f"booster run: node {options.node_rank} of {options.nnodes} meets the others at "

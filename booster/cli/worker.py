@@ -2,23 +2,36 @@
 
 `python -u worker.py script.py args` behaves like `python -u script.py args` and `python -u worker.py -m module args`
 like `python -u -m module args`, except that an uncaught exception is also written to the file that torchrun's agent
-names in TORCHELASTIC_ERROR_FILE. That file is how the launcher knows the first failure and can show it last.
+names in TORCHELASTIC_ERROR_FILE, and an exit status other than 0 too. That file is how the launcher knows the first failure
+and can show it last. On Linux the rank ends with its launcher, however that ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
 import traceback
 from types import TracebackType
 
+# How process groups say that another process is gone.
+_CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+
+_ADVICE = (
+    "Another rank had left the job when this one wanted to exchange data with it. If none failed, one ended its loop earlier: "
+    "all ranks need equally many batches and steps. booster.prepare_dataloader sees to that, drop_last=True in loaders of "
+    "your own; a rank must not leave a loop by a condition that others do not meet."
+)
+
 
 def main() -> None:
+    _end_with_launcher()
     arguments = sys.argv[1:]
     try:
         if arguments[0] == "-m":
@@ -29,11 +42,13 @@ def main() -> None:
             sys.argv = arguments
             sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
             runpy.run_path(arguments[0], run_name="__main__")
-        _leave_process_group()
+        _end_well()
     except SystemExit as exit_request:
         if exit_request.code in (None, 0):
-            _leave_process_group()
-        if exit_request.code is not None and not isinstance(exit_request.code, int):
+            _end_well()
+        elif isinstance(exit_request.code, int):
+            _record("SystemExit", "", exit_request.code)
+        else:
             _record("SystemExit", f"SystemExit: {exit_request.code}\n")
         raise
     except BaseException as error:
@@ -41,10 +56,24 @@ def main() -> None:
         error.__traceback__ = own
         interrupted = isinstance(error, KeyboardInterrupt)
         if not interrupted:  # Ctrl-C comes from the launcher, which knows
-            _record(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(type(error), error, own)))
+            advice = f"{_ADVICE}\n" if any(text in str(error) for text in _CUT_OFF) else ""
+            callstack = "".join(traceback.format_exception(type(error), error, own))
+            _record(f"{type(error).__name__}: {error}", callstack + advice, is_cut_off=bool(advice))
         # What the interpreter does with an uncaught exception, without the frames above the script.
         sys.excepthook(type(error), error, own)
         sys.exit(130 if interrupted else 1)
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel kill this process when the launcher dies, which a launcher that is killed cannot do. Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _end_well() -> None:
+    """Note that the script has come to its end, should the launcher stop this process before that is through."""
+    _record("", "", 0)
+    _leave_process_group()
 
 
 def _leave_process_group() -> None:
@@ -70,12 +99,18 @@ def _without_launcher_frames(trace: TracebackType | None) -> TracebackType | Non
     return trace
 
 
-def _record(message: str, text: str) -> None:
+def _record(message: str, text: str, status: int = 1, *, is_cut_off: bool = False) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     # torchrun's own format, whole seconds included; ranks often fail within one second, hence the nanoseconds.
-    extra = {"py_callstack": text, "timestamp": str(int(time.time())), "timestamp_ns": time.time_ns()}
+    extra = {
+        "py_callstack": text,
+        "timestamp": str(int(time.time())),
+        "timestamp_ns": time.time_ns(),
+        "status": status,
+        "is_cut_off": is_cut_off,
+    }
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 

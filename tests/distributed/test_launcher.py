@@ -218,6 +218,59 @@ def test_the_status_is_that_of_the_first_failing_rank(tmp_path, end, expected, t
     assert told in err[err.rindex("booster run: rank 1") :]
 
 
+# Ranks that exchange data, of which rank 1 ends in some way; the others then meet a broken connection at once.
+EXCHANGE = """
+import os, signal, sys, torch, torch.distributed as dist, booster
+booster.launch_from_torch(backend="gloo")
+for step in range({steps}):
+    dist.all_reduce(torch.ones(4))
+    if step == 5 and dist.get_rank() == 1:
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "expected", "told"),
+    [
+        ("sys.exit(5)", 5, "exit code 5"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "signal SIGTERM"),
+    ],
+)
+def test_who_ends_first_is_blamed_and_not_those_whose_connections_it_broke(tmp_path, end, expected, told):
+    write(tmp_path, "train.py", EXCHANGE.format(steps=10, end=end))
+    status, _, err = launch(tmp_path, "--nproc_per_node", "3", "train.py")
+    assert (status, f"failed first: {told}" in err[err.rindex("booster run: rank 1 (local rank 1") :]) == (
+        expected,
+        True,
+    ), err
+
+
+def test_uneven_data_is_named_where_the_connection_breaks(tmp_path):
+    write(tmp_path, "train.py", EXCHANGE.format(steps="7 + 3 * int(os.environ['RANK'])", end="pass"))
+    status, _, err = launch(tmp_path, "--nproc_per_node", "2", "train.py")
+    assert status == 1
+    last = err[err.rindex("booster run: rank 1 (local rank 1") :]
+    assert "rank(s) [0] had ended before, without an error" in last
+    assert "Another rank had left the job" in last
+    assert "equally many batches and steps" in last
+    assert "booster.prepare_dataloader" in last.splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a process with its parent")
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    write(tmp_path, "train.py", SLEEP)
+    job = start(tmp_path, "--nproc_per_node", "2", "train.py")
+    pids = sleeping_pids(tmp_path)
+    job.kill()
+    try:
+        assert job.wait(TIMEOUT) == -signal.SIGKILL
+        assert wait_for(lambda: not any(running(pid) for pid in pids[::2]), 5.0)
+    finally:
+        for pid in pids[1::2]:  # what a rank has started is its own affair
+            os.kill(pid, signal.SIGKILL)
+        finish(job)
+
+
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm_end_every_process_without_a_traceback_of_the_launcher(tmp_path, number, expected):
     write(tmp_path, "train.py", SLEEP)
@@ -233,13 +286,16 @@ def test_ctrl_c_and_sigterm_end_every_process_without_a_traceback_of_the_launche
 
 def test_max_restarts_relaunches_the_whole_job_and_says_so(tmp_path):
     text = """
-import os
-name = f"tries_{os.environ['RANK']}"
-tries = len(open(name).read()) if os.path.exists(name) else 0
-open(name, "a").write("x")
-while not os.path.exists("tries_0"): pass
-if os.environ["RANK"] == "1" and tries < 2: os._exit(7)
-if tries < 2: import time; time.sleep(300)
+import os, pathlib, time
+def tries_of(rank):
+    file = pathlib.Path(f"tries_{rank}")
+    return len(file.read_text()) if file.exists() else 0
+rank = os.environ["RANK"]
+tries = tries_of(rank)
+pathlib.Path(f"tries_{rank}").write_text("x" * (tries + 1))
+while tries_of(0) <= tries: time.sleep(0.01)  # a slow rank 0 would be stopped before it has counted
+if rank == "1" and tries < 2: os._exit(7)
+if tries < 2: time.sleep(300)
 print("done")
 """
     write(tmp_path, "train.py", text)

@@ -1,9 +1,11 @@
 """The command line up to the start of a process: options, hostfiles, ssh commands. Real jobs: tests/distributed."""
 
+import re
 import shlex
 import socket
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -135,13 +137,25 @@ def test_everything_after_the_script_is_the_scripts(script):
 
 def test_one_node_lets_the_system_choose_the_port_and_several_have_a_documented_one(script, attempts, capsys):
     assert main(["run", "--nproc_per_node", "1", script]) == 0
-    joined = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "head"]
+    joined = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "localhost"]
     assert main(["run", "--nproc_per_node", "1", *joined, script]) == 0
     assert [(a.nnodes, a.node_rank, a.master_addr, a.master_port) for a in attempts] == [
         (1, 0, None, None),
-        (2, 1, "head", 29500),
+        (2, 1, "localhost", 29500),
     ]
-    assert "meets the others at head port 29500" in capsys.readouterr().err
+    assert "meets the others at localhost port 29500" in capsys.readouterr().err
+
+
+def test_a_master_address_that_nobody_knows_is_said_before_anything_starts(script, attempts, capsys, monkeypatch):
+    monkeypatch.setattr(import_module("booster.launch"), "_RESOLVE_SECONDS", 0)
+    several = ["--nnodes", "2", "--node_rank", "1", "--master_addr"]
+    for address, reason in (
+        ("no.such.host.invalid", "does not resolve on .* that all machines"),
+        ("1.5", "not an address"),
+    ):
+        assert main(["run", *several, address, script]) == 1
+        assert re.search(f"error: --master_addr='{address}' .*{reason}", capsys.readouterr().err)
+    assert attempts == []
 
 
 def test_a_port_in_use_is_an_error_that_names_the_port_and_the_way_out(script, attempts, capsys):

@@ -4,6 +4,8 @@ import os
 import random
 import socket
 import sys
+import time
+from importlib import import_module
 
 import numpy
 import pytest
@@ -127,6 +129,39 @@ def test_openmpi_without_its_variables_names_the_one_missing(monkeypatch, missin
     monkeypatch.delenv(missing)
     with pytest.raises(RuntimeError, match=f"{missing} is not set; mpirun"):
         launch_from_openmpi("127.0.0.1", 29500)
+
+
+def test_an_address_that_does_not_resolve_is_tried_with_a_word_and_then_refused(monkeypatch, caplog):
+    module = import_module("booster.launch")
+    waits = []
+    monkeypatch.setattr(module, "_RESOLVE_SECONDS", 2)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    set_environment(monkeypatch, **torch_environment(MASTER_ADDR="no.such.host.invalid"))
+    with pytest.raises(
+        RuntimeError, match=r"MASTER_ADDR='no.such.host.invalid' does not resolve on .* rank 0's machine"
+    ):
+        launch_from_torch(backend="gloo")
+    with pytest.raises(RuntimeError, match="host='no.such.host.invalid' does not resolve"):
+        launch(0, 1, "no.such.host.invalid", 29500, backend="gloo")
+    assert waits == [1, 1, 1, 1]
+    said = [record.getMessage() for record in caplog.records if record.name == "booster.launch"]
+    assert len(said) == 2
+    assert "MASTER_ADDR='no.such.host.invalid' does not resolve" in said[0]
+    assert "trying for 2 seconds" in said[0]
+
+
+def test_a_name_that_resolves_a_little_later_is_waited_for(monkeypatch):
+    answers = [OSError("not yet"), OSError("not yet"), []]
+
+    def resolve(name, port):
+        if isinstance(answer := answers.pop(0), OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    import_module("booster.launch").await_address("host", "head")
+    assert answers == []
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
