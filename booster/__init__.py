@@ -6,8 +6,7 @@ from booster.config import AMP_TYPE
 from booster.coordinator import DistCoordinator
 from booster.launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from booster.optimizer_kinds import register_elementwise
-from booster.update.errors import LossScaleError
-from booster.update.step_result import StepResult
+from booster.update.outcome import LossScaleError, StepResult
 
 __version__ = "0.1.0"
 

@@ -24,7 +24,7 @@ from booster.checkpoint.stopping import StopRequests
 from booster.config import translate
 from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, make
 from booster.pipelined import execute
@@ -171,7 +171,8 @@ class Booster:
             group.before_backward()
         run_backward(
             loss,
-            optimizers,
+            updates_of(optimizers),
+            optimizers[0].backward_context,
             divisor=running[0].divisor if running else 1.0,
             loss_id=loss_id,
             delayed=any(group.delayed for group in running)

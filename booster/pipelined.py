@@ -10,7 +10,7 @@ import torch
 
 from booster.cast_regions import forward_region, outside
 from booster.interface.model import CriterionWrapper, ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.micro_batch import MicroBatch, divide
 from booster.plugin import Pipeline
 from booster.trees import join, map_tensors
@@ -101,7 +101,7 @@ def _run_stages(
             return criterion(model.cast_outputs(output), target)
 
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
-    this, seed = begin_backward(optimizers) if optimizers else (None, None)
+    this, seed = begin_backward(updates_of(optimizers)) if optimizers else (None, None)
     try:
         with forward_region(precision), precision.backward_context():
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)

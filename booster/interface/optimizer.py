@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
 from booster.casting import HALF_DTYPES
 from booster.interface.signature import takes
-from booster.loss_scaler import LossScaler
-from booster.shards import Shards
 from booster.update.backward import run_backward
-from booster.update.base import Update
+from booster.update.base import Job, Update
 from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
-from booster.update.history import StepHistory
 from booster.update.loading import load_state
-from booster.update.options import UpdateOptions
-from booster.update.step_result import StepResult
+from booster.update.outcome import StepHistory, StepResult
 
 
 class OptimizerWrapper(Optimizer):
@@ -35,45 +29,29 @@ class OptimizerWrapper(Optimizer):
     To schedulers, hooks and `isinstance` it is a torch Optimizer: `param_groups`, `state`, `defaults` and hooks are those
     of the optimizer inside, which is never re-created.
 
-    names: parameter -> qualified name, for reports. group: the ranks that must skip together; None means this one alone.
-    shards: what this rank holds of the parameters; None means all. compiled: step through torch.compile, see
-    `CompiledUpdate`. switched: its fused kernel was not the user's choice. after_step: see
-    `MixedPrecision.after_step`; None: nobody listens. make_update: what makes the update
-    instead, called as `make_update(optimizer, scaler, names, group=..., shards=..., skip_nonfinite=...)`.
+    make_update: what makes the update from `job`. backward_context: what `backward` runs under. after_step: see
+    `MixedPrecision.after_step`; None: nobody listens.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        scaler: LossScaler,
-        names: Mapping[torch.Tensor, str],
+        job: Job,
+        make_update: Callable[[Job], Update] = choose_update,
         *,
-        group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
-        options: UpdateOptions | None = None,
-        compiled: bool = False,
-        switched: bool = False,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_step: Callable[[bool | torch.Tensor], None] | None = None,
-        make_update: Callable[..., Update] | None = None,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
-        options = options or UpdateOptions()
-        self.optimizer = optimizer
-        self._takes_set_to_none = takes(optimizer.zero_grad, "set_to_none")
+        self.optimizer = job.optimizer
+        self._takes_set_to_none = takes(job.optimizer.zero_grad, "set_to_none")
         self._backward_context = backward_context
         self._after_step = after_step
-        make_update = make_update or functools.partial(choose_update, compiled=compiled)
-        shards = shards or Shards(optimizer)
-        with shards.local():
-            self._update = make_update(
-                optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=options.skip_nonfinite
-            )
-        self._update.kernel.switched = switched
-        self._clip_grad_norm = options.clip_grad_norm
+        with job.shards.local():
+            self._update = make_update(job)
+        self._clip_grad_norm = job.options.clip_grad_norm
         self._held: str | None = None
         self.accumulating = False
-        self._history = StepHistory(options.max_consecutive_skips, self._describe_scale)
+        self._history = StepHistory(job.options.max_consecutive_skips, self._describe_scale)
 
     # ------------------------------------------------------------------ training
 
@@ -88,7 +66,14 @@ class OptimizerWrapper(Optimizer):
         """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`, which `accumulate` needs."""
         if self.accumulating:
             raise RuntimeError("inside accumulate() call booster.backward(loss, optimizer), which counts and divides")
-        run_backward(loss, [self], inputs=inputs, retain_graph=retain_graph, create_graph=create_graph)
+        run_backward(
+            loss,
+            updates_of([self]),
+            self._backward_context,
+            inputs=inputs,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Update the parameters, unless the gradients of any rank hold an inf or NaN; then the loss scale.
@@ -343,3 +328,8 @@ class OptimizerWrapper(Optimizer):
             return loss
 
         return self._update.step_with_closure(checked)
+
+
+def updates_of(optimizers: Iterable[OptimizerWrapper]) -> list[Update]:
+    """Return what holds the gradients of each of `optimizers`."""
+    return [optimizer._update for optimizer in optimizers]

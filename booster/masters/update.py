@@ -8,23 +8,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.grads import gradient_values
-from booster.loss_scaler import LossScaler
 from booster.masters.compiled import CompiledMasterStep, half_norms
 from booster.masters.loaded import LoadedWeights
 from booster.masters.masters import Masters, Weights
 from booster.masters.step import MasterStep
-from booster.shards import Shards
+from booster.update.base import Job
 from booster.update.checkpoint import IN_MODEL
 from booster.update.compiled import OWN_CACHE
-from booster.update.errors import IN_MODEL_STATE
 from booster.update.host import HostUpdate
-from booster.update.step_result import StepFields, StepResult
+from booster.update.outcome import StepFields, StepResult
 
 _logger = logging.getLogger(__name__)
 
@@ -46,19 +42,14 @@ class MasterUpdate(HostUpdate):
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        scaler: LossScaler,
-        names: Mapping[torch.Tensor, str],
+        job: Job,
         *,
         masters: Masters,
-        group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
-        skip_nonfinite: bool = False,
         count_zeros: bool = False,
         verbose: bool = False,
         compiled: bool = False,
     ) -> None:
-        super().__init__(optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)
+        super().__init__(job)
         self.masters = masters
         self._step = CompiledMasterStep(masters) if compiled else MasterStep(masters)
         self._half_norms: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE) if compiled else None
@@ -135,7 +126,12 @@ class MasterUpdate(HostUpdate):
         here = {name for name, param in params.items() if _may_have_master(param)}
         lost = sorted((here & set(masters.get(IN_MODEL, ()))) - weights.keys() - self._loaded.given)
         if lost:
-            raise ValueError(IN_MODEL_STATE.format(names=lost[:4], number=len(lost)))
+            raise ValueError(
+                "the optimizer state was written where float32 weights are those of the model, as under TorchFSDPPlugin, and "
+                f"this model keeps half ones: {len(lost)} parameters, such as {lost[:4]}, were not given float32 weights. Call "
+                "model.load_state_dict with the float32 weights of that run first, then optimizer.load_state_dict; or delete "
+                "state['booster']['masters'] to go on from the rounded weights"
+            )
         own = {name for name, param in params.items() if name in weights and param.dtype in _WIDE}
         for name in own:
             if weights[name].shape != params[name].shape:

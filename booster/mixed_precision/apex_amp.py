@@ -31,7 +31,8 @@ from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import float_function, half_function, promote_function
 from booster.params import no_optimizer
-from booster.update.backward_pass import BackwardPass
+from booster.update.backward import BackwardPass
+from booster.update.base import Job
 from booster.update.options import UpdateOptions
 
 __all__ = [
@@ -252,14 +253,15 @@ def _wrapper(given: Any, kind: type) -> str:
 
 
 def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[torch.Tensor, str]) -> OptimizerWrapper:
-    return OptimizerWrapper(
-        optimizer,
-        precision.make_scaler(),
-        names,
+    job = Job(
+        optimizer=optimizer,
+        scaler=precision.make_scaler(),
+        names=names,
         options=UpdateOptions(max_consecutive_skips=None),
-        backward_context=precision.backward_context,
-        after_step=precision.step_follower,
-        make_update=precision.make_update(optimizer, names, {}, compiled=False),
+    )
+    make_update = precision.make_update(optimizer, names, {}, compiled=False)
+    return OptimizerWrapper(
+        job, make_update, backward_context=precision.backward_context, after_step=precision.step_follower
     )
 
 

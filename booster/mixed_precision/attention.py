@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from booster.cast_regions import CastMode
 from booster.casting import HALF_DTYPES
-from booster.update.engine import run_engine
+from booster.mixed_precision.engine import run_engine
 
 
 class Float32Attention(CastMode):

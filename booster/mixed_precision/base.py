@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +21,8 @@ from booster.mixed_precision.policy import DtypePolicy
 from booster.modules import PlacedModule, bare
 from booster.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
-from booster.update.base import Update
+from booster.update.base import Job, Update
+from booster.update.choice import choose_update
 from booster.update.compiled import can_compile
 from booster.update.fused import has_sound_kernel, switch_to_fused
 from booster.update.options import UpdateOptions
@@ -112,7 +114,7 @@ class MixedPrecision:
         weights: Mapping[torch.Tensor, torch.Tensor],
         *,
         compiled: bool,
-    ) -> Callable[..., Update] | None:
+    ) -> Callable[[Job], Update] | None:
         """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
 
         names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
@@ -195,19 +197,17 @@ class MixedPrecision:
             shards.names = names
             weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
             make_update = self.make_update(optimizer, names, weights, compiled=compiled)
-        wrapper = OptimizerWrapper(
-            optimizer,
-            self.make_scaler(),
-            names,
+        job = Job(
+            optimizer=optimizer,
+            scaler=self.make_scaler(),
+            names=names,
             group=placement.group,
             shards=shards,
             options=options,
-            compiled=compiled,
             switched=switched,
-            backward_context=self.backward_context,
-            after_step=self.step_follower,
-            make_update=make_update,
         )
+        chosen = make_update or functools.partial(choose_update, compiled=compiled)
+        wrapper = OptimizerWrapper(job, chosen, backward_context=self.backward_context, after_step=self.step_follower)
         wrapper.watch(bare(boosted.module))
         if make_update is not None and shards.sharded:
             shards.publish()  # masters round the weights of their own part anew, ties not as the cast did

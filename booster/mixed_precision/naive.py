@@ -27,7 +27,7 @@ from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.modules import PlacedModule, bare
-from booster.update.base import Update
+from booster.update.base import Job, Update
 from booster.update.options import UpdateOptions
 
 
@@ -137,7 +137,7 @@ class NaiveMixedPrecision(MixedPrecision):
         weights: Mapping[torch.Tensor, torch.Tensor],
         *,
         compiled: bool,
-    ) -> Callable[..., Update]:
+    ) -> Callable[[Job], Update]:
         masters = Masters(optimizer, names, self._masters, sources=weights, compiled=compiled)
         return functools.partial(
             MasterUpdate,

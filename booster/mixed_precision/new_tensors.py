@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from booster.cast_regions import CastMode
-from booster.update.engine import run_engine
+from booster.mixed_precision.engine import run_engine
 
 _FLOATING = {
     torch.bartlett_window,

@@ -2,25 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.optim import Optimizer
 
 from booster import arguments
 from booster.cast_regions import backward_region
 from booster.casting import HALF_DTYPES
-from booster.update.backward_pass import BackwardPass
-from booster.update.joint import JointDecision
+from booster.loss_scaler import LossScaler
+from booster.shards import Shards
+from booster.update.outcome import SkippedReason
 
-if TYPE_CHECKING:
-    from booster.interface.optimizer import OptimizerWrapper
+
+class Participant(Protocol):
+    """What a backward pass, and a decision that several share, need of an update; see `Update`."""
+
+    optimizer: Optimizer
+    shards: Shards
+    joint: JointDecision
+    losses: list[torch.Tensor]
+
+    @property
+    def scaler(self) -> LossScaler: ...
+    @property
+    def looks(self) -> bool: ...
+    def scale_for(self, loss_id: int) -> Any: ...
+    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None: ...
+    def after_backward(self, loss: torch.Tensor | None) -> None: ...
+    def abandon_backward(self) -> None: ...
+    def found(self) -> Any: ...
+    def blame(self) -> Callable[[], tuple[str, ...]]: ...
+
+
+class JointDecision:
+    """Optimizers that share a backward and therefore step together or not at all.
+
+    updates: those that have not stepped yet. What the others contributed to a decision is kept for the last one's report.
+    """
+
+    def __init__(self, updates: list[Participant]) -> None:
+        self.updates = updates
+        self.found: Any = None
+        self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
+        self._losses: list[torch.Tensor] = []
+        self._blame: list[Callable[[], tuple[str, ...]]] = []
+
+    def has_nonfinite_loss(self) -> bool:
+        """Whether a loss on this rank is inf or NaN; waits for the device."""
+        return any(not bool(loss.isfinite().all()) for update in self.updates for loss in update.losses)
+
+    def decide(self, found: Any) -> None:
+        """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
+        self.found = found
+        if found is not False:
+            self._losses = [loss for update in self.updates for loss in update.losses]
+            self._blame = [update.blame() for update in self.updates]
+
+    def report(self) -> Callable[[], tuple[SkippedReason, tuple[str, ...]]]:
+        """What tells reason and culprits if this decision is to skip; calling it waits for the device."""
+        losses, blame = self._losses, self._blame
+
+        def read() -> tuple[SkippedReason, tuple[str, ...]]:
+            known = self.nonfinite_loss
+            finite_loss = all(bool(loss.isfinite().all()) for loss in losses) if known is None else not known
+            culprit = tuple(name for names in blame for name in names())
+            return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
+
+        return read
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """One backward pass, as the updates that take part in it see it.
+
+    updates: those of the optimizers that the loss is for. loss_id: which of the precision's loss scalers. delayed: the
+    gradients are not complete after it, as inside `no_sync`, so nobody may look at them yet. checked: an overflow in it
+    counts. create_graph: gradients are part of a graph, as a penalty on them needs. found: what each update found in its
+    gradients, for a decision that all of them share.
+    """
+
+    updates: Sequence[Participant]
+    loss_id: int = 0
+    delayed: bool = False
+    checked: bool = True
+    create_graph: bool = False
+    found: list[Any] = field(default_factory=list)
 
 
 def run_backward(
     loss: torch.Tensor,
-    optimizers: Sequence[OptimizerWrapper],
+    updates: Sequence[Participant],
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     divisor: float = 1.0,
     loss_id: int = 0,
@@ -29,11 +106,12 @@ def run_backward(
     retain_graph: bool = False,
     create_graph: bool = False,
 ) -> None:
-    """Accumulate the gradients of `loss / divisor`, scaled for all of `optimizers` by the smallest of their scales.
+    """Accumulate the gradients of `loss / divisor`, scaled for all of `updates` by the smallest of their scales.
 
-    loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. Optimizers
-    given together step together: one decision for all. loss_id, delayed: see `BackwardPass`. Side effect: the plugin's
-    gradient collectives run inside. If the pass raises, gradients that were set aside for it come back.
+    loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. updates: those
+    given together step together, with one decision for all. context: what the pass runs under. loss_id, delayed: see
+    `BackwardPass`. Side effect: the plugin's gradient collectives run inside. If the pass raises, gradients that were set
+    aside for it come back.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else arguments.described(loss)
@@ -47,7 +125,7 @@ def run_backward(
     arguments.flag("retain_graph", retain_graph)
     arguments.flag("create_graph", create_graph)
     inputs = None if inputs is None else _checked_inputs(inputs)
-    this, scale = begin_backward(optimizers, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
+    this, scale = begin_backward(updates, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
@@ -58,7 +136,7 @@ def run_backward(
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
     try:
-        with backward_region(optimizers[0].backward_context):
+        with backward_region(context):
             torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
     except BaseException:
         abandon_backward(this)
@@ -67,11 +145,10 @@ def run_backward(
 
 
 def begin_backward(
-    optimizers: Sequence[OptimizerWrapper], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
+    updates: Sequence[Participant], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
 ) -> tuple[BackwardPass, Any]:
-    """Make `optimizers` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
+    """Make `updates` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
     0-dim tensor. `end_backward` or `abandon_backward` must follow."""
-    updates = [optimizer._update for optimizer in optimizers]
     scaled = [update.scale_for(loss_id) for update in updates if update.scaler.enabled]
     scale: Any = _smallest(scaled) if scaled else 1.0
     if len(updates) > 1:

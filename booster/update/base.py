@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,52 +24,56 @@ from booster.loss_scaler import LossScaler
 from booster.optimizer_states import load_states
 from booster.shards import Shards
 from booster.update import agreement
-from booster.update.backward_pass import BackwardPass
-from booster.update.errors import (
-    BARE_BACKWARD,
-    CLOSURE_ON_SHARDS,
-    CLOSURE_UNCHECKED,
-    CLOSURE_UNDER_SCALE,
-    FOREIGN_MASTERS,
-    UNKNOWN_PARAMETERS,
-)
+from booster.update.backward import BackwardPass, JointDecision
 from booster.update.fused import FusedKernel
-from booster.update.joint import JointDecision
-from booster.update.step_result import StepFields, StepResult
+from booster.update.options import UpdateOptions
+from booster.update.outcome import StepFields, StepResult
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """What an update is made from.
+
+    names: the name of each parameter, for reports. group: where ranks agree on found_inf; None means alone. shards: what
+    this rank holds of the parameters; whatever touches gradients runs inside its `local()`. switched: the optimizer's fused
+    kernel was not the user's choice.
+    """
+
+    optimizer: Optimizer
+    scaler: LossScaler
+    names: Mapping[torch.Tensor, str] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+    shards: Shards = None  # type: ignore[assignment]
+    options: UpdateOptions = UpdateOptions()
+    switched: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shards is None:
+            object.__setattr__(self, "shards", Shards(self.optimizer))
 
 
 class Update(ABC):
-    """State of one optimizer's gradients; see the module docstring.
+    """State of one optimizer's gradients; see the module docstring."""
 
-    names: the name of each parameter, for reports. group: where ranks agree on found_inf; None means alone. shards: what
-    this rank holds of the parameters; whatever touches gradients runs inside its `local()`.
-    skip_nonfinite: check gradients, and skip, also without a loss scaler and without clipping.
-    """
+    scaler: LossScaler
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scaler: LossScaler,
-        names: Mapping[torch.Tensor, str],
-        *,
-        group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
-        skip_nonfinite: bool = False,
-    ) -> None:
-        self.optimizer = optimizer
-        self.kernel = FusedKernel(optimizer)
-        self.shards = shards or Shards(optimizer)
+    def __init__(self, job: Job) -> None:
+        scaler = job.scaler
         if not scaler.enabled and scaler.scale != 1.0:
             raise ValueError(
                 f"{type(scaler).__name__} has a scale of {scaler.scale:g} and enabled = False, so nothing would be scaled; set "
                 "enabled = True in the class"
             )
+        self.optimizer = job.optimizer
+        self.kernel = FusedKernel(job.optimizer, switched=job.switched)
+        self.shards = job.shards
         self.scaler = scaler
         self.joint = JointDecision([self])
-        self.names = names
-        self._group = group
-        self._skip_nonfinite = skip_nonfinite
+        self.names = job.names
+        self._group = job.group
+        self._skip_nonfinite = job.options.skip_nonfinite
         self._scale: Any = None  # what .grad is multiplied by; None: no gradients that we know of
+        self._present: list[torch.Tensor] | None = None  # `params()`, within a step
         self.reset()
 
     def reset(self) -> None:
@@ -133,7 +138,7 @@ class Update(ABC):
             self._unscale()
 
     def _unscale(self) -> None:
-        if self._has_nothing:
+        if self._nobody_has_gradients():
             return
         self._require_backward()
         if self._check and not self._measured:
@@ -146,7 +151,7 @@ class Update(ABC):
     def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim."""
         with self.shards.local():
-            if self._has_nothing:
+            if self._nobody_has_gradients():
                 return torch.tensor(0.0)
             self._require_backward()
             self._check = True
@@ -173,8 +178,8 @@ class Update(ABC):
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
-        with self.shards.local():
-            if self._has_nothing:
+        with self.shards.local(), self._once():
+            if self._nobody_has_gradients():
                 self._step_optimizer()
                 scale = self.next_scale
                 self.reset()
@@ -203,10 +208,16 @@ class Update(ABC):
         return StepResult(True, StepFields(loss_scale=1.0, grad_norm=norm), loss=loss)
 
     def _refuse_closure(self) -> None:
+        name = f"{type(self.optimizer).__name__}.step(closure)"
         if self.shards.sharded:
-            raise RuntimeError(CLOSURE_ON_SHARDS.format(optimizer=type(self.optimizer).__name__))
+            raise RuntimeError(
+                f"{name} cannot run on shards of the parameters; call booster.backward and step() without it"
+            )
         if self._skip_nonfinite:
-            raise RuntimeError(CLOSURE_UNCHECKED.format(optimizer=type(self.optimizer).__name__))
+            raise RuntimeError(
+                f"{name} computes and uses its gradients in one go, so skip_nonfinite=True cannot look at them; call "
+                "booster.backward and step() without a closure, or use Booster(skip_nonfinite=False)"
+            )
 
     @property
     def state(self) -> Any:
@@ -242,7 +253,10 @@ class Update(ABC):
         Not inside `local()`. Raises ValueError, with nothing changed, if there is no use for them or bits would be lost.
         """
         if masters["weights"]:
-            raise ValueError(FOREIGN_MASTERS)
+            raise ValueError(
+                "the optimizer state holds float32 master weights, but this precision keeps none; resume with the precision "
+                "that wrote it, or delete state['booster']['masters'] to go on from the rounded weights"
+            )
         return masters, {}
 
     @abstractmethod
@@ -267,6 +281,18 @@ class Update(ABC):
 
     def params(self) -> list[torch.Tensor]:
         """Parameters that have a gradient, in the order of the groups."""
+        return self._find_params() if self._present is None else self._present
+
+    @contextmanager
+    def _once(self) -> Iterator[None]:
+        """Within it, `params()` are those that were found on entering."""
+        self._present = self._find_params()
+        try:
+            yield
+        finally:
+            self._present = None
+
+    def _find_params(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
 
     def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
@@ -288,12 +314,21 @@ class Update(ABC):
     @property
     def closure_refusal(self) -> str | None:
         """Why `step(closure)` cannot run; None if it can."""
-        return CLOSURE_UNDER_SCALE.format(optimizer=type(self.optimizer).__name__) if self.scaler.enabled else None
+        if not self.scaler.enabled:
+            return None
+        return (
+            f"{type(self.optimizer).__name__}.step(closure) cannot run under a loss scaler: the decision to skip falls after "
+            "backward, inside the closure. Use mixed_precision='fp32' or 'bf16', or, if the optimizer does not need a closure, "
+            "call booster.backward(loss, optimizer) and then step()"
+        )
 
     def check_known(self, params: list[torch.Tensor]) -> None:
         """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
         if self._group is not None and any(param not in self.names for param in params):
-            raise ValueError(UNKNOWN_PARAMETERS)
+            raise ValueError(
+                "the added parameters belong to no boosted model, so their gradients would not be synchronised among ranks; "
+                "make them parameters of the model before boost()"
+            )
 
     def culprits(self, indices: list[int], params: list[torch.Tensor]) -> tuple[str, ...]:
         return tuple(self.name_of(params[index]) for index in indices)
@@ -302,19 +337,23 @@ class Update(ABC):
         """The qualified name of `param`, for reports."""
         return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
 
-    @property
-    def _has_nothing(self) -> bool:
-        """Whether no rank has a gradient; a collective where ranks hold shards and there was no backward."""
+    def _nobody_has_gradients(self) -> bool:
+        """Return whether no rank has a gradient; a collective where ranks hold shards and there was no backward."""
         if self.shards.sharded and self._num_backwards:
             return False  # a rank without any joins the collectives of the others
         here = float(bool(self.params()))
         return not (agreement.largest(here, self._group) if self.shards.sharded else here)
 
     @property
+    def looks(self) -> bool:
+        """Whether the next step looks at these gradients of its own accord."""
+        return self._check
+
+    @property
     def _checks(self) -> bool:
         """Whether this step looks at its gradients, or is bound by another optimizer that does."""
         joint = self.joint
-        return self._check or joint.found is not None or any(update._check for update in joint.updates)
+        return self._check or joint.found is not None or any(update.looks for update in joint.updates)
 
     def _true_norm(self, norm_type: float) -> Any:
         """Norm of the gradients as they would be unscaled, clips applied: one read of them."""
@@ -346,7 +385,12 @@ class Update(ABC):
 
     def _require_backward(self) -> None:
         if self.scaler.enabled and self._num_backwards == 0:
-            raise RuntimeError(BARE_BACKWARD)
+            raise RuntimeError(
+                "there are gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler those "
+                "of a bare loss.backward() are not scaled, and those of the last step have been used. Call "
+                "booster.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
+                "booster.backward(loss, [optimizer_a, optimizer_b])"
+            )
 
 
 def _same(scale: Any, other: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.grads import tensor_norms
+from booster.update.base import Job
 from booster.update.fused import honours_grad_scale
 from booster.update.host import HostUpdate
 
@@ -28,8 +29,8 @@ class CompiledUpdate(HostUpdate):
     rates enter as tensors for the length of the call, so that a schedule does not recompile.
     """
 
-    def __init__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, *args, **kwargs)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self._compiled_norms: Any = torch.compile(tensor_norms, dynamic=False, **OWN_CACHE)
         self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
 

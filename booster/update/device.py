@@ -16,7 +16,7 @@ from booster.device import HostCopy
 from booster.grads import agree_on, clamp_values, tensor_norms
 from booster.update.base import Update
 from booster.update.fused import has_step_hooks, honours_grad_scale
-from booster.update.step_result import StepFields, StepResult
+from booster.update.outcome import StepFields, StepResult
 
 
 class _Norm(NamedTuple):

@@ -10,10 +10,10 @@ import torch
 
 from booster.grads import clamp_values, nonfinite_indices, tensor_norms
 from booster.update import agreement
-from booster.update.backward_pass import BackwardPass
+from booster.update.backward import BackwardPass
 from booster.update.base import Update
 from booster.update.fused import has_step_hooks, honours_grad_scale
-from booster.update.step_result import StepFields, StepResult
+from booster.update.outcome import StepFields, StepResult
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -46,7 +46,7 @@ class HostUpdate(Update):
 
     def clip_value(self, clip_value: float) -> None:
         with self.shards.local():
-            if self._has_nothing:
+            if self._nobody_has_gradients():
                 return
             self._require_backward()
             self._check = True

@@ -13,7 +13,7 @@ from booster.loss_scaler import LossScaler
 from booster.shards.base import is_dtensor
 from booster.update.checkpoint import STATE_KEY, check_shapes, cut, numbered
 from booster.update.fused import implementation, keep_implementation
-from booster.update.history import StepHistory, read_counters
+from booster.update.outcome import StepHistory, read_counters
 
 if TYPE_CHECKING:
     from booster.params import Kept

@@ -1,5 +1,6 @@
 """Losses with prescribed gradients, and optimizers boosted around either kind of update, for tests of the step."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch.optim import SGD, Optimizer
 
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
+from booster.update.base import Job
 from booster.update.device import DeviceUpdate
 from booster.update.options import UpdateOptions
 
@@ -45,10 +47,9 @@ def values_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 class DeviceOptimizer(OptimizerWrapper):
     """A boosted optimizer that decides the way a fused one on CUDA does, on any device."""
 
-    def __init__(self, optimizer: Optimizer, scaler: LossScaler, names: Any, *, options: UpdateOptions) -> None:
-        super().__init__(optimizer, scaler, names, options=options)
-        device = optimizer.param_groups[0]["params"][0].device
-        self._update = DeviceUpdate(optimizer, scaler.on_device(device), names, skip_nonfinite=options.skip_nonfinite)
+    def __init__(self, job: Job) -> None:
+        device = job.optimizer.param_groups[0]["params"][0].device
+        super().__init__(dataclasses.replace(job, scaler=job.scaler.on_device(device)), DeviceUpdate)
 
 
 def boost(
@@ -60,7 +61,7 @@ def boost(
     params = [param for group in optimizer.param_groups for param in group["params"]]
     names = {param: f"p{index}" for index, param in enumerate(params)}
     kind = DeviceOptimizer if decides == DEVICE else OptimizerWrapper
-    return kind(optimizer, scale, names, options=UpdateOptions(**options))
+    return kind(Job(optimizer=optimizer, scaler=scale, names=names, options=UpdateOptions(**options)))
 
 
 def sgd(

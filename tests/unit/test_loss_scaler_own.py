@@ -9,7 +9,7 @@ from prescribed import DEVICE, HOST, boost, loss_with, parameters
 from torch.optim import SGD
 
 from booster.loss_scaler import DeviceScale, DynamicScale, LossScaler, NoScale, StaticScale
-from booster.update.history import LossScaleError
+from booster.update.outcome import LossScaleError
 
 both = pytest.mark.parametrize("decides", [HOST, DEVICE])
 OVERFLOWS = [False, False, True, False, True, True, False, False, False]

@@ -11,6 +11,7 @@ import booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, MasterUpdate
+from booster.update.base import Job
 from booster.update.fused import switch_to_fused
 
 ELEMENTWISE = {
@@ -57,10 +58,8 @@ class Run:
         )
         scaler = NoScale() if scale is None else DynamicScale(init_scale=scale)
         self.optimizer = OptimizerWrapper(
-            self.inner,
-            scaler,
-            names,
-            make_update=lambda *args, **kwargs: MasterUpdate(*args, masters=self.masters, **options, **kwargs),
+            Job(optimizer=self.inner, scaler=scaler, names=names),
+            lambda job: MasterUpdate(job, masters=self.masters, **options),
         )
         self.generator = torch.Generator().manual_seed(7)
 
@@ -390,7 +389,7 @@ def test_any_memory_layout_trains_the_same(layout):
         other.inner, {param: "p"}, MasterOptions(master_weights="split"), sources={param: other.sources[0]}
     )
     other.optimizer = OptimizerWrapper(
-        other.inner, NoScale(), {}, make_update=lambda *a, **k: MasterUpdate(*a, masters=other.masters, **k)
+        Job(optimizer=other.inner, scaler=NoScale()), lambda job: MasterUpdate(job, masters=other.masters)
     )
     for each in (run, other):
         each.train(5)

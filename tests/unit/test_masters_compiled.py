@@ -18,6 +18,7 @@ from booster.masters.formats import SplitBFloat16, SplitFloat16
 from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, round_float16
 from booster.masters.kernel import Kernel
 from booster.mixed_precision import BF16NaiveMixedPrecision
+from booster.update.base import Job
 
 pytestmark = [
     # Torch's compiler warns about its own use of deprecated functions.
@@ -63,10 +64,12 @@ class Run:
             self.inner, names, MasterOptions(master_weights=form), sources=sources, compiled=compiled
         )
         self.optimizer = OptimizerWrapper(
-            self.inner,
-            NoScale() if scale is None else DynamicScale(init_scale=scale),
-            names,
-            make_update=lambda *a, **k: MasterUpdate(*a, masters=self.masters, compiled=compiled, **k),
+            Job(
+                optimizer=self.inner,
+                scaler=NoScale() if scale is None else DynamicScale(init_scale=scale),
+                names=names,
+            ),
+            lambda job: MasterUpdate(job, masters=self.masters, compiled=compiled),
         )
         self.generator = torch.Generator().manual_seed(7)
 

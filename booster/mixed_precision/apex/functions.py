@@ -11,7 +11,7 @@ from booster.cast_regions import CastFunctions, Function, Rule
 from booster.casting import HALF_DTYPES, cast_floats
 from booster.mixed_precision.apex import lists
 from booster.mixed_precision.attention import Float32Attention
-from booster.update.engine import run_engine
+from booster.mixed_precision.engine import run_engine
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from booster.grads import gradient_values
 from booster.masters.masters import Masters
 from booster.masters.update import MasterUpdate
-from booster.mixed_precision.apex.scale import ApexScales
 from booster.mixed_precision.apex.update import NO_CLOSURE, ApexUpdate
-from booster.shards import Shards
+from booster.update.base import Job
 
 
 class ApexMasterUpdate(ApexUpdate, MasterUpdate):
@@ -28,28 +25,21 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        scaler: ApexScales,
-        names: Mapping[torch.Tensor, str],
+        job: Job,
         *,
         masters: Masters,
         verbose: bool,
-        group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
-        skip_nonfinite: bool = False,
     ) -> None:
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         masters.gradient_of = self._sum_of  # a method, which follows this object into a deep copy
-        MasterUpdate.__init__(
-            self, optimizer, scaler, names, masters=masters, group=group, shards=shards, skip_nonfinite=skip_nonfinite
-        )
+        MasterUpdate.__init__(self, job, masters=masters)
         self._begin(verbose)
 
     def reset(self) -> None:
         super().reset()
         self._sums.clear()
 
-    def params(self) -> list[torch.Tensor]:
+    def _find_params(self) -> list[torch.Tensor]:
         return [p for p in self._held() if (p in self._sums if _has_master(p) else p.grad is not None)]
 
     def gradients(self, *, written: bool = False) -> list[torch.Tensor]:

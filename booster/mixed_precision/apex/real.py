@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,11 +16,11 @@ from booster.loss_scaler import LossScaler
 from booster.mixed_precision.base import FP32
 from booster.mixed_precision.placement import Placement
 from booster.params import named_parameters
-from booster.shards import Shards
-from booster.update.backward_pass import BackwardPass
+from booster.update.backward import BackwardPass
+from booster.update.base import Job
 from booster.update.host import HostUpdate
 from booster.update.options import UpdateOptions
-from booster.update.step_result import StepFields, StepResult
+from booster.update.outcome import StepFields, StepResult
 
 
 class RealScales(LossScaler):
@@ -53,16 +52,11 @@ class RealUpdate(HostUpdate):
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        scaler: RealScales,
-        names: Mapping[torch.Tensor, str],
+        job: Job,
         *,
         amp: Any,
-        group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
-        skip_nonfinite: bool = False,
     ) -> None:
-        super().__init__(optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)
+        super().__init__(job)
         self._amp = amp
         self._pass: BackwardPass | None = None
         self._context: Any = None
@@ -159,13 +153,9 @@ def configure(
     update = functools.partial(RealUpdate, amp=amp)
     wrapped = [
         OptimizerWrapper(
-            each,
-            RealScales(amp),
-            names,
-            group=placement.group,
-            options=options,
+            Job(optimizer=each, scaler=RealScales(amp), names=names, group=placement.group, options=options),
+            update,
             after_step=after_step,
-            make_update=update,
         )
         for each in optimizers
     ]

@@ -42,7 +42,7 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.modules import bare
-from booster.update.base import Update
+from booster.update.base import Job, Update
 from booster.update.options import UpdateOptions
 
 _logger = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         weights: Mapping[torch.Tensor, torch.Tensor],
         *,
         compiled: bool,
-    ) -> Callable[..., Update]:
+    ) -> Callable[[Job], Update]:
         if not self.short_circuits:
             check_dtypes(optimizer)
         verbose = self._verbosity > 0

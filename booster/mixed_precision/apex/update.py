@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from booster.cast_regions import casts_as_here, disable_casts
 from booster.grads import gradient_values, unscale_values
 from booster.mixed_precision.apex.cautions import check_dtypes
 from booster.mixed_precision.apex.scale import ApexScales
-from booster.shards import Shards
 from booster.update import agreement
-from booster.update.backward_pass import BackwardPass
+from booster.update.backward import BackwardPass
+from booster.update.base import Job
 from booster.update.host import HostUpdate
-from booster.update.step_result import SkippedReason, StepFields, StepResult
+from booster.update.outcome import SkippedReason, StepFields, StepResult
 
 _logger = logging.getLogger(__name__)
 
@@ -45,16 +44,11 @@ class ApexUpdate(HostUpdate):
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        scaler: ApexScales,
-        names: Mapping[torch.Tensor, str],
+        job: Job,
         *,
         verbose: bool,
-        group: dist.ProcessGroup | None = None,
-        shards: Shards | None = None,
-        skip_nonfinite: bool = False,
     ) -> None:
-        HostUpdate.__init__(self, optimizer, scaler, names, group=group, shards=shards, skip_nonfinite=skip_nonfinite)
+        HostUpdate.__init__(self, job)
         self._begin(verbose)
 
     def _begin(self, verbose: bool) -> None:
