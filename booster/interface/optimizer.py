@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
@@ -302,10 +301,6 @@ class OptimizerWrapper(Optimizer):
         """
         self.settle()
         load_state(self._update, self._history, state_dict)
-
-    def watch(self, model: nn.Module) -> None:
-        """Let masters take over float32 weights that are loaded into `model`, whose parameters this optimizer steps."""
-        self._update.watch(model)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

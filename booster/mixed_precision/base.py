@@ -208,7 +208,7 @@ class MixedPrecision:
         )
         chosen = make_update or functools.partial(choose_update, compiled=compiled)
         wrapper = OptimizerWrapper(job, chosen, backward_context=self.backward_context, after_step=self.step_follower)
-        wrapper.watch(bare(boosted.module))
+        wrapper._update.watch(bare(boosted.module))
         if make_update is not None and shards.sharded:
             shards.publish()  # masters round the weights of their own part anew, ties not as the cast did
         return wrapper
