@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import warnings
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -254,6 +255,97 @@ def tied_gpt():
     return gpt(tied=True)
 
 
+SMALL = {"vocab_size": VOCAB, "initializer_range": 0.3, "use_cache": False}
+DEEP = {"num_hidden_layers": 2, "num_attention_heads": HEADS}
+# model type: model class, options of its configuration
+HUGGING_FACE = {
+    "bert": ("BertForMaskedLM", {**SMALL, **DEEP, "hidden_size": DIM, "intermediate_size": 24}),
+    "roberta": ("RobertaForMaskedLM", {**SMALL, **DEEP, "hidden_size": DIM, "intermediate_size": 24}),
+    "albert": (
+        "AlbertForMaskedLM",
+        {**SMALL, **DEEP, "hidden_size": DIM, "embedding_size": 8, "intermediate_size": 24},
+    ),
+    "distilbert": ("DistilBertForMaskedLM", {**SMALL, "dim": DIM, "n_layers": 2, "n_heads": HEADS, "hidden_dim": 24}),
+    "opt": (
+        "OPTForCausalLM",
+        {**SMALL, **DEEP, "hidden_size": DIM, "ffn_dim": 24, "word_embed_proj_dim": 8, "init_std": 0.3},
+    ),
+    "bloom": ("BloomForCausalLM", {**SMALL, "hidden_size": DIM, "n_layer": 2, "n_head": HEADS}),
+    "gptj": ("GPTJForCausalLM", {**SMALL, "n_embd": DIM, "n_layer": 2, "n_head": HEADS, "rotary_dim": 2}),
+    "gpt_neo": (
+        "GPTNeoForCausalLM",
+        {
+            **SMALL,
+            "hidden_size": DIM,
+            "num_layers": 2,
+            "num_heads": HEADS,
+            "attention_types": [[["global", "local"], 1]],
+        },
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {**SMALL, "d_model": DIM, "d_kv": 4, "num_heads": HEADS, "num_layers": 2, "d_ff": 24, "dropout_rate": 0.0},
+    ),
+    "bart": (
+        "BartForConditionalGeneration",
+        {
+            **SMALL,
+            "d_model": DIM,
+            **{
+                f"{side}_{key}": value
+                for side in ("encoder", "decoder")
+                for key, value in {"layers": 2, "attention_heads": HEADS, "ffn_dim": 24}.items()
+            },
+            "init_std": 0.3,
+        },
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            **SMALL,
+            "d_model": DIM,
+            **{
+                f"{side}_{key}": value
+                for side in ("encoder", "decoder")
+                for key, value in {"layers": 2, "attention_heads": HEADS, "ffn_dim": 24}.items()
+            },
+            "num_mel_bins": 4,
+            "max_source_positions": TIME,
+            "init_std": 0.3,
+        },
+    ),
+    "vit": (
+        "ViTForImageClassification",
+        {**DEEP, "hidden_size": DIM, "intermediate_size": 24, "image_size": 8, "patch_size": 4, "num_channels": 1},
+    ),
+    "apertus": (
+        "ApertusForCausalLM",
+        {**SMALL, **DEEP, "hidden_size": DIM, "intermediate_size": 24, "num_key_value_heads": 2},
+    ),
+}
+
+
+def hugging_face(name):
+    transformers = package("transformers")
+    class_name, options = HUGGING_FACE[name]
+    config = transformers.AutoConfig.for_model(name)
+    for key in [key for key in config.to_dict() if "drop" in key]:
+        setattr(config, key, 0.0)
+    ids_ = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    for key, value in (options | (ids_ if "vocab_size" in options else {})).items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(config)
+    for key, param in model.named_parameters():
+        if key.endswith("bias"):
+            nn.init.normal_(param, std=0.3)
+    if name == "vit":
+        return model, (torch.randn(3, 1, 8, 8),), {"labels": torch.tensor([0, 1, 1])}
+    if name == "whisper":
+        return model, (torch.randn(3, 4, 2 * TIME),), {"labels": ids()}
+    return model, (ids(),), {"labels": ids()}
+
+
 def plan_of(model):
     assert isinstance(model, GPT)
     return STRINGS
@@ -284,6 +376,9 @@ CASES = {
     "mixtral": (mixtral, None, False),
     "gpt2": (gpt2, None, False),
     "gpt2 sequence": (gpt2, None, True),
+    **{name: (partial(hugging_face, name), None, False) for name in HUGGING_FACE},
+    "bloom sequence": (partial(hugging_face, "bloom"), None, True),
+    "gptj sequence": (partial(hugging_face, "gptj"), None, True),
 }
 
 

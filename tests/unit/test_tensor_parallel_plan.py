@@ -208,7 +208,8 @@ def test_a_model_without_a_known_plan_says_what_a_plan_looks_like():
     assert message(ValueError, Net()) == (
         "tp_plan=None: no tensor-parallel plan is known for Net; give one, such as "
         "tp_plan={'layers.*.attn.q_proj': 'colwise', 'layers.*.attn.out_proj': 'rowwise'}. Known are transformers models "
-        "that bring a plan, GPT-2, timm's attention and MLP modules, and torch's Transformer layers"
+        "that bring a plan or are made of attention and feed-forward modules of known shapes, timm's attention and MLP "
+        "modules, and torch's Transformer layers"
     )
 
 
@@ -395,3 +396,125 @@ def test_resolving_changes_nothing():
         )
     assert {name: id(param) for name, param in model.named_parameters()} == before
     assert model.use_nested_tensor
+
+
+# ---- plans by shape ----
+
+
+class Attention(nn.Module):
+    """As transformers writes them; `extra` is what else it holds."""
+
+    def __init__(self, **extra):
+        super().__init__()
+        self.num_heads, self.head_dim, self.embed_dim = 4, 4, 16
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(16, 16) for _ in range(4))
+        for name, value in extra.items():
+            setattr(self, name, value)
+
+    def forward(self, hidden_states):
+        q, k, v = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return self.out_proj((q * k * v).reshape(-1, self.embed_dim))
+
+
+class ReadsWidth(Attention):
+    def forward(self, hidden_states):
+        batch, length, width = hidden_states.size()
+        q, k, v = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return self.out_proj((q * k * v).view(batch, length, width))
+
+
+class DividesWidth(Attention):
+    def forward(self, hidden_states):
+        q, k, v = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return self.out_proj((q * k * v).unflatten(-1, (self.num_heads, self.embed_dim // self.num_heads)).flatten(-2))
+
+
+class LastSize(Attention):
+    def forward(self, hidden_states):
+        q, k, v = (self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states))
+        return self.out_proj((q * k * v).reshape(-1, hidden_states.shape[-1]))
+
+
+class ForeignBias(Attention):
+    def forward(self, hidden_states, position_bias=None):
+        return super().forward(hidden_states)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, **between):
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(16, 24), nn.Linear(24, 16), nn.PReLU()
+        self.between = between.get("between", nn.Identity())
+
+    def forward(self, hidden_states):
+        return self.fc2(self.between(self.act(self.fc1(hidden_states))))
+
+
+class ResidualFeedForward(FeedForward):
+    def forward(self, hidden_states):
+        return self.fc2(self.act(self.fc1(self.between(hidden_states))))
+
+
+class Gated(FeedForward):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(16, 48)
+
+    def forward(self, hidden_states):
+        gate, up = self.fc1(hidden_states).chunk(2, -1)
+        return self.fc2(self.act(gate) * up)
+
+
+for cls in (Gated, Attention, ReadsWidth, DividesWidth, LastSize, ForeignBias, FeedForward, ResidualFeedForward):
+    cls.__module__ = "transformers.models.made_up"
+
+
+def test_an_attention_module_and_a_feed_forward_one_are_known_by_their_shape():
+    plan = resolve(nn.Sequential(Attention(norm=nn.LayerNorm(4)), ResidualFeedForward(between=nn.LayerNorm(16))))
+    assert kinds(plan) == {
+        **{f"0.{name}_proj": "Colwise" for name in "qkv"},
+        "0.out_proj": "Rowwise",
+        "0.norm": "Region",
+        "0": "Region",
+        "1.fc1": "Colwise",
+        "1.fc2": "Rowwise",
+        "1.act": "Region",
+    }
+    assert plan["0"].divide == ("embed_dim",)
+    assert plan["0.norm"].partial_gradients
+    assert plan["1.act"].partial_gradients
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Attention(norm=nn.LayerNorm(16)),
+        Attention(mix=nn.Linear(4, 4)),
+        Attention(sinks=nn.Parameter(torch.zeros(4))),
+        Attention(v_proj=nn.Linear(16, 12)),
+        Attention(head_dim=5),
+        ReadsWidth(),
+        DividesWidth(),
+        LastSize(),
+        ForeignBias(),
+        FeedForward(between=nn.LayerNorm(24)),
+        FeedForward(between=nn.Conv1d(1, 1, 3)),
+        Gated(),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_speaks_against_a_shape_leaves_the_module_whole(module):
+    assert "no tensor-parallel plan is known" in message(ValueError, nn.Sequential(module))
+
+
+def test_other_libraries_modules_are_not_taken_for_those_of_transformers():
+    assert "no tensor-parallel plan is known" in message(ValueError, nn.Sequential(FeedForwardOfOthers()))
+
+
+class FeedForwardOfOthers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from booster.plugin.pipeline.forward_order import names_in_forward, side_of
+from booster.plugin.forward_order import names_in_forward, side_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 

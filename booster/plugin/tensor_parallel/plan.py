@@ -12,16 +12,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from booster import arguments
 from booster.names import matcher
+from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.derive import derive_plan
 from booster.plugin.tensor_parallel.experts import Experts
 from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
+from booster.plugin.tensor_parallel.shapes import derive_by_shape
 from booster.plugin.tensor_parallel.strings import STYLES, check_style, style_of
-from booster.plugin.tensor_parallel.styles import Colwise, Rowwise, output_dim
+from booster.plugin.tensor_parallel.styles import Colwise, Region, Rowwise, output_dim
 from booster.plugin.tensor_parallel.tied_weights import check_ties, tied_slots
 
 TPPlan = Mapping[str, Any] | Callable[[nn.Module], Mapping[str, Any]] | None
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 _EXAMPLE = "tp_plan={'layers.*.attn.q_proj': 'colwise', 'layers.*.attn.out_proj': 'rowwise'}"
 
 
@@ -34,7 +37,7 @@ def resolve_plan(
     not divide by `tp_size`, tied parameters that would part, and sequence parallelism where it cannot be.
     """
     plan = _known_plan(model) if tp_plan is None else _given_plan(model, tp_plan)
-    plan = _with_heads(model, plan)
+    plan = _with_inner_parameters(model, _with_heads(model, plan))
     for name, style in plan.items():
         _check_sizes(name, model.get_submodule(name), style, tp_size)
         if name:
@@ -79,13 +82,15 @@ def _given_plan(model: nn.Module, tp_plan: TPPlan) -> dict[str, ParallelStyle]:
 
 def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The plans that transformers models in `model` bring, and those of modules that are known."""
-    plan = derive_plan(model)
+    plan = derive_by_shape(model) | derive_plan(model)
     inside = ""
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
         own = _own_plan(module)
         if own:
+            plan = {other: style for other, style in plan.items() if not other.startswith(f"{name}." if name else "")}
+            plan |= {f"{name}.{other}".lstrip("."): style for other, style in derive_plan(module).items()}
             prefix = f"{name}." if name else ""
             try:
                 found = _expand(module, own, strict=False)
@@ -99,8 +104,8 @@ def _known_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     if not any(isinstance(style, (Colwise, Rowwise, HeadParallel)) for style in plan.values()):
         raise ValueError(
             f"tp_plan=None: no tensor-parallel plan is known for {type(model).__name__}; give one, such as {_EXAMPLE}. "
-            "Known are transformers models that bring a plan, GPT-2, timm's attention and MLP modules, and torch's "
-            "Transformer layers"
+            "Known are transformers models that bring a plan or are made of attention and feed-forward modules of known "
+            "shapes, timm's attention and MLP modules, and torch's Transformer layers"
         )
     return plan
 
@@ -187,6 +192,28 @@ def _with_heads(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, P
     return plan
 
 
+def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """`plan` with modules between its column-wise and row-wise ones, as activations that learn and norms of a head are: what
+    is given to them differs by rank, so their gradients are sums over ranks."""
+    found = dict(plan)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in plan if name):
+        module = model.get_submodule(parent)
+        styles = {name: plan.get(f"{parent}.{name}".lstrip(".")) for name, _ in module.named_children()}
+        up = [name for name, style in styles.items() if isinstance(style, (Colwise, ColwiseParallel))]
+        down = [name for name, style in styles.items() if isinstance(style, (Rowwise, RowwiseParallel))]
+        if not up or len(down) != 1 or any(getattr(styles[name], "gather_output", False) for name in up):
+            continue
+        used = names_in_forward(module)
+        sizes = {1, *(size for key in _HEAD_SIZES if isinstance(size := getattr(module, key, None), int))}
+        for name, child in module.named_children():
+            inside = any(side_of(name, other, used) > 0 for other in up) and side_of(name, down[0], used) < 0
+            if styles[name] is None and inside and all(param.numel() in sizes for param in child.parameters()):
+                for inner, each in child.named_modules(prefix=f"{parent}.{name}".lstrip(".")):
+                    if each._parameters:
+                        found.setdefault(inner, Region(partial_gradients=True))
+    return found
+
+
 def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
     if isinstance(style, LocalStyle):
         style.check(name, module, tp_size)
@@ -205,11 +232,7 @@ def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int
     module: Any = model.get_submodule(name)
     parent = model.get_submodule(name.rpartition(".")[0])
     head_dim = next(
-        (
-            size
-            for key in ("head_dim", "head_size", "attention_head_size")
-            if isinstance(size := getattr(parent, key, None), int)
-        ),
+        (size for key in _HEAD_SIZES if isinstance(size := getattr(parent, key, None), int)),
         None,
     )
     if not isinstance(style, (Colwise, ColwiseParallel)) or getattr(style, "gather_output", False) or not head_dim:

@@ -87,7 +87,13 @@ def _in_branch(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
     if isinstance(style, Rowwise) and not style.split_input:
         return Rowwise(sequence_dim=dim)
     if isinstance(style, Region) and style.into is None and style.out is None:
-        return Region(partial_gradients=True, divide=style.divide, assign=style.assign)
+        return Region(
+            partial_gradients=True,
+            divide=style.divide,
+            assign=style.assign,
+            by_heads=style.by_heads,
+            shared=style.shared,
+        )
     raise ValueError(
         f"sequence_parallelism=True: the style of {name!r}, {type(style).__name__}, cannot be used in it; {_FIX}"
     )
@@ -95,7 +101,15 @@ def _in_branch(name: str, style: ParallelStyle, dim: int) -> ParallelStyle:
 
 def _branch(style: ParallelStyle | None, dim: int) -> Region:
     own = style if isinstance(style, Region) else Region()
-    return Region(partial_gradients=True, into="gather", sequence_dim=dim, divide=own.divide, assign=own.assign)
+    return Region(
+        partial_gradients=True,
+        into="gather",
+        sequence_dim=dim,
+        divide=own.divide,
+        assign=own.assign,
+        by_heads=own.by_heads,
+        shared=own.shared,
+    )
 
 
 def _region(style: ParallelStyle | None, dim: int, first: bool, last: bool) -> Region:
@@ -107,6 +121,8 @@ def _region(style: ParallelStyle | None, dim: int, first: bool, last: bool) -> R
         sequence_dim=dim,
         divide=own.divide,
         assign=own.assign,
+        by_heads=own.by_heads,
+        shared=own.shared,
     )
 
 

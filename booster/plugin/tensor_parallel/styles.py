@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -133,10 +134,14 @@ class Rowwise(LocalStyle):
 
 
 class EmbeddingParallel(LocalStyle):
-    """An embedding by vocabulary, whose ranks' lookups are summed, or by features, which are joined."""
+    """An embedding by vocabulary, whose ranks' lookups are summed, or by features, which are joined.
 
-    def __init__(self, *, by: Literal["vocabulary", "features"]) -> None:
+    gather_output: False leaves every rank its own features, as biases by head are wanted.
+    """
+
+    def __init__(self, *, by: Literal["vocabulary", "features"], gather_output: bool = True) -> None:
         self.by = arguments.choice("by", by, ("vocabulary", "features"))
+        self.gather_output = arguments.flag("gather_output", gather_output)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         return {"weight": Shard(0 if self.by == "vocabulary" else 1)}
@@ -172,7 +177,7 @@ class EmbeddingParallel(LocalStyle):
     def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
         if self.by == "vocabulary":
             return boundary.reduce(output, mesh)
-        return boundary.gather(output, mesh, -1, sum_gradients=False)
+        return boundary.gather(output, mesh, -1, sum_gradients=False) if self.gather_output else output
 
 
 class _VocabularyLookup:
@@ -200,7 +205,8 @@ class Region(LocalStyle):
     partial_gradients: own parameters meet only a part of the tokens or heads here, so their gradients are sums over the
     ranks. into: "gather" joins the sequence of the first argument, "split" cuts it. out: "gather" joins the sequence of
     the (first) output, "reduce" sums it over ranks. divide: attributes to divide by the number of ranks.
-    assign: attributes to set.
+    assign: attributes to set. by_heads: arguments of shape (batch * all heads, ...), of which every rank takes its heads.
+    shared: arguments that are several tensors, which every head reads, whose gradients are therefore sums over ranks.
     """
 
     def __init__(
@@ -212,6 +218,8 @@ class Region(LocalStyle):
         sequence_dim: int = 1,
         divide: tuple[str, ...] = (),
         assign: Mapping[str, Any] | None = None,
+        by_heads: tuple[str, ...] = (),
+        shared: tuple[str, ...] = (),
     ) -> None:
         if not isinstance(divide, (tuple, list)) or not all(isinstance(name, str) and name for name in divide):
             raise TypeError(arguments.refusal("divide", divide, "a tuple of names of attributes"))
@@ -223,6 +231,8 @@ class Region(LocalStyle):
         self.sequence_dim = _dim(sequence_dim)
         self.divide = tuple(divide)
         self.assign = dict(assign or {})
+        self.by_heads = by_heads
+        self.shared = shared
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         return dict.fromkeys(module._parameters, Replicate()) if self.partial_gradients else {}
@@ -244,6 +254,8 @@ class Region(LocalStyle):
     def enter(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.by_heads or self.shared:
+            args, kwargs = self._bind(module, mesh, args, kwargs)
         if self.into is None:
             return args, kwargs
         if args:
@@ -257,6 +269,22 @@ class Region(LocalStyle):
         if isinstance(output, tuple):
             return (self._move_out(output[0], mesh), *output[1:])
         return self._move_out(output, mesh)
+
+    def _bind(
+        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        for name in self.by_heads:
+            whole = given.arguments.get(name)
+            if whole is not None:
+                batch = given.args[1].shape[0]
+                part = whole.unflatten(0, (batch, -1)).chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+                given.arguments[name] = part.flatten(0, 1)
+        for name in self.shared:
+            tensors = given.arguments.get(name)
+            if isinstance(tensors, (tuple, list)):
+                given.arguments[name] = tuple(boundary.copy(x, mesh) if x.requires_grad else x for x in tensors)
+        return given.args[1:], given.kwargs
 
     def _move_in(self, x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         if x.dim() != 3:

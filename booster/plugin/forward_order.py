@@ -32,12 +32,17 @@ def side_of(child: str, row: str, names: list[str]) -> int:
     return -1 if places[-1] < start else 1 if places[0] > start else 0
 
 
-def _names_in(function: Callable[..., Any], cls: type, entered: set[str]) -> Iterator[str]:
+def parsed(function: Callable[..., Any]) -> list[ast.stmt]:
+    """Return the body of a Python function, parsed; empty where its source is not to be had."""
     try:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body
     except (OSError, TypeError, SyntaxError, ValueError):
-        return
-    for statement in getattr(definition, "body", ()):
+        return []
+    return getattr(definition, "body", [])
+
+
+def _names_in(function: Callable[..., Any], cls: type, entered: set[str]) -> Iterator[str]:
+    for statement in parsed(function):
         yield from _names(statement, cls, entered)
 
 
