@@ -42,7 +42,7 @@ OPTIMIZERS = {
 SPARSE = ["SGD", "Adagrad"]  # what torch steps on sparse gradients
 PARTS = ["linear", "norm", "attention", "conv", "batch norm", "group norm", "strided", "scalar", "unused", "empty"]
 
-PASSES = ["backward", "backward_method", "backward_twice", "accumulate", "execute_pipeline"]
+PASSES = ["backward", "backward_method", "backward_twice", "backward_penalty", "accumulate", "execute_pipeline"]
 
 # What one rounding of a format is worth, relative; and how far gradients of a format may be off, of the path walked.
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -400,6 +400,19 @@ class Run:
         self.booster.backward(own, self.optimizer, retain_graph=True)
         self.booster.backward(own * 0.5, self.optimizer)
 
+    def backward_penalty(self, seed):
+        """A loss with a penalty on the gradient of the loss."""
+        tokens, targets = make_batch(seed)
+
+        def penalised(loss, weight):
+            (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+            return loss + grad.float().square().sum()
+
+        wanted = loss_of(self.oracle.forward(tokens), targets)
+        self.oracle.backward(penalised(wanted, self.oracle.model.head.bias))
+        own = self.criterion(self.model(tokens), targets)
+        self.booster.backward(penalised(own, self.model.head.bias), self.optimizer)
+
     def accumulate(self, seeds, bomb=None):
         for number, seed in enumerate(seeds):
             tokens, targets = make_batch(seed)
@@ -468,6 +481,30 @@ class Run:
         self.applied_since = self.applied_since or wanted
         self.compare()
         self.compare_state()
+
+    def step_closure(self, seed):
+        """An optimizer that asks for the loss by itself."""
+        if self.oracle.scales or self.setting["skip_nonfinite"]:
+            raise Invalid  # refused
+        tokens, targets = make_batch(seed)
+        self.zero_grad()
+        wanted = loss_of(self.oracle.forward(tokens), targets)
+        self.oracle.backward(wanted)
+        if self.setting["clip_grad_norm"]:
+            self.oracle.clip_norm(self.setting["clip_grad_norm"])
+        self.oracle.step()
+
+        def closure():
+            self.optimizer.zero_grad()
+            loss = self.criterion(self.model(tokens), targets)
+            self.booster.backward(loss, self.optimizer)
+            return loss
+
+        result = self.optimizer.step(closure)
+        self.compare_loss(result.loss.detach(), wanted.detach())
+        if not result.applied:
+            raise Disagreement("a step with a closure was not applied")
+        self.applied_since = self.stepped = True
 
     def compare_state(self):
         own, wanted = self.optimizer.state, self.oracle.optimizer.state
@@ -720,6 +757,7 @@ def operations(rng, setting):
                         else ("backward", seed(), bomb()),
                         ("backward_method", seed()),
                         ("backward_twice", seed()),
+                        ("backward_penalty", seed()),
                         # A Booster does not know a copy of what it boosted.
                         ("execute_pipeline", seed()) if not copied() else ("backward", seed()),
                     ]
@@ -738,6 +776,8 @@ def operations(rng, setting):
                 maybe(0.08, "double_grads")
                 maybe(0.1, "unscale")
         listed.append(("step",))
+        if not setting["precision"].startswith("fp16") and not setting["skip_nonfinite"]:
+            maybe(0.1, "step_closure", seed())
         maybe(0.15 if not apex else 0.0, "evaluate", seed())
         if apex or rng.random() < 0.9:
             listed.append(("zero_grad", rng.random() < 0.8))
