@@ -46,7 +46,7 @@ PASSES = ["backward", "backward_method", "backward_twice", "backward_penalty", "
 
 # What one rounding of a format is worth, relative; and how far gradients of a format may be off, of the path walked.
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-OF_PATH = {None: 2e-4, torch.float16: 0.03, torch.bfloat16: 0.2}
+OF_PATH = {None: 2e-4, torch.float16: 0.04, torch.bfloat16: 0.2}
 
 DEFAULTS = {
     "parts": ["linear"],
@@ -770,9 +770,9 @@ def operations(rng, setting):
             if apex:
                 maybe(0.3, "clip_norm", rng.choice([0.1, 0.5, 2.0]))
             else:
-                maybe(0.2, "clip_value", rng.choice([0.01, 0.1]))
+                maybe(0.2, "clip_value", rng.choice([0.05, 0.2]))
                 maybe(0.2, "clip_norm", rng.choice([0.1, 0.5]))
-                maybe(0.1, "clip_value", 0.05)
+                maybe(0.1, "clip_value", 0.1)
                 maybe(0.08, "double_grads")
                 maybe(0.1, "unscale")
         listed.append(("step",))

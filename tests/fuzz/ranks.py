@@ -434,7 +434,7 @@ def operations(rng, setting, placement):
         bomb = bombs and rng.random() < 0.2
         if bomb:
             listed.append(("backward", seed(), (rng.randrange(4), rng.random())))
-        maybe(0.2, "clip_value", rng.choice([0.01, 0.1]))
+        maybe(0.2, "clip_value", rng.choice([0.05, 0.2]))
         maybe(0.3, "clip_norm", rng.choice([0.1, 0.5, 2.0]))
         if not apex and not bomb:
             maybe(0.1, "unscale")
