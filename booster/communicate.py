@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
@@ -23,6 +25,23 @@ def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> No
     """
     if values.numel():
         dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=source)
+
+
+def align(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Give every rank of `group` the values that its first rank has, in place; a collective for each tensor.
+
+    group: None means this rank alone. Tensors on the meta device are left out.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    for tensor in tensors:
+        local = tensor.detach()
+        if local.is_meta or not local.numel():
+            continue
+        there = local.to(communication_device(local.device, group)).contiguous()
+        broadcast(there, 0, group)
+        if there.data_ptr() != local.data_ptr():
+            local.copy_(there)
 
 
 def exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -44,7 +44,7 @@ class AutocastMixedPrecision(MixedPrecision):
         self._cache_enabled = arguments.flag("cache_enabled", cache_enabled)
         self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
-        self.policy = DtypePolicy(output=output_dtype)
+        self.policy = DtypePolicy(compute=self.dtype, output=output_dtype)
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)

@@ -71,7 +71,7 @@ class MixedPrecision:
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A new context for one forward pass; what surrounds it, such as another precision's autocast, was left before."""
-        return nullcontext()
+        return torch.autocast(self.device.type, self.policy.compute) if self.policy.compute else nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
         """A new context for one backward pass, where activations may be recomputed; likewise."""

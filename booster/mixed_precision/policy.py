@@ -26,6 +26,8 @@ class DtypePolicy:
     """Which dtype each part of a training step uses; None leaves that part as it is.
 
     param: what forward and backward read.
+    compute: float16 or bfloat16, in which autocast has products made of whatever they read; `MixedPrecision.forward_context`
+    sees to it, so plugins need not.
     store: parameters at rest; None means float32 where the plugin shards, otherwise `param`.
     reduce: dtype of the gradient collectives; None means the dtype of the parameters.
     output: floating dtype of what the model returns, and so of what the criterion receives.
@@ -35,6 +37,7 @@ class DtypePolicy:
     """
 
     param: torch.dtype | None = None
+    compute: torch.dtype | None = None
     store: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
@@ -44,6 +47,8 @@ class DtypePolicy:
         for name in ("param", "store", "reduce", "output"):
             if getattr(self, name) is not None:
                 arguments.floating_dtype(name, getattr(self, name))
+        if self.compute is not None:
+            arguments.choice("compute", self.compute, (None, torch.float16, torch.bfloat16))
         names = self.keep_fp32
         if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
             raise TypeError(arguments.refusal("keep_fp32", names, "a frozenset of names of modules"))

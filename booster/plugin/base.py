@@ -14,10 +14,25 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from booster.data import prepare_dataloader
+from booster.launch import environment_world_size
 from booster.micro_batch import MicroBatch
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.plugin.meta import arrive
 from booster.shards import Shards
+
+
+def world() -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None in a world of one, or where there is no process group."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def check_joined(plugin: str) -> None:
+    """Raise RuntimeError in a launched job of several processes that has no process group yet. plugin: its class's name."""
+    if not dist.is_initialized() and environment_world_size() > 1:
+        raise RuntimeError(
+            f"this job was launched with WORLD_SIZE={environment_world_size()}, but there is no process group, so every "
+            f"process would train alone; call booster.launch_from_torch() before {plugin}()"
+        )
 
 
 class Pipeline(Protocol):

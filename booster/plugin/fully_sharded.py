@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from booster import communicate
 from booster.casting import HALF_DTYPES
 from booster.mixed_precision.policy import DtypePolicy, install_keep_fp32
 from booster.modules import bare
@@ -137,21 +135,6 @@ def _without_reduction(model: Any, held: MutableSet[nn.Module]) -> Iterator[None
     finally:
         model.set_requires_gradient_sync(True)
         held.discard(model)
-
-
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Give every rank of `group` the values that its first rank has, by way of `device`; meta tensors are left out."""
-    if group is None or dist.get_world_size(group) == 1:
-        return
-    for tensor in tensors:
-        local = tensor.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        if local.is_meta or not local.numel():
-            continue
-        there = local.to(device).contiguous()
-        communicate.broadcast(there, 0, group)
-        if there.data_ptr() != local.data_ptr():
-            local.copy_(there)
 
 
 def _at_rest(param: torch.Tensor, policy: DtypePolicy, pinned: bool) -> torch.dtype:

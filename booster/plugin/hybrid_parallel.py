@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster import arguments
+from booster.communicate import align
 from booster.launch import environment_world_size
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.modules import bare
-from booster.plugin.base import Pipeline, Plugin
+from booster.plugin.base import Pipeline, Plugin, world
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fully_sharded import ShardLoaded, broadcast, shard_module, without_reduction
+from booster.plugin.fully_sharded import ShardLoaded, shard_module, without_reduction
 from booster.plugin.meta import arrive, check_meta
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
@@ -134,7 +135,7 @@ class HybridParallelPlugin(Plugin):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD if dist.get_world_size() > 1 else None
+        return world()
 
     @property
     def data_parallel_size(self) -> int:
@@ -168,9 +169,7 @@ class HybridParallelPlugin(Plugin):
     # ------------------------------------------------------------------ models
 
     def synchronise(self, module: nn.Module) -> None:
-        inner = bare(module)
-        tensors = [*inner.parameters(), *inner.buffers()]
-        broadcast(tensors, self.group, next((t.device for t in tensors if not t.is_meta), torch.device("cpu")))
+        align([*module.parameters(), *module.buffers()], self.group)
 
     def make_shards(self, optimizer: Optimizer) -> FullyShardedShards:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -205,7 +204,7 @@ class HybridParallelPlugin(Plugin):
         blocks = block_names(model, self._wrap_policy)
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         arrive(module, device)
-        broadcast([*model.parameters(), *model.buffers()], self.group, device)
+        self.synchronise(model)
         apply_tensor_parallel(model, **tensor_parallel)
         whole = list(model.state_dict())
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)

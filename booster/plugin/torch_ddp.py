@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.launch import environment_world_size
+from booster.communicate import align
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
-from booster.plugin.base import Plugin
+from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.meta import arrive
 from booster.shards import Shards
 from booster.shards.replicated import Replica, ReplicatedShards
@@ -54,11 +54,7 @@ class TorchDDPPlugin(Plugin):
         sync_batchnorm: bool = False,
         comm_hook: CommHook | tuple[Any, CommHook] | None = None,
     ) -> None:
-        if not dist.is_initialized() and environment_world_size() > 1:
-            raise RuntimeError(
-                f"this job was launched with WORLD_SIZE={environment_world_size()}, but there is no process group, so every "
-                "process would train alone; call booster.launch_from_torch() before TorchDDPPlugin()"
-            )
+        check_joined("TorchDDPPlugin")
         hook = comm_hook[1] if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else comm_hook
         if hook is not None and not callable(hook):
             raise TypeError(
@@ -85,9 +81,7 @@ class TorchDDPPlugin(Plugin):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            return dist.group.WORLD
-        return None
+        return world()
 
     def check_device(self, device: torch.device) -> None:
         if self._sync_batchnorm and device.type != "cuda":
@@ -97,9 +91,7 @@ class TorchDDPPlugin(Plugin):
             )
 
     def synchronise(self, module: nn.Module) -> None:
-        if self.group is not None:
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), src=0, group=self.group)
+        align([*module.parameters(), *module.buffers()], self.group)
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         stored = policy.store or policy.param

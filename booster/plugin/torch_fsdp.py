@@ -13,16 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.launch import environment_world_size
+from booster.communicate import align
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.modules import bare
-from booster.plugin.base import Plugin
+from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fully_sharded import broadcast, shard_module, without_reduction
+from booster.plugin.fully_sharded import shard_module, without_reduction
 from booster.plugin.meta import arrive
 from booster.plugin.shared_mesh import shared_mesh
 from booster.shards import Shards
-from booster.shards.dtensor import check_steps_parts
+from booster.shards.dtensor import check_steps_parts, local_of
 from booster.shards.fully_sharded import FullyShardedShards
 
 _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -58,11 +58,7 @@ class TorchFSDPPlugin(Plugin):
         reduce_dtype: torch.dtype | None = None,
         replicate_size: int = 1,
     ) -> None:
-        if not dist.is_initialized() and environment_world_size() > 1:
-            raise RuntimeError(
-                f"this job was launched with WORLD_SIZE={environment_world_size()}, but there is no process group, so every "
-                "process would train alone; call booster.launch_from_torch() before TorchFSDPPlugin()"
-            )
+        check_joined("TorchFSDPPlugin")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         check_wrap_policy(wrap_policy)
         arguments.flag("cpu_offload", cpu_offload)
@@ -106,9 +102,7 @@ class TorchFSDPPlugin(Plugin):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            return dist.group.WORLD
-        return None
+        return world()
 
     def check_device(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -118,9 +112,7 @@ class TorchFSDPPlugin(Plugin):
             )
 
     def synchronise(self, module: nn.Module) -> None:
-        inner = bare(module)
-        tensors = [*inner.parameters(), *inner.buffers()]
-        broadcast(tensors, self.group, next((t.device for t in tensors if not t.is_meta), torch.device("cpu")))
+        align([*module.parameters(), *module.buffers()], self.group)
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         model = bare(module)
@@ -133,7 +125,7 @@ class TorchFSDPPlugin(Plugin):
             mesh=self._mesh(device.type),
             device=device,
             blocks=blocks,
-            synchronise=lambda tensors: broadcast(tensors, self.group, device),
+            synchronise=lambda tensors: align(map(local_of, tensors), self.group),
             **self._options,
         )
         self._placed.add(model)

@@ -198,6 +198,12 @@ def check_steps_parts(optimizer: Optimizer) -> bool:
     return kind == "elementwise"
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of `tensor`, detached."""
+    local: torch.Tensor = tensor.detach()
+    return local.to_local() if isinstance(local, DTensor) else local
+
+
 def check_own(value: Any, param: DTensor) -> None:
     """Raise ValueError if `value` is a part of a tensor that another rank saved: it does not say so when it is loaded."""
     if not isinstance(value, DTensor) or value.device_mesh != param.device_mesh:

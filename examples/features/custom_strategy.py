@@ -33,10 +33,7 @@ def read(split: str) -> TensorDataset:
 class StaticScale(MixedPrecision):
     """float16 under a loss scale that never moves; a step that overflows is still skipped."""
 
-    policy = DtypePolicy(output=torch.float32)
-
-    def forward_context(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.float16)
+    policy = DtypePolicy(compute=torch.float16, output=torch.float32)
 
     def make_scaler(self) -> DynamicScale:
         return DynamicScale(init_scale=1024, min_scale=1024, max_scale=1024)

@@ -873,3 +873,35 @@ def test_half_precision_learns_a_real_problem_along_the_float32_curve(images):
         assert deviations[precision].max() < 4 * eps
     assert deviations["fp16"].mean() < deviations["bf16"].mean()
     assert deviations["fp16"].max() > 0
+
+
+class OfData(MixedPrecision):
+    """bfloat16 said by its policy alone; attention as on CUDA."""
+
+    policy = DtypePolicy(compute=torch.bfloat16, output=torch.float32)
+
+
+def test_a_policy_that_names_what_to_compute_in_is_a_precision():
+    found = []
+    for precision in (OfData(), BF16MixedPrecision(sdpa_fp32=False)):
+        torch.manual_seed(0)
+        booster, model = Booster("cpu", precision), gemm_net()
+        model, optimizer, criterion, *_ = booster.boost(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()
+        )
+        seen = watch_outputs(model[0])
+        for _ in range(3):
+            loss = criterion(model(torch.ones(2, 8)), torch.zeros(2, 4))
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((loss, *model.parameters()))
+        assert seen == [torch.bfloat16] * 3
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert make("fp16").precision.policy.compute == torch.float16
+
+
+@pytest.mark.parametrize("wrong", [torch.float32, torch.float64, torch.int8, "bfloat16"])
+def test_what_autocast_cannot_compute_in_is_no_policy(wrong):
+    with pytest.raises((TypeError, ValueError), match="compute"):
+        DtypePolicy(compute=wrong)
