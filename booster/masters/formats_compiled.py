@@ -151,8 +151,8 @@ def round_float16(values: torch.Tensor) -> torch.Tensor:
 
 
 def _taken(joined: torch.Tensor, rounded: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Masters, or weights where a master does not round to its weight, or is a zero whose sign may be another."""
-    return torch.where((rounded == weights) & (joined != 0), joined, weights)
+    """Masters, or weights where a master does not round to its weight to the bit."""
+    return torch.where(rounded.view(torch.int32) == weights.view(torch.int32), joined, weights)
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from booster.casting import HALF_DTYPES
-from booster.flat import pack, split_by_device
 from booster.masters.bucket import Bucket
 from booster.masters.masters import Masters
+from booster.masters.plain import StateLayouts, laid_like, lots
 from booster.update.fused import honours_grad_scale, start_late_momentum
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -31,6 +31,7 @@ class MasterStep:
 
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
+        self._layouts = StateLayouts()
 
     @torch.no_grad()
     def step(self, grad_scale: float = 1.0) -> None:
@@ -69,6 +70,9 @@ class MasterStep:
                         f"a half parameter of shape {tuple(param.shape)} has a sparse gradient, which masters do not step; "
                         "build its module with sparse=False, or keep it in float32 (keep_fp32=...)"
                     )
+        optimizer = self.masters.optimizer
+        plain = [p for group in optimizer.param_groups for p in group["params"] if p.dtype not in HALF_DTYPES]
+        self._layouts.follow(plain, optimizer.state)
 
     # ------------------------------------------------------------------ bucket by bucket
 
@@ -80,11 +84,12 @@ class MasterStep:
         try:
             for index, group in enumerate(groups):
                 own = [bucket for bucket in buckets if bucket.group == index]
-                plain = self._plain(group["params"])
+                plain = lots(group["params"], max(self.masters.size, 1))
                 with _Restricted(optimizer, group) as restricted:
-                    for params in plain:
+                    for params, may_fuse in plain:
                         restricted.to(params)
-                        self._step_plain(params, grad_scale)
+                        with _unfused(group, group.get("fused") and not may_fuse):
+                            self._step_plain(params, grad_scale)
                     for bucket in own:
                         restricted.to(bucket.handles)
                         self._step_bucket(bucket, scratch, grad_scale)
@@ -102,12 +107,6 @@ class MasterStep:
             bucket.detach()
         bucket.save(masters, grads)
 
-    def _plain(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Parameters that are stepped as they are, in lots no larger than a bucket."""
-        own = [p for p in params if p.grad is not None and p.dtype not in HALF_DTYPES]
-        size = max(self.masters.size, 1)
-        return [[piece.param for piece in lot] for part in split_by_device(own) for lot in pack(part, size)]
-
     def _step_plain(self, params: list[torch.Tensor], grad_scale: float) -> None:
         start_late_momentum(self.masters.optimizer)
         grads: list[Any] = [param.grad for param in params]
@@ -116,6 +115,7 @@ class MasterStep:
             sparse = any(grad.is_sparse for grad in grads)
             copies = [grad * inverse(grad_scale) if sparse else grad.clone() for grad in grads]
             grad_scale = 1.0 if sparse else grad_scale
+        copies = [laid_like(grad, param) for grad, param in zip(copies, params, strict=True)]
         try:
             for param, grad in zip(params, copies, strict=True):
                 param.grad = grad
@@ -232,6 +232,19 @@ class _Restricted:
 
     def __exit__(self, *error: Any) -> None:
         self._group["params"][:] = self._params
+
+
+@contextmanager
+def _unfused(group: dict[str, Any], applies: Any) -> Iterator[None]:
+    """For its length the optimizer of `group` takes torch's default implementation, if that `applies`."""
+    if not applies:
+        yield
+        return
+    chosen, group["fused"] = group["fused"], False
+    try:
+        yield
+    finally:
+        group["fused"] = chosen
 
 
 class _Swapped:

@@ -14,8 +14,8 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, MasterUpdate
 from booster.masters.compiled import CompiledMasterStep
-from booster.masters.formats import SplitBFloat16, SplitFloat16
-from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, round_float16
+from booster.masters.formats import Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16
+from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, part, round_float16
 from booster.masters.kernel import Kernel
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.update.base import Job
@@ -235,3 +235,59 @@ def test_float16_is_rounded_in_float32_as_torch_rounds_it():
 def test_a_strategy_that_does_not_compile_keeps_the_int16_layout():
     run = Run(ELEMENTWISE["SGD"], BF16, "split", compiled=False)
     assert {bucket.rest.dtype for bucket in run.masters.buckets} == {torch.int16}
+
+
+AGREEING = [
+    (BF16, Separate),
+    (BF16, Kahan),
+    (FP16, Separate),
+    (FP16, Kahan),
+    (BF16, BFloat16Planes),
+    (FP16, Float16Planes),
+]
+IN_PLACE = {BFloat16Planes: SplitBFloat16, Float16Planes: SplitFloat16}
+
+
+@pytest.mark.parametrize(("dtype", "form"), AGREEING)
+def test_arithmetic_without_side_effects_is_that_in_place_also_after_somebody_wrote_weights(dtype, form):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.exp2(torch.empty(2**18).uniform_(-30, 15.5, generator=generator))
+    values *= torch.where(torch.rand(2**18, generator=generator) < 0.5, -1.0, 1.0)
+    values[:2] = torch.tensor([0.0, -0.0])
+    eager = IN_PLACE.get(form, form)()
+    weights, spare = torch.zeros(len(values), dtype=dtype), torch.empty(len(values))
+    kept = eager.allocate(len(values), dtype, torch.device("cpu"))
+    eager.write([weights], kept, values.clone(), spare)
+    rounded, rest = part(form(), values, dtype)
+    assert torch.equal(rounded.to(dtype).view(torch.int16), weights.view(torch.int16))
+    rest = [row.to(torch.uint8 if form in IN_PLACE else kept.dtype) for row in rest]
+    foreign = torch.rand(len(values), generator=generator) < 0.3
+    weights[foreign] = torch.randn(int(foreign.sum()), generator=generator).to(dtype)
+    weights[::7] = 0.0
+    weights[::11] = -0.0
+    read = kept if form is Separate else torch.empty(len(values))
+    eager.read([weights], kept, read, spare)
+    joined = join(form(), weights, rest)
+    assert torch.equal(joined.view(torch.int32), read.view(torch.int32))
+    assert torch.equal(rounded_to(joined, dtype), weights)
+
+
+def rounded_to(values, dtype):
+    weights = torch.zeros(len(values), dtype=dtype)
+    Nearest().write([weights], None, values.clone(), torch.empty(len(values)))
+    return weights
+
+
+@pytest.mark.parametrize(("dtype", "form"), [(FP16, "fp32")])
+def test_a_compiled_step_starts_from_weights_that_somebody_else_wrote(compiler, calls, dtype, form):
+    run = Run(lambda p: optim.SGD(p, lr=1e-2), dtype, form, shapes=[(200, 82), (33,)])
+    run.train(2)
+    for param in run.params:
+        param.data.clamp_(-0.25, 0.25)
+        param.data[:3] = 0.0
+    written = [param.detach().clone() for param in run.params]
+    run.inner.param_groups[0]["lr"] = 0.0
+    before = len(calls)
+    run.train(1)
+    assert len(calls) > before
+    assert equal(run.params, written)

@@ -8,15 +8,17 @@ from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 PRECISIONS = {
-    "fp16, fp32 masters": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**7),
-    "fp16, split": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**7, master_weights="split"),
-    "fp16, kahan": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**7, master_weights="none", rounding="kahan"),
-    "bf16, fp32 masters": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
-    "bf16, split": lambda: BF16NaiveMixedPrecision(),
-    "bf16, none": lambda: BF16NaiveMixedPrecision(master_weights="none"),
-    "bf16, stochastic": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
-    "bf16, kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
-    "O2": lambda: FP16ApexMixedPrecision("O2", loss_scale=128.0, verbosity=0),
+    "fp16, fp32 masters": lambda **kw: FP16NaiveMixedPrecision(initial_scale=2.0**7, **kw),
+    "fp16, split": lambda **kw: FP16NaiveMixedPrecision(initial_scale=2.0**7, master_weights="split", **kw),
+    "fp16, kahan": lambda **kw: FP16NaiveMixedPrecision(
+        initial_scale=2.0**7, master_weights="none", rounding="kahan", **kw
+    ),
+    "bf16, fp32 masters": lambda **kw: BF16NaiveMixedPrecision(master_weights="fp32", **kw),
+    "bf16, split": lambda **kw: BF16NaiveMixedPrecision(**kw),
+    "bf16, none": lambda **kw: BF16NaiveMixedPrecision(master_weights="none", **kw),
+    "bf16, stochastic": lambda **kw: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic", **kw),
+    "bf16, kahan": lambda **kw: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan", **kw),
+    "O2": lambda **kw: FP16ApexMixedPrecision("O2", loss_scale=128.0, verbosity=0, **kw),
 }
 
 

@@ -33,7 +33,7 @@ def assert_alike(run, other):
 class Run:
     """Convolutions and a square matrix under prescribed gradients; `layout` changes what lies where."""
 
-    def __init__(self, precision, optimizer, *, gaps=False):
+    def __init__(self, precision, optimizer, *, gaps=False, **options):
         torch.manual_seed(0)
         self.net = nn.Sequential(
             nn.Conv2d(5, 33, 3), nn.Conv2d(33, 7, 2, bias=False), nn.Linear(40, 40), nn.Linear(9, 1)
@@ -42,7 +42,7 @@ class Run:
             wide = torch.zeros(40, 90)
             wide[:, ::2][:, :40] = self.net[2].weight.detach()
             self.net[2].weight = nn.Parameter(wide[:, ::2][:, :40])
-        self.booster = Booster("cpu", PRECISIONS[precision]())
+        self.booster = Booster("cpu", PRECISIONS[precision](**options))
         self.model, self.optimizer, *_ = self.booster.boost(self.net, OPTIMIZERS[optimizer](self.net.parameters()))
         self.generator = torch.Generator().manual_seed(1)
         self.params = list(self.net.parameters())
@@ -161,3 +161,79 @@ def test_a_parameter_with_gaps_trains_like_one_without(precision, optimizer):
         run.step()
         still.step()
     assert_alike(run, still)
+
+
+# ---- parameters that stay in float32 beside masters ----
+
+BESIDE = [
+    ("fp16, fp32 masters", "AdamW"),
+    ("bf16, split", "AdamW"),
+    ("fp16, fp32 masters", "SGD"),
+    ("bf16, split", "SGD"),
+]
+beside = pytest.mark.parametrize(("precision", "optimizer"), BESIDE)
+PINS = {"keep_fp32": ["0", "2"]}
+
+
+def test_the_pinned_parameters_are_float32():
+    run = Run("bf16, split", "AdamW", **PINS)
+    assert [str(param.dtype)[6:] for param in run.params] == ["float32"] * 2 + ["bfloat16"] + ["float32"] * 2 + [
+        "bfloat16"
+    ] * 2
+
+
+@pytest.mark.parametrize("change", [channels_last, transposed, with_gaps, new_memory])
+@beside
+def test_float32_parameters_may_change_their_layout_too(precision, optimizer, change):
+    run, still = (Run(precision, optimizer, **PINS) for _ in range(2))
+    for step in range(4):
+        if step:
+            (change if step % 2 else new_memory)(run)
+        run.step()
+        still.step()
+    assert_close(run, still)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@beside
+def test_gradients_of_float32_parameters_may_lie_in_any_layout(precision, optimizer, layout):
+    run, still = (Run(precision, optimizer, **PINS) for _ in range(2))
+    for _ in range(3):
+        run.step(LAYOUTS[layout])
+        still.step()
+    assert_close(run, still)
+
+
+@beside
+def test_a_float32_parameter_with_gaps_is_stepped_where_it_lies_and_nothing_beside_it(precision, optimizer):
+    run, still = Run(precision, optimizer, gaps=True, **PINS), Run(precision, optimizer, **PINS)
+    wide = torch.full((40, 80), 7.0)
+    wide[:, ::2] = run.params[3].detach()
+    run.params[3].data = wide[:, ::2]
+    for _ in range(3):
+        run.step()
+        still.step()
+    assert_close(run, still)
+    assert (wide[:, 1::2] == 7.0).all()
+    assert torch.equal(run.params[3], wide[:, ::2])
+
+
+@beside
+def test_state_of_float32_parameters_loads_from_another_layout(precision, optimizer):
+    writer, still = (Run(precision, optimizer, **PINS) for _ in range(2))
+    for each in (writer, still):
+        each.step()
+    reader = Run(precision, optimizer, **PINS)
+    transposed(reader)
+    reader.model.load_state_dict(writer.model.state_dict())
+    reader.optimizer.load_state_dict(writer.optimizer.state_dict())
+    reader.generator.set_state(still.generator.get_state())
+    for each in (reader, still):
+        each.step()
+        each.step()
+    assert_close(reader, still)
+
+
+def assert_close(run, other):
+    for ours, theirs in zip(run.weights(), other.weights(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
