@@ -20,7 +20,7 @@ LARGEST_COMPILED_CPU_BUCKET = (
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Elements `start` to `stop` of `param`, in memory order, which lie at `offset` of a bucket."""
+    """A stretch of a parameter: its elements `start` to `stop`, in memory order, which lie at `offset` of a bucket."""
 
     param: torch.Tensor
     start: int
@@ -37,7 +37,7 @@ class Piece:
 
 
 def bucket_size(num_elements: int, device: torch.device, divisor: int = 8, compiled: bool = False) -> int:
-    """Elements of a bucket: at most 1/8 of all, a multiple of 64, and not so few that calls cost more than arithmetic."""
+    """Return the size of a bucket: at most 1/8 of all elements, a multiple of 64, and no smaller than calls are worth."""
     size = max(num_elements // divisor // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
     largest = LARGEST_COMPILED_CPU_BUCKET if compiled else LARGEST_CPU_BUCKET
     return min(size, largest) if device.type == "cpu" else size
@@ -74,18 +74,18 @@ def pack(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
 
 
 def renumber(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same pieces, lying one after another from 0."""
+    """Return the same pieces, lying one after another from 0."""
     offsets = starts([piece.size for piece in pieces])
     return [Piece(p.param, p.start, p.stop, offset) for p, offset in zip(pieces, offsets, strict=True)]
 
 
 def aligned(num_elements: int) -> int:
-    """The next multiple of 64."""
+    """Return the next multiple of 64."""
     return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 
 def starts(sizes: Iterable[int]) -> list[int]:
-    """Where stretches of these sizes begin in a bucket."""
+    """Return where stretches of these sizes begin in a bucket."""
     offset, found = 0, []
     for size in sizes:
         found.append(offset)
@@ -94,14 +94,14 @@ def starts(sizes: Iterable[int]) -> list[int]:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of a dense tensor in memory order, as a 1-dim view."""
+    """Return all elements of a dense tensor in memory order, as a 1-dim view."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in the memory order of `param`, which has its shape; a view where the orders agree."""
+    """Return the elements of `tensor` in the memory order of `param`, which has its shape; a view where the orders agree."""
     if tensor.stride() == param.stride() or (tensor.is_contiguous() and param.is_contiguous()):
         return flat(tensor)
     ordered = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -109,12 +109,12 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def shaped_like(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The inverse of `flat_like`: 1-dim `values` in the shape and memory order of `param`, as a view."""
+    """Return the inverse of `flat_like`: 1-dim `values` in the shape and memory order of `param`, as a view."""
     return values.as_strided(param.shape, param.stride()) if not param.is_contiguous() else values.view(param.shape)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` fill one stretch of memory without gaps or overlaps."""
+    """Return whether the elements of `tensor` fill one stretch of memory without gaps or overlaps."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length == 1:
@@ -126,7 +126,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def lies_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` lie in memory in the order and at the distances of those of `other`, of its shape."""
+    """Return whether `tensor` lies in memory as `other`, of its shape, does: in the same order, at the same distances."""
     if tensor.stride() == other.stride():
         return True
     strides = zip(tensor.stride(), other.stride(), other.shape, strict=True)
@@ -134,7 +134,7 @@ def lies_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def split_by_device(params: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """`params` by device, each in order."""
+    """Return `params` by device, each in order."""
     devices: dict[torch.device, list[torch.Tensor]] = {}
     for param in params:
         devices.setdefault(param.device, []).append(param)

@@ -44,6 +44,18 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     return cls
 
 
+def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
+    """Return the refusal of an optimizer of the kind "whole" where only single elements, or tensors, can be stepped.
+
+    would: what would happen to it, a predicate. otherwise: what to do if it does look at more than one element.
+    """
+    name = type(optimizer).__name__
+    return (
+        f"{name} {would}, and is not known to treat every element by itself; if it does, call "
+        f"booster.register_elementwise({name}) before boost(), otherwise {otherwise}"
+    )
+
+
 def kind_of(optimizer: Optimizer) -> Kind:
     """ "elementwise": may be stepped on flat buckets; "per tensor": on some whole tensors at a time; "whole": neither."""
     if type(optimizer) in _ELEMENTWISE:

@@ -15,7 +15,11 @@ State = dict[str, Any]
 
 
 class Bucket:
-    """See the module docstring.
+    """Some elements of the working weights of one group, laid one after another, each piece from a multiple of 64 on::
+
+        pieces    | embedding 0..5 |  | bias 0..3 |          working weights, in the parameters' own memory
+        rest      | ...................................  |   what is kept of the masters, flat, in the bucket's order
+        handle    | one flat float32 parameter           |   what the optimizer steps, or one for each piece if `whole`
 
     group: index of the optimizer's group. pieces: what of which parameter, in order; one dtype, one device. whole: each
     piece is a parameter with a handle of its shape; otherwise one flat handle stands for all. A handle is a float32
@@ -44,7 +48,7 @@ class Bucket:
         return [piece.param for piece in self.pieces]
 
     def working(self) -> list[torch.Tensor]:
-        """Flat views of the working weights, piece by piece."""
+        """Return flat views of the working weights, piece by piece."""
         if [piece.param.data_ptr() for piece in self.pieces] != self._addresses:
             self.find_working()
         return self._views
@@ -69,15 +73,16 @@ class Bucket:
         ]
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
-        """Flat views of the gradients, piece by piece; none of them may be missing."""
+        """Return flat views of the gradients, piece by piece; none of them may be missing."""
         found = [(gradient_of(piece.param), piece) for piece in self.pieces]
         return [flat_like(grad, p.param)[p.start : p.stop] for grad, p in found]  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ masters
 
     def load(self, values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-        """The masters as float32, in `values` or in the bucket's own storage, weights that somebody else wrote taken over.
-        Overwrites `spare`."""
+        """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `spare`.
+
+        Weights that somebody else wrote are taken over."""
         masters: torch.Tensor = values if self.format.needs_values else self.rest  # type: ignore[assignment]
         self.format.read(self.working(), self.rest, masters, spare)
         return masters
@@ -90,46 +95,45 @@ class Bucket:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def joined(self) -> torch.Tensor:
-        """The masters as float32: themselves where that is how they are kept, else a copy."""
+        """Return the masters as float32: themselves where that is how they are kept, else a copy."""
         return self.load(self.scratch(), self.scratch())
 
     @property
     def needs_values(self) -> bool:
-        """Whether `load` fills scratch."""
+        """Whether `load` fills `values`."""
         return self.format.needs_values
 
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
-        for handle, value in zip(self.handles, self.cut(values), strict=True):
+        for handle, value in zip(self.handles, self.handles_of(values), strict=True):
             handle.data = value
         if grads is not None:
-            for handle, grad in zip(self.handles, self.cut(grads), strict=True):
+            for handle, grad in zip(self.handles, self.handles_of(grads), strict=True):
                 handle.grad = grad
 
     def detach(self) -> None:
-        """The handles stand for nothing again."""
+        """Let the handles stand for nothing again."""
         for handle in self.handles:
             handle.grad = None
             handle.data = _nothing(handle.shape, self.device)
 
-    def cut_like_pieces(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Flat views of flat `values`, piece by piece."""
+    def pieces_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return flat views of flat `values`, piece by piece."""
         return [values[piece.offset : piece.offset + piece.size] for piece in self.pieces]
 
-    def cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Views of flat `values` in the shapes of the handles."""
+    def handles_of(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of flat `values` in the shapes of the handles."""
         if not self.whole:
             return [values]
-        parts = self.cut_like_pieces(values)
         return [
-            part.as_strided(piece.param.shape, piece.param.stride(), part.storage_offset())
-            for part, piece in zip(parts, self.pieces, strict=True)
+            flat.as_strided(piece.param.shape, piece.param.stride(), flat.storage_offset())
+            for flat, piece in zip(self.pieces_of(values), self.pieces, strict=True)
         ]
 
     # ------------------------------------------------------------------ division
 
     def divide(self, belongs: Callable[[Piece], bool], state: Any) -> list[Bucket]:
-        """Two buckets, of the pieces for which `belongs` is true and of the others, or this one if all are alike.
+        """Return two buckets, of the pieces that `belongs` says yes to and of the others, or this one if all are alike.
 
         state: the optimizer's, whose entries move along.
         """
@@ -137,29 +141,29 @@ class Bucket:
         if len(inside) in (0, len(self.pieces)):
             return [self]
         outside = [piece for piece in self.pieces if not belongs(piece)]
-        parts = []
+        divided = []
         for pieces in (inside, outside):
-            part = Bucket(self.group, renumber(pieces), self.format, whole=self.whole)
-            if part.rest is not None:
-                part.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
+            bucket = Bucket(self.group, renumber(pieces), self.format, whole=self.whole)
+            if bucket.rest is not None:
+                bucket.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
             if self.whole:
-                for handle, piece in zip(part.handles, pieces, strict=True):
+                for handle, piece in zip(bucket.handles, pieces, strict=True):
                     old = self.handles[self.pieces.index(piece)]
                     if old in state:
                         state[handle] = state.pop(old)
             elif self.handles[0] in state:
-                state[part.handles[0]] = {
+                state[bucket.handles[0]] = {
                     key: _take(value, pieces) if is_elementwise(value, self.size) else _copy(value)
                     for key, value in state[self.handles[0]].items()
                 }
-            parts.append(part)
+            divided.append(bucket)
         if not self.whole:
             state.pop(self.handles[0], None)
-        return parts
+        return divided
 
 
 def is_elementwise(value: Any, size: int) -> bool:
-    """Whether a state entry of a flat bucket of `size` elements holds one number for each."""
+    """Return whether a state entry of a flat bucket of `size` elements holds one number for each."""
     return isinstance(value, torch.Tensor) and value.shape == (size,)
 
 

@@ -14,7 +14,7 @@ from booster.masters.kernel import Kernel, keeps_state
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.masters.step import MasterStep, inverse
-from booster.optimizer_kinds import kind_of
+from booster.optimizer_kinds import kind_of, unknown
 
 _logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class CompiledMasterStep(MasterStep):
         key = (bucket.size, bucket.dtype, bucket.device)
         if key not in self._kernels:
             self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype)
-        working, parts = bucket.working(), bucket.gradients(self.masters.gradient_of)
+        working, gradients = bucket.working(), bucket.gradients(self.masters.gradient_of)
         weights = self._joined(bucket, working, "weights")
-        grads = self._joined(bucket, parts, "gradients")
+        grads = self._joined(bucket, gradients, "gradients")
         try:
             self._kernels[key].step(
                 group, {} if state is None else state, inverse(grad_scale), rows(bucket.rest), weights, grads
@@ -67,10 +67,10 @@ class CompiledMasterStep(MasterStep):
             super()._step_bucket(bucket, scratch, grad_scale)
             return
         if weights is not working[0]:
-            torch._foreach_copy_(working, bucket.cut_like_pieces(weights))
+            torch._foreach_copy_(working, bucket.pieces_of(weights))
 
     def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str) -> torch.Tensor:
-        """The pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
+        """Return the pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
 
         name: of a memory for copies, which the next bucket uses again.
         """
@@ -79,18 +79,15 @@ class CompiledMasterStep(MasterStep):
         key = (bucket.size, bucket.dtype, bucket.device, name)
         if key not in self._copies:
             self._copies[key] = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)
-        torch._foreach_copy_(bucket.cut_like_pieces(self._copies[key]), pieces)
+        torch._foreach_copy_(bucket.pieces_of(self._copies[key]), pieces)
         return self._copies[key]
 
 
 def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
-    """Whether a step on masters of `optimizer` can be compiled, if there is a compiler; one WARNING says why not."""
+    """Return whether a step on masters of `optimizer` can be compiled, if there is a compiler; one WARNING says why not."""
     reason = None
     if kind_of(optimizer) != "elementwise":
-        reason = (
-            "it is not known to treat every element by itself, and only flat buckets are compiled; if it does, call "
-            f"booster.register_elementwise({type(optimizer).__name__}) before boost()"
-        )
+        reason = unknown(optimizer, "would be stepped on flat buckets", "choose fused_optimizer=True")
     elif options.rounding == "stochastic":
         reason = 'rounding="stochastic" draws random numbers, which are not compiled'
     if reason is not None:
@@ -103,5 +100,5 @@ def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
 
 
 def half_norms(values: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of each tensor of `values`, in float32, from operations that the compiler makes loops of."""
+    """Return the 2-norm of each tensor of `values`, in float32, from operations that the compiler makes loops of."""
     return torch.stack([value.float().square().sum() for value in values]).sqrt()

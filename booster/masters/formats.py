@@ -1,12 +1,59 @@
 """What is kept of a master beside the half weight, and how the two become one float32 number and come apart again.
 
-A format reads float32 values of one bucket and writes them back. All work on flat tensors of equal length: `working`,
-views of the half weights; `rest`, what the bucket keeps (or None); `values` and `spare`, float32 scratch. A format that
-keeps float32 gives `rest` itself as the values.
+Why masters
+-----------
+Next to 1.0, bfloat16 has the numbers 0.99609375 and 1.0078125. An update of 0.0001 ends nearer to 1.0 than to either, so
+1.0 + 0.0001 is 1.0 again, however often it is added. Training therefore adds updates to a float32 number, the master, and
+forward and backward read what the master rounds to, the half weight.
 
-bfloat16 is rounded to nearest with ties away from zero, in every format that says "nearest". Torch rounds ties to even,
-which differs for values exactly half way between two bfloat16 numbers only, about one in 65536; but what is left after
-rounding to even takes 17 bits, and the formats would then train differently.
+The bits
+--------
+A bfloat16 number is the upper half of a float32 number; a float16 number has exponents of its own::
+
+    float32    s eeeeeeee mmmmmmm mmmmmmmmmmmmmmmm
+    bfloat16   s eeeeeeee mmmmmmm
+    float16    s eeeee mmmmmmmmmm
+
+Beside a bfloat16 weight a master thus needs 16 bits only, the remainder. Two masters, taken apart and joined again::
+
+    3.1415927 = 0x4049 0FDB   the lower half is small:  weight 0x4049 = 3.140625, remainder +0x0FDB =  4059
+    2.7182817 = 0x402D F854   the lower half is large:  weight 0x402E = 2.71875,  remainder  0xF854 = -1964 as int16
+
+    (0x402E << 16) + -1964 = 0x402DF854
+
+Ties
+----
+A lower half of 0x8000 is a tie: as far from the weight below as from the one above. Rounded up, the remainder is -32768;
+rounded down it would be +32768, which int16 does not hold. So the formats add 0x8000 to the bits and drop the lower half.
+As the sign is a bit of its own, that is away from zero on both sides. Torch rounds ties to even, which differs for one number
+in about 65536. Every format that says "nearest" rounds bfloat16 as the split one does, so all train alike.
+
+Float16
+-------
+The remainder counts the distance from weight to master in 2**-14 of the weight's ulp, the distance to the next weight::
+
+    master = weight + remainder * ulp(weight) * 2**-14,    |remainder| <= 2**13, which is half an ulp
+
+A master has 24 binary digits and the weight 11 of them, so nothing is lost from 2**-14 on, the smallest number with all 11.
+Below, the ulp is 2**-24 whatever the number, and the error less than 2**-38.
+
+===================  =========================  =============  =====================================================
+format               kept beside the weight     bytes a weight lost
+===================  =========================  =============  =====================================================
+`Separate`           the master                 4              nothing
+`SplitBFloat16`      its lower half             2              nothing
+`SplitFloat16`       the distance, counted      2              below 2**-14 less than 2**-38; past 65504 it is infinite
+`Kahan`              the rounding error         2              what a half number of that error loses
+`Nearest`            nothing                    0              updates of less than half an ulp
+`Stochastic`         nothing                    0              nothing on average
+===================  =========================  =============  =====================================================
+
+Somebody else may write a weight between two steps: load it, clip it, set it to zero. A master is believed only where it
+rounds to its weight; elsewhere the weight is taken. Only the weights themselves can tell: writes through `.data` leave no
+other trace.
+
+All work on flat tensors of equal length: `working`, views of the half weights, piece by piece; `rest`, what the bucket keeps
+(or None); `values` and `spare`, float32 scratch. `Separate` gives `rest` itself as the values.
 """
 
 from __future__ import annotations
@@ -25,13 +72,14 @@ _CHUNK = 2**16  # elements of a temporary that only some formats need
 
 
 class Format(ABC):
-    """See the module docstring. needs_values: whether `values` must be scratch, as `rest` is not float32."""
+    """A way to keep masters; the module docstring says what is read and written. needs_values: `rest` is not float32, so that
+    `values` must be scratch."""
 
     needs_values = True
 
     @abstractmethod
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """A `rest` for `size` elements whose working weights are of `dtype`."""
+        """Return a `rest` for `size` elements whose working weights are of `dtype`."""
 
     @abstractmethod
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
@@ -40,11 +88,11 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        """Take `values` as the masters: updates `working` and `rest`; overwrites `values`, unless it is `rest`, and `spare`."""
+        """Make `values` the masters: update `working` and `rest`. Overwrites `spare`, and `values` unless it is `rest`."""
 
 
 class Separate(Format):
-    """A float32 copy. 4 bytes an element."""
+    """Keeps the master itself. 4 bytes an element."""
 
     needs_values = False
 
@@ -63,7 +111,7 @@ class Separate(Format):
 
 
 class SplitBFloat16(Format):
-    """The weight is the high half of the float32 number, `rest` the signed low half. 2 bytes an element, exact."""
+    """Keeps the lower half of the master, as a signed number; the weight is the upper half. 2 bytes an element, exact."""
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int16, device=device)
@@ -71,12 +119,12 @@ class SplitBFloat16(Format):
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         bits, low = values.view(torch.int32), spare.view(torch.int32)
-        torch._foreach_copy_(split_like(bits, working), [w.view(torch.int16) for w in working])
+        torch._foreach_copy_(pieces_like(bits, working), [w.view(torch.int16) for w in working])
         bits.bitwise_left_shift_(16).add_(low.copy_(rest))
         # Zeros that somebody else wrote: with the remainder of another weight they can read as a NaN. On the CPU one number
         # tells whether there is any; elsewhere reading it would wait for the device.
         if not values.is_cpu or math.isnan(values.max()):
-            torch._foreach_copy_(split_like(spare, working), list(working))
+            torch._foreach_copy_(pieces_like(spare, working), list(working))
             torch.where(values.isnan().logical_and_(spare == 0), spare, values, out=values)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
@@ -88,7 +136,7 @@ class SplitBFloat16(Format):
 
 
 class SplitFloat16(Format):
-    """`rest` counts the distance to the float16 weight in 2**-14 of the weight's ulp. 2 bytes an element.
+    """Keeps the distance from weight to master, counted in 2**-14 of the weight's ulp. 2 bytes an element.
 
     Exact for values of at least 2**-14 in magnitude, float16's smallest normal number; below, the error is below
     2**-38. Masters beyond float16's largest number become infinite, as their weights do.
@@ -99,36 +147,36 @@ class SplitFloat16(Format):
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
-        torch._foreach_copy_(split_like(values, working), list(working))
-        for part, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
-            part.add_(_to_step(step.copy_(part)).mul_(left))
+        torch._foreach_copy_(pieces_like(values, working), list(working))
+        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
+            chunk.add_(_to_step(step.copy_(chunk)).mul_(left))
         _take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
-        torch._foreach_copy_(list(working), split_like(values, working))
-        torch._foreach_copy_(split_like(spare, working), list(working))
+        torch._foreach_copy_(list(working), pieces_like(values, working))
+        torch._foreach_copy_(pieces_like(spare, working), list(working))
         # The difference to an overflown weight is not a number; nothing is left over then.
         values.sub_(spare).div_(_to_step(spare)).nan_to_num_(0.0, 0.0, 0.0)
-        for part, left in zip(values.split(_CHUNK), rest.split(_CHUNK), strict=True):
-            left.copy_(whole_steps(part))
+        for chunk, left in zip(values.split(_CHUNK), rest.split(_CHUNK), strict=True):
+            left.copy_(whole_steps(chunk))
 
 
 class Nearest(Format):
-    """No master: the update is added to the weight in float32, and rounded. 0 bytes; updates below half an ulp are lost."""
+    """Keeps nothing: the update is added to the weight in float32, and rounded. Updates below half an ulp are lost."""
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         return None
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        torch._foreach_copy_(split_like(values, working), list(working))
+        torch._foreach_copy_(pieces_like(values, working), list(working))
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         round_nearest(working, values, spare)
 
 
 class Stochastic(Nearest):
-    """No master: rounded up or down by chance, so that the mean of many updates is right. 0 bytes.
+    """Keeps nothing, and rounds up or down by chance, the nearer the likelier, so that the mean of many updates is right.
 
     The random numbers are those of a generator of its own with a fixed seed: ranks that step alike round alike, and the
     user's random state is not consumed.
@@ -148,33 +196,33 @@ class Stochastic(Nearest):
         if working[0].dtype == torch.bfloat16:
             bits, noise = values.view(torch.int32), spare.view(torch.int32)
             bits.add_(noise.random_(0, 2**16, generator=generator)).bitwise_right_shift_(16)
-            torch._foreach_copy_([w.view(torch.int16) for w in working], split_like(bits, working))
+            torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
             return
-        for part, ulp in zip(values.split(_CHUNK), spare.split(_CHUNK), strict=True):
-            part.div_(_to_ulp(ulp.copy_(part)).copysign_(part))  # a positive number of them
-            below = part.floor()
+        for chunk, ulp in zip(values.split(_CHUNK), spare.split(_CHUNK), strict=True):
+            chunk.div_(_to_ulp(ulp.copy_(chunk)).copysign_(chunk))  # a positive number of them
+            below = chunk.floor()
             # The sum of a number and a chance is rounded, and would reach the next one too often.
-            up = torch.rand(part.shape, generator=generator, device=part.device) < part.sub_(below)
-            torch.mul(below.add_(up), ulp, out=part)
-        torch._foreach_copy_(list(working), split_like(values, working))
+            up = torch.rand(chunk.shape, generator=generator, device=chunk.device) < chunk.sub_(below)
+            torch.mul(below.add_(up), ulp, out=chunk)
+        torch._foreach_copy_(list(working), pieces_like(values, working))
 
 
 class Kahan(Format):
-    """The rounding error is kept in the weight's dtype and added before the next update. 2 bytes; about 16 bits (22 with
+    """Keeps the rounding error, in the weight's dtype, and adds it before the next update. 2 bytes; about 16 bits (22 with
     float16) of mantissa."""
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
-        torch._foreach_copy_(split_like(values, working), list(working))
+        torch._foreach_copy_(pieces_like(values, working), list(working))
         values.add_(spare.copy_(rest))  # type: ignore[arg-type]
         _take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         round_nearest(working, values, spare)
-        torch._foreach_copy_(split_like(spare, working), list(working))
+        torch._foreach_copy_(pieces_like(spare, working), list(working))
         rest.copy_(values.sub_(spare).nan_to_num_(0.0, 0.0, 0.0))
         # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight.
         for weights, left, sums in zip(*(t.split(_CHUNK) for t in (spare, rest, values)), strict=True):
@@ -188,7 +236,7 @@ def round_nearest(working: Views, values: torch.Tensor, spare: torch.Tensor) -> 
         plain_nan_(values)
         _high_half(values.view(torch.int32), working, out=spare.view(torch.int32))
     else:
-        torch._foreach_copy_(list(working), split_like(values, working))
+        torch._foreach_copy_(list(working), pieces_like(values, working))
 
 
 def plain_nan_(values: torch.Tensor) -> None:
@@ -208,15 +256,15 @@ def whole_steps(distance: torch.Tensor) -> torch.Tensor:
     return distance.round().minimum(limit).maximum(-limit)
 
 
-def split_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
-    """Views of `values` for those in `working`, which lie in it one after another as in a bucket."""
+def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
+    """Return views of `values` for those in `working`, which lie in it one after another as in a bucket."""
     offsets = starts(w.numel() for w in working)
     return [values[offset : offset + w.numel()] for offset, w in zip(offsets, working, strict=True)]
 
 
 def _high_half(bits: torch.Tensor, working: Views, out: torch.Tensor) -> None:
     torch.add(bits, 0x8000, out=out).bitwise_right_shift_(16)
-    torch._foreach_copy_([w.view(torch.int16) for w in working], split_like(out, working))
+    torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(out, working))
 
 
 def _take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
@@ -224,34 +272,34 @@ def _take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> 
     dtype, size = working[0].dtype, len(values)
     rounded, found = spare.view(dtype).split(size)
     if dtype == torch.bfloat16:
-        for part, master in zip(rounded.view(torch.int16).split(_CHUNK), values.split(_CHUNK), strict=True):
-            part.copy_(_high_bits(master))
+        for chunk, master in zip(rounded.view(torch.int16).split(_CHUNK), values.split(_CHUNK), strict=True):
+            chunk.copy_(_high_bits(master))
     else:
         rounded.copy_(values)
     # On the CPU an answer costs nothing to wait for; a call costs as much as some thousand elements.
     few = values.is_cpu and len(working) <= 1 + size // 2**14
-    if few and all(map(_same_bits, split_like(rounded, working), working)):
+    if few and all(map(_same_bits, pieces_like(rounded, working), working)):
         return
     found.copy_(rounded)  # also between the pieces, where there are no weights
-    torch._foreach_copy_(split_like(found, working), list(working))
+    torch._foreach_copy_(pieces_like(found, working), list(working))
     if few or not (values.is_cpu and _same_bits(rounded, found)):
         torch.where(rounded.view(torch.int16) == found.view(torch.int16), values, found, out=values)
 
 
 def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """New half numbers, rounded to nearest."""
+    """Return new half numbers, rounded to nearest."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
     return _high_bits(values).to(torch.int16).view(dtype)
 
 
 def _high_bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 `values` rounded to bfloat16, as int32."""
+    """Return the bits of float32 `values` rounded to bfloat16, as int32."""
     return torch.add(values.view(torch.int32), 0x8000).bitwise_right_shift_(16)
 
 
 def _same_bits(halves: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether two flat tensors are equal to the bit; waits for the device."""
+    """Return whether two flat tensors are equal to the bit; waits for the device."""
     size = len(halves) // 4 * 4
     if halves.storage_offset() % 4 or others.storage_offset() % 4:
         return torch.equal(halves.view(torch.int16), others.view(torch.int16))

@@ -1,4 +1,4 @@
-"""A bucket's whole update as one function of tensors, compiled: cast, join, the optimizer's own step, part.
+"""A bucket's whole update as one function of tensors, compiled: cast, join, the optimizer's own step, split.
 
 The compiler keys a graph that sees an optimizer by the very tensors of its state, so every bucket would have one of its
 own. Here the optimizer's `step` runs on a stand-in that is made inside the traced function from the function's arguments:
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import fx
 from torch.optim import Optimizer
 
 from booster.masters.bucket import State
 from booster.masters.formats import Format
-from booster.masters.formats_compiled import join, part
-from booster.masters.scalars import scalars_first
+from booster.masters.formats_compiled import join, split
 from booster.update.compiled import OWN_CACHE
 
 Entries = dict[str, Any]
@@ -28,7 +28,7 @@ _NOT_READ = ("params", "lr", "initial_lr", "param_names")
 
 
 class Kernel:
-    """Compiles `step` for optimizers of the class and attributes of `optimizer`, which is not touched.
+    """The compiled step of optimizers of the class and attributes of `optimizer`, which is not touched.
 
     One Kernel is for one size and dtype. Raises, at a call, whatever the compiler raises for what it cannot trace; nothing
     has changed then.
@@ -50,7 +50,7 @@ class Kernel:
             masters = join(format, weights, rest)
             masters.grad = grads.float() * ratio
             after = step_stand_in(stand_in, attributes, group, rate, masters, state)
-            rounded, kept = part(format, masters, dtype)
+            rounded, kept = split(format, masters, dtype)
             weights.copy_(rounded)
             for old, new in zip(rest, kept, strict=True):
                 old.copy_(new)
@@ -85,7 +85,7 @@ class Kernel:
 
 
 def read_entries(group: Entries) -> Entries:
-    """The entries of a group that a step reads, the learning rate excepted."""
+    """Return the entries of a group that a step reads, the learning rate excepted."""
     entries = {key: value for key, value in group.items() if key not in _NOT_READ}
     # One tensor needs no foreach, and some foreach implementations refuse a tensor for a learning rate.
     return entries | ({"foreach": False} if "foreach" in entries else {})
@@ -108,7 +108,7 @@ def step_stand_in(
 
 
 def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> bool:
-    """Whether a first step of `optimizer` creates state for a parameter; tries it on one of a few zeros."""
+    """Return whether a first step of `optimizer` creates state for a parameter; tries it on one of a few zeros."""
     masters = torch.zeros(1, device=device)
     masters.grad = torch.zeros(1, device=device)
     own = stand_in_class(type(optimizer)), instance_attributes(optimizer)
@@ -116,7 +116,7 @@ def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> b
 
 
 def instance_attributes(optimizer: Optimizer) -> Entries:
-    """What a step may read of the instance beside groups and state."""
+    """Return what a step may read of the instance beside groups and state."""
     return {
         key: value
         for key, value in vars(optimizer).items()
@@ -125,7 +125,7 @@ def instance_attributes(optimizer: Optimizer) -> Entries:
 
 
 def stand_in_class(cls: type[Optimizer]) -> type:
-    """A class with the functions of `cls` and its bases that is no Optimizer, without what torch wraps them in."""
+    """Return a class with the functions of `cls` and its bases that is no Optimizer, without what torch wraps them in."""
     members: Entries = {}
     for base in reversed(cls.__mro__[:-1]):
         for name, value in vars(base).items():
@@ -144,3 +144,65 @@ def _unwrapped(function: Any) -> Any:
             function = function.__wrapped__
         else:
             return function
+
+
+# ---------------------------------------------------------------------- what is one number for all elements
+
+
+def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compile `graph` with inductor, except operations among 0-dim tensors, which run eagerly before; for torch.compile.
+
+    Bias corrections are powers of the step count. Torch's compiler for CPUs puts them into the loop over the elements, once
+    for each vector of them, where they take longer than the update itself.
+    """
+    import torch._inductor  # heavy, and loaded by torch.compile anyway
+    from torch.fx.passes.split_module import split_module
+
+    inductor: Any = torch._inductor.compile
+    scalars = _scalars(graph)
+    if not scalars:
+        return inductor(graph, inputs)
+    whole: Any = split_module(graph, graph, lambda node: 0 if node in scalars else 1, keep_original_order=False)
+    rest = whole.submod_1
+    values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
+    examples: Any = [values[node.name] for node in rest.graph.nodes if node.op == "placeholder"]
+    whole.submod_1 = _Compiled(inductor(rest, examples))
+    return whole.forward
+
+
+class _Compiled(torch.nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._function(*inputs)
+
+
+def _scalars(graph: fx.GraphModule) -> set[fx.Node]:
+    """Return the operations among 0-dim tensors; none if moving them to the front would change what another operation reads."""
+    found: set[fx.Node] = set()
+    read: set[fx.Node] = set()  # by operations that stay
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        inputs = node.all_input_nodes
+        if _is_scalar(node) and all(a in found or (a.op == "placeholder" and _is_scalar(a)) for a in inputs):
+            if _writes(node) and not read.isdisjoint(inputs):
+                return set()
+            found.add(node)
+        else:
+            if _writes(node) and any(_is_scalar(written) for written in inputs[:1]):
+                return set()
+            read.update(inputs)
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_") or name.startswith(("i", "setitem"))
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.dim() == 0

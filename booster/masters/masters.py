@@ -26,12 +26,12 @@ Weights = Mapping[torch.Tensor, torch.Tensor]
 
 
 def may_have_master(param: torch.Tensor) -> bool:
-    """Whether a master of `param` would hold anything."""
+    """Return whether a master of `param` would hold anything."""
     return param.dtype in HALF_DTYPES and param.numel() > 0
 
 
 def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a working parameter where nobody keeps another for its master."""
+    """Return `param.grad`, the gradient for its master where nobody keeps another."""
     return param.grad
 
 
@@ -100,7 +100,7 @@ class Masters:
         return max((bucket.size for bucket in self.buckets), default=0)
 
     def params(self) -> list[torch.Tensor]:
-        """Parameters with masters, each once."""
+        """Return the parameters with masters, each once."""
         return list(self._layouts)
 
     def _take_loaded(self, values: Weights) -> None:
@@ -109,9 +109,7 @@ class Masters:
             if bucket.rest is None or values.keys().isdisjoint(bucket.params):
                 continue
             masters = bucket.load(bucket.scratch(), bucket.scratch())
-            for piece, working, master in zip(
-                bucket.pieces, bucket.working(), bucket.cut_like_pieces(masters), strict=True
-            ):
+            for piece, working, master in zip(bucket.pieces, bucket.working(), bucket.pieces_of(masters), strict=True):
                 if piece.param in values:
                     value = flat_like(values[piece.param], piece.param)[piece.start : piece.stop].to(master)
                     torch.where(working == value.to(working.dtype), value, master, out=master)
@@ -121,21 +119,21 @@ class Masters:
         """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone."""
         if self.kind == "whole":
             return
-        parts = []
+        divided = []
         for bucket in self.buckets:
-            parts += bucket.divide(lambda piece: self.gradient_of(piece.param) is not None, self.optimizer.state)
-        self.buckets = parts
+            divided += bucket.divide(lambda piece: self.gradient_of(piece.param) is not None, self.optimizer.state)
+        self.buckets = divided
 
     # ------------------------------------------------------------------ state of the optimizer
 
     def state(self) -> defaultdict[Any, State]:
-        """The optimizer's state by working parameter, in shapes of the parameters. Do not write to it."""
+        """Return the optimizer's state by working parameter, in shapes of the parameters. Do not write to it."""
         handles = {handle for bucket in self.buckets for handle in bucket.handles}
         other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
         return defaultdict(dict, {**other, **state_of_params(self.buckets, self.optimizer.state, self._layouts)})
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """What `optimizer.state_dict()` would be if it had been stepped on float32 parameters."""
+        """Return what `optimizer.state_dict()` would be if it had been stepped on float32 parameters."""
         own, self.optimizer.state = self.optimizer.state, self.state()
         try:
             return self.optimizer.state_dict()
@@ -168,26 +166,26 @@ class Masters:
     # ------------------------------------------------------------------ values
 
     def joined(self, param: torch.Tensor) -> torch.Tensor:
-        """A float32 copy of the master of `param`, in its shape."""
+        """Return a float32 copy of the master of `param`, in its shape."""
         self.adopt()
         return self._values_of({param: None})[param].clone()
 
     def values(self) -> Weights:
-        """The masters by parameter, float32 in its shape: themselves where one is kept in one piece, else copies."""
+        """Return the masters by parameter, float32 in its shape: themselves where one is kept in one piece, else copies."""
         self.adopt()
         return self._values_of(self._layouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
+        """Return the masters by parameter name, where they are more than the weights; and the state of stochastic rounding."""
         self.adopt()
-        parts: dict[torch.Tensor, torch.Tensor] = {}
+        weights: dict[torch.Tensor, torch.Tensor] = {}
         for bucket in self.buckets:
             if bucket.rest is None:
                 continue
-            for piece, values in zip(bucket.pieces, bucket.cut_like_pieces(bucket.joined()), strict=True):
-                whole = parts.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
+            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
                 flat(whole)[piece.start : piece.stop] = values
-        state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in parts.items()}}
+        state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in weights.items()}}
         generators = {
             str(device): generator.get_state()
             for form in self._formats.values()
@@ -197,7 +195,7 @@ class Masters:
         return state | ({"rounding": generators} if generators else {})
 
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
-        """The weights in `state`, by parameter. Raises ValueError, with nothing changed, if they cannot be masters here."""
+        """Return the weights in `state`, by parameter. Raises ValueError, nothing changed, if they cannot be masters here."""
         weights, rounding = state["weights"], state.get("rounding", {})
         params = {self._name(p): p for p in self._half_params()}
         unknown = {
@@ -235,19 +233,19 @@ class Masters:
     # ------------------------------------------------------------------ inside
 
     def _values_of(self, params: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, torch.Tensor]:
-        parts: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
+        pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         for bucket in self.buckets:
             if any(piece.param in params for piece in bucket.pieces):
-                for piece, part in zip(bucket.pieces, bucket.cut_like_pieces(bucket.joined()), strict=True):
-                    parts.setdefault(piece.param, []).append((piece.start, part))
+                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                    pieces.setdefault(piece.param, []).append((piece.start, master))
         values = {}
         for param in params:
-            own = [part for _, part in sorted(parts[param], key=lambda found: found[0])]
+            own = [master for _, master in sorted(pieces[param], key=lambda found: found[0])]
             values[param] = shaped_like(own[0] if len(own) == 1 else torch.cat(own), self._layouts[param])
         return values
 
     def _half_params(self) -> list[torch.Tensor]:
-        """Parameters of the groups that have masters, or would have if they were trained."""
+        """Return the parameters of the groups that have masters, or would have if they were trained."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if may_have_master(p)]
 
     def _follow_layouts(self) -> None:
@@ -289,8 +287,8 @@ class Masters:
             values = bucket.scratch() if bucket.rest is None or bucket.rest.dtype != torch.float32 else bucket.rest
             for piece in bucket.pieces:
                 source = sources.get(piece.param, piece.param).detach()
-                part = flat_like(source, piece.param)[piece.start : piece.stop]
-                values[piece.offset : piece.offset + piece.size].copy_(part)
+                found = flat_like(source, piece.param)[piece.start : piece.stop]
+                values[piece.offset : piece.offset + piece.size].copy_(found)
             values.masked_fill_(values.isnan(), math.nan)  # see `formats.plain_nan_`
             bucket.save(values, bucket.scratch())
         return buckets

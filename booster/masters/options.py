@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
-from booster.optimizer_kinds import kind_of
+from booster.optimizer_kinds import kind_of, unknown
 
 MasterWeights = Literal["auto", "fp32", "split", "none"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
@@ -48,14 +48,11 @@ class MasterOptions:
                 f"master_weights={self.master_weights!r} steps flat buckets, but {name} needs whole tensors; "
                 "use master_weights='fp32' or 'auto'"
             )
-        raise ValueError(
-            f"master_weights={self.master_weights!r} steps flat buckets, and {name} is not known to treat every element "
-            "by itself; use master_weights='fp32' or 'auto', or, if it does, call "
-            f"booster.register_elementwise({name}) before boost()"
-        )
+        would = f"would be stepped on flat buckets by master_weights={self.master_weights!r}"
+        raise ValueError(unknown(optimizer, would, "use master_weights='fp32' or 'auto'"))
 
     def make_format(self, optimizer: Optimizer, dtype: torch.dtype) -> Format:
-        """The format for working weights of `dtype`."""
+        """Return the format for working weights of `dtype`."""
         form = self.master_weights
         if form == "auto":
             form = "split" if dtype == torch.bfloat16 and kind_of(optimizer) == "elementwise" else "fp32"

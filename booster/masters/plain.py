@@ -25,8 +25,8 @@ def lots(params: Iterable[torch.Tensor], size: int) -> list[tuple[list[torch.Ten
     return [
         ([piece.param for piece in lot], kind is dense)
         for kind in (dense, loose)
-        for part in split_by_device(kind)
-        for lot in pack(part, size)
+        for alike in split_by_device(kind)
+        for lot in pack(alike, size)
     ]
 
 

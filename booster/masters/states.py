@@ -15,11 +15,11 @@ from booster.masters.bucket import Bucket, State, is_elementwise
 def state_of_params(
     buckets: Iterable[Bucket], state: Mapping[Any, State], layouts: Mapping[torch.Tensor, torch.Tensor]
 ) -> dict[torch.Tensor, State]:
-    """The state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
+    """Return the state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
 
     Tensors are views of the optimizer's where a parameter lies in one bucket, else copies; counters are copies.
     """
-    parts: dict[torch.Tensor, list[tuple[int, State]]] = {}
+    found: dict[torch.Tensor, list[tuple[int, State]]] = {}
     for bucket in buckets:
         for index, piece in enumerate(bucket.pieces):
             handle = bucket.handles[index if bucket.whole else 0]
@@ -33,12 +33,14 @@ def state_of_params(
                     else _Scalar(value)
                     for key, value in own.items()
                 }
-            parts.setdefault(piece.param, []).append((piece.start if not bucket.whole else -1, own))
-    return {param: _assemble(layouts[param], sorted(found, key=lambda part: part[0])) for param, found in parts.items()}
+            found.setdefault(piece.param, []).append((piece.start if not bucket.whole else -1, own))
+    return {
+        param: _assemble(layouts[param], sorted(pieces, key=lambda piece: piece[0])) for param, pieces in found.items()
+    }
 
 
 def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
-    """Equal for parameters whose states can share a flat bucket."""
+    """Return what is equal for parameters whose states can share a flat bucket, and for no others."""
     return tuple(
         (key, "elementwise" if _has_shape_of(value, param) else _comparable(value))
         for key, value in sorted((state or {}).items())
@@ -46,7 +48,7 @@ def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
 
 
 def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dict[torch.Tensor, State]:
-    """The state of the handles of `bucket`, from those of its parameters; half-precision numbers become float32."""
+    """Return the state of the handles of `bucket`, from those of its parameters; half-precision numbers become float32."""
     if bucket.whole:
         return {
             handle: {key: _widen(value) for key, value in states[piece.param].items()}
@@ -76,17 +78,17 @@ class _Scalar:
         self.value = value
 
 
-def _assemble(param: torch.Tensor, parts: list[tuple[int, State]]) -> State:
-    first = parts[0][1]
-    if parts[0][0] < 0:
+def _assemble(param: torch.Tensor, pieces: list[tuple[int, State]]) -> State:
+    first = pieces[0][1]
+    if pieces[0][0] < 0:
         return first
     assembled: State = {}
     for key, value in first.items():
         if isinstance(value, _Scalar):
             assembled[key] = value.value.clone() if isinstance(value.value, torch.Tensor) else value.value
         else:
-            pieces = [part[key] for _, part in parts]
-            assembled[key] = shaped_like(pieces[0] if len(pieces) == 1 else torch.cat(pieces), param)
+            values = [own[key] for _, own in pieces]
+            assembled[key] = shaped_like(values[0] if len(values) == 1 else torch.cat(values), param)
     return assembled
 
 

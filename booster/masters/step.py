@@ -1,4 +1,26 @@
-"""Stepping the user's optimizer on float32 masters, a bucket at a time."""
+"""Stepping the user's optimizer on float32 masters, a bucket at a time.
+
+The optimizer is the user's own object, and its `step` is called as it is. It does not see the half parameters. While a bucket
+is stepped, the only parameter in its groups is a handle: a float32 parameter that is given the bucket's masters for data and
+its gradients, cast to float32, for gradient::
+
+    half weights, kept rest  --join-->   masters --.                             .--> half weights (rounded)
+                                                    >  handle, optimizer.step() <
+    half gradients, scaled   --cast-->   grads   --'                             '--> rest
+
+With m the master, w the weight, g the scaled gradient, s the loss scale and c the clip factor::
+
+    m  <-  step(m, g * c / s)            w  <-  round(m)
+
+Neither s nor c is applied by itself. They are one number, `grad_scale` = s / c, by which fused kernels divide as they read
+the gradient; for other optimizers the float32 copy is multiplied once. The half gradients stay what they are.
+
+Why buckets: join and cast need 8 bytes of float32 scratch for an element, which are those of the largest bucket, an eighth
+of the parameters at most, and not of the model. And a thousand small tensors in one flat bucket are one call.
+
+Optimizers that need whole tensors get buckets of whole tensors, a handle each; those that must see everything at once, all
+handles together.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +121,7 @@ class MasterStep:
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, grad_scale: float) -> None:
         values, grads = scratch.of(bucket)
         masters = bucket.load(values, grads)
-        torch._foreach_copy_(bucket.cut_like_pieces(grads), bucket.gradients(self.masters.gradient_of))
+        torch._foreach_copy_(bucket.pieces_of(grads), bucket.gradients(self.masters.gradient_of))
         bucket.attach(masters, grads)
         try:
             self._call([grads], grad_scale)
@@ -198,7 +220,7 @@ class _Scratch:
         self._tensors: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
     def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values, gradients) of the bucket's size; the former only where the bucket needs it."""
+        """Return (values, gradients) of the bucket's size; the former only where the bucket needs it."""
         grads = self._tensor(bucket.device, True)[: bucket.size]
         values = self._tensor(bucket.device, False)[: bucket.size] if bucket.needs_values else grads
         return values, grads
@@ -210,7 +232,7 @@ class _Scratch:
 
 
 class _Restricted:
-    """While entered the optimizer has one group, with the parameters last given to `to`.
+    """Restricts the optimizer, while entered, to one group with the parameters last given to `to`.
 
     The group's other entries are as the user set them before each call: an optimizer that writes to them, once per step,
     has then written once.
@@ -236,7 +258,7 @@ class _Restricted:
 
 @contextmanager
 def _unfused(group: dict[str, Any], applies: Any) -> Iterator[None]:
-    """For its length the optimizer of `group` takes torch's default implementation, if that `applies`."""
+    """For its length, give the optimizer of `group` its default implementation, if that `applies`."""
     if not applies:
         yield
         return
@@ -266,7 +288,7 @@ class _Swapped:
 
 @contextmanager
 def _hooks_once(optimizer: Any) -> Iterator[None]:
-    """Step hooks fire around the whole, with the user's parameters in the groups, and not inside."""
+    """Fire step hooks around the whole, with the user's parameters in the groups, and not inside."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in itertools.chain(torch_optimizer._global_optimizer_pre_hooks.values(), own[0].values()):
         if hook(optimizer, (optimizer,), {}) is not None:
@@ -283,7 +305,7 @@ def _hooks_once(optimizer: Any) -> Iterator[None]:
 
 
 def _bare_step(optimizer: Any, *args: Any) -> Any:
-    """`optimizer.step`, without the wrapper by which torch runs hooks."""
+    """Return `optimizer.step`, without the wrapper by which torch runs hooks."""
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__

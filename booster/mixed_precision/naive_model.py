@@ -76,7 +76,7 @@ class NaiveAMPModel(PrecisionModule):
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype that a torch dtype or one of its documented names means. Raises ValueError for any other."""
+    """Return the dtype that a torch dtype or one of its documented names means. Raises ValueError for any other."""
     if isinstance(dtype, str) and dtype in _DTYPES:
         return _DTYPES[dtype]
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():

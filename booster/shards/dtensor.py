@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from booster.optimizer_kinds import kind_of
+from booster.optimizer_kinds import kind_of, unknown
 from booster.shards.base import Shards, State, is_dtensor, world_size
 
 _STEPS_DTENSORS = {"Muon"}  # of torch's optimizers that need whole tensors
@@ -185,11 +185,8 @@ def check_steps_parts(optimizer: Optimizer) -> bool:
     """Return whether `optimizer` is stepped on local tensors, or on DTensors; raise ValueError if it can be on neither."""
     kind, name = kind_of(optimizer), type(optimizer).__name__
     if kind == "whole":
-        raise ValueError(
-            f"{name} would be stepped on shards of the parameters, and is not known to treat every element by itself; "
-            f"if it does, call booster.register_elementwise({name}) before boost(), otherwise use a plugin that keeps "
-            "parameters whole, such as TorchDDPPlugin"
-        )
+        otherwise = "use a plugin that keeps parameters whole, such as TorchDDPPlugin"
+        raise ValueError(unknown(optimizer, "would be stepped on shards of the parameters", otherwise))
     if kind == "per tensor" and name not in _STEPS_DTENSORS:
         raise ValueError(
             f"{name} looks at whole tensors, and torch cannot run its step on the DTensors of sharded parameters; use "

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.flat import flat_like, shaped_like
-from booster.optimizer_kinds import Kind, kind_of
+from booster.optimizer_kinds import Kind, kind_of, unknown
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State
 from booster.shards.replicated import Replica, check_replicas
 from booster.shards.zero_buckets import Layout, stretch
@@ -298,13 +298,10 @@ class ZeroShards(Shards):
 
 def check_parts(optimizer: Optimizer) -> Kind:
     """Return the kind of `optimizer`; raise ValueError if it cannot be stepped on parts, or on some tensors of a group."""
-    kind, name = kind_of(optimizer), type(optimizer).__name__
+    kind = kind_of(optimizer)
     if kind == "whole":
-        raise ValueError(
-            f"{name} would be stepped on each rank's part of the parameters, and is not known to treat every element by "
-            f"itself; if it does, call booster.register_elementwise({name}) before boost(), otherwise use "
-            "TorchDDPPlugin, which keeps optimizer states whole"
-        )
+        otherwise = "use TorchDDPPlugin, which keeps optimizer states whole"
+        raise ValueError(unknown(optimizer, "would be stepped on each rank's part of the parameters", otherwise))
     return kind
 
 

@@ -15,7 +15,7 @@ from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, MasterUpdate
 from booster.masters.compiled import CompiledMasterStep
 from booster.masters.formats import Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16
-from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, part, round_float16
+from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, round_float16, split
 from booster.masters.kernel import Kernel
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.update.base import Job
@@ -258,7 +258,7 @@ def test_arithmetic_without_side_effects_is_that_in_place_also_after_somebody_wr
     weights, spare = torch.zeros(len(values), dtype=dtype), torch.empty(len(values))
     kept = eager.allocate(len(values), dtype, torch.device("cpu"))
     eager.write([weights], kept, values.clone(), spare)
-    rounded, rest = part(form(), values, dtype)
+    rounded, rest = split(form(), values, dtype)
     assert torch.equal(rounded.to(dtype).view(torch.int16), weights.view(torch.int16))
     rest = [row.to(torch.uint8 if form in IN_PLACE else kept.dtype) for row in rest]
     foreign = torch.rand(len(values), generator=generator) < 0.3
