@@ -135,9 +135,6 @@ def test_the_public_names_are_these():
 KNOWN_CIRCLES = {
     ("booster.pipelined", "booster.booster"),
     ("booster.plugin.pipeline.pipeline", "booster.plugin.pipeline.plan"),
-    ("booster.update.backward", "booster.interface.optimizer"),
-    ("booster.update.backward_pass", "booster.update.base"),
-    ("booster.update.joint", "booster.update.base"),
 }
 
 
