@@ -8,8 +8,9 @@ the scale grows. With hysteresis 1 the trajectory is that of `torch.amp.GradScal
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import c_float
 from typing import Any
 
@@ -285,6 +286,23 @@ class DeviceScale(LossScaler):
         self.tensor = torch.tensor(scale, dtype=torch.float32, device=self._device)
         self._growth_tracker = torch.tensor(growth, dtype=torch.int64, device=self._device)
         self._hysteresis_tracker = torch.tensor(hysteresis, dtype=torch.int64, device=self._device)
+
+
+def check_scale(scale: Any, others: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raise TypeError unless `scale` is a `LossScaler`, ValueError if it comes with options of another scale.
+
+    others: the arguments of `function` that make one; those that are not its defaults were given.
+    """
+    if not isinstance(scale, LossScaler):
+        legal = "a LossScaler, such as DynamicScale(init_scale=1024.0) or StaticScale(1024.0)"
+        raise TypeError(arguments.refusal("scale", scale, legal, "None for the options of the scale"))
+    defaults = inspect.signature(function).parameters
+    both = [f"{name}={value!r}" for name, value in others.items() if value != defaults[name].default]
+    if both:
+        raise ValueError(
+            f"scale={type(scale).__name__}(...) was given together with {', '.join(both)}, which make a scale of their own; "
+            "give either, such as scale=DynamicScale(...) with these options"
+        )
 
 
 def _float32(value: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch import nn
 from booster import arguments
 from booster.cast_regions import both
 from booster.casting import HALF_DTYPES
-from booster.loss_scaler import DynamicScale, LossScaler
+from booster.loss_scaler import DynamicScale, LossScaler, check_scale
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
@@ -91,7 +92,10 @@ class AutocastMixedPrecision(MixedPrecision):
 
 
 class FP16TorchMixedPrecision(AutocastMixedPrecision):
-    """float16 autocast with a dynamic loss scale, on CPU too. Options of the scale: see `DynamicScale`."""
+    """float16 autocast with a dynamic loss scale, on CPU too. Options of the scale: see `DynamicScale`.
+
+    scale: the loss scale as an object in their place; every boosted optimizer gets a copy of it.
+    """
 
     dtype = torch.float16
 
@@ -108,11 +112,13 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         output_dtype: torch.dtype | None = torch.float32,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
         sdpa_fp32: bool | Literal["auto"] = "auto",
+        *,
+        scale: LossScaler | None = None,
     ) -> None:
         super().__init__(
             cache_enabled=cache_enabled, output_dtype=output_dtype, keep_fp32=keep_fp32, sdpa_fp32=sdpa_fp32
         )
-        self._scale_options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
@@ -121,10 +127,12 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
             "min_scale": min_scale,
             "max_scale": max_scale,
         }
-        DynamicScale(**self._scale_options)  # wrong options raise here, not at the first boost
+        if scale is not None:
+            check_scale(scale, options, FP16TorchMixedPrecision)
+        self._scale: LossScaler = DynamicScale(**options) if scale is None else scale
 
     def make_scaler(self) -> LossScaler:
-        return DynamicScale(**self._scale_options)
+        return copy.deepcopy(self._scale)
 
 
 class BF16MixedPrecision(AutocastMixedPrecision):

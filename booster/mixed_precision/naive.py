@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from booster import arguments
 from booster.cast_regions import both
 from booster.interface.model import CriterionWrapper, ModelWrapper
-from booster.loss_scaler import DynamicScale, LossScaler, check_scale_options
+from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_scale_options
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
@@ -183,7 +184,8 @@ class NaiveMixedPrecision(MixedPrecision):
 class FP16NaiveMixedPrecision(NaiveMixedPrecision):
     """float16 with a loss scale. initial_scale to max_scale are those of `DynamicScale`, with Megatron-LM's hysteresis:
     `hysteresis - 1` overflows are forgiven, and forgiveness is renewed only when the scale grows. dynamic_grad_scale:
-    False keeps the scale at `initial_scale`; steps that overflow are still skipped. Other options: `NaiveMixedPrecision`.
+    False keeps the scale at `initial_scale`; steps that overflow are still skipped. scale: the loss scale as an object in
+    their place; every boosted optimizer gets a copy of it. Other options: `NaiveMixedPrecision`.
     """
 
     dtype = torch.float16
@@ -208,6 +210,8 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
         rounding: Rounding = "nearest",
         sdpa_fp32: bool | Literal["auto"] = "auto",
         default_dtype: bool = False,
+        *,
+        scale: LossScaler | None = None,
     ) -> None:
         super().__init__(
             log_num_zeros_in_grad=log_num_zeros_in_grad,
@@ -232,18 +236,23 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             max_scale if dynamic_grad_scale else None,
             initial="initial_scale",
         )
-        self._scale_options: dict[str, Any] = {
-            "init_scale": initial_scale,
+        options: dict[str, Any] = {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
             "hysteresis": hysteresis,
-            "min_scale": min_scale if dynamic_grad_scale else initial_scale,
-            "max_scale": max_scale if dynamic_grad_scale else initial_scale,
         }
+        bounds: dict[str, Any] = {"min_scale": min_scale, "max_scale": max_scale}
+        if scale is not None:
+            more = {"initial_scale": initial_scale, "dynamic_grad_scale": dynamic_grad_scale}
+            check_scale(scale, {**more, **options, **bounds}, FP16NaiveMixedPrecision)
+        if not dynamic_grad_scale:
+            bounds = {"min_scale": initial_scale, "max_scale": initial_scale}
+        own = DynamicScale(init_scale=initial_scale, **options, **bounds)
+        self._scale: LossScaler = own if scale is None else scale
 
     def make_scaler(self) -> LossScaler:
-        return DynamicScale(**self._scale_options)
+        return copy.deepcopy(self._scale)
 
 
 class BF16NaiveMixedPrecision(NaiveMixedPrecision):

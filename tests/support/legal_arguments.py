@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Sampler, TensorDataset
 
 import booster
-from booster.mixed_precision import FP32, MixedPrecision, apex_amp
+from booster.mixed_precision import FP32, LossScaler, MixedPrecision, apex_amp
 from booster.plugin import Plugin
 from booster.plugin.tensor_parallel import Region
 
@@ -247,6 +247,8 @@ RANGES: dict[str, Predicate] = {
     "keep_fp32": pins,
     "init_scale": a_scale,
     "initial_scale": number(1, 2.0**32),
+    "scale": a(LossScaler),
+    "StaticScale(scale)": a_scale,
     "growth_factor": number(above=1),
     "backoff_factor": lambda v: number(above=0)(v) and v < 1,
     "growth_interval": whole(1),

@@ -6,13 +6,27 @@ import math
 import pytest
 import torch
 from prescribed import DEVICE, HOST, boost, loss_with, parameters
+from torch import nn
 from torch.optim import SGD
 
+from booster import Booster
 from booster.loss_scaler import DeviceScale, DynamicScale, LossScaler, NoScale, StaticScale
+from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.update.outcome import LossScaleError
 
 both = pytest.mark.parametrize("decides", [HOST, DEVICE])
 OVERFLOWS = [False, False, True, False, True, True, False, False, False]
+
+
+DYNAMIC = {
+    "init_scale": 8.0,
+    "growth_factor": 3.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 7,
+    "hysteresis": 3,
+    "min_scale": 0.5,
+    "max_scale": 2.0**20,
+}
 
 
 class Thirds(LossScaler):
@@ -169,3 +183,50 @@ def test_no_scale_is_a_class_of_its_own():
     assert NoScale().on_device(torch.device("cpu")).scale == 1.0
     with pytest.raises(ValueError, match=r"^scale=0.0 is not legal"):
         StaticScale(0.0)
+
+
+PRECISIONS = [FP16TorchMixedPrecision, FP16NaiveMixedPrecision]
+with_a_scale = pytest.mark.parametrize("precision", PRECISIONS, ids=["fp16", "fp16_naive"])
+
+
+@with_a_scale
+@pytest.mark.parametrize("name", SCALES)
+def test_a_precision_takes_a_scale_as_an_object_and_each_optimizer_gets_its_own(precision, name):
+    scale = SCALES[name]()
+    before = scale.scale
+    booster = Booster("cpu", precision(scale=scale))
+    optimizers = []
+    for _ in range(2):
+        net = nn.Linear(3, 2)
+        model, optimizer, *_ = booster.boost(net, SGD(net.parameters(), lr=0.1))
+        assert optimizer.loss_scale == before
+        optimizers.append((model, optimizer))
+    model, optimizer = optimizers[0]
+    booster.backward(model(torch.full((1, 3), math.inf)).sum(), optimizer)
+    assert not optimizer.step()
+    twin = SCALES[name]()
+    twin.update(True)
+    assert optimizer.loss_scale == pytest.approx(twin.scale)
+    assert optimizers[1][1].loss_scale == scale.scale == before
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        *((FP16TorchMixedPrecision, {name: value}) for name, value in DYNAMIC.items()),
+        *((FP16NaiveMixedPrecision, {name: value}) for name, value in DYNAMIC.items() if name != "init_scale"),
+        (FP16NaiveMixedPrecision, {"initial_scale": 8.0}),
+        (FP16NaiveMixedPrecision, {"dynamic_grad_scale": False}),
+    ],
+)
+def test_a_scale_and_options_of_another_are_refused_together(precision, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"scale=StaticScale\(...\) was given together with {name}="):
+        precision(scale=StaticScale(4.0), **options)
+
+
+@with_a_scale
+@pytest.mark.parametrize("wrong", [1024.0, "dynamic", DynamicScale])
+def test_what_is_no_scale_is_refused(precision, wrong):
+    with pytest.raises(TypeError, match=r"^scale=.* is not legal; it must be a LossScaler, such as DynamicScale"):
+        precision(scale=wrong)
