@@ -1,4 +1,4 @@
-"""The `booster` command: `booster run` starts jobs, `booster check` reports what this machine can do.
+"""The `booster` command: `run` starts jobs, `check` reports what this machine can do, `checkpoint` looks into checkpoints.
 
 Each subcommand is imported when it is called, so that help and option errors come without heavy imports.
 """
@@ -14,6 +14,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": "start a training script on one or several machines",
     "check": "report versions, devices and the speed of each precision on this machine",
+    "checkpoint": "list, verify and convert checkpoints",
 }
 
 
@@ -29,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from booster.cli.check import check
 
             return check(arguments[1:])
+        if arguments and arguments[0] == "checkpoint":
+            from booster.cli.checkpoint import checkpoint
+
+            return checkpoint(arguments[1:])
         parser = _parser()
         parser.parse_args(arguments)
         parser.error(f"no command given; choose one of {', '.join(_COMMANDS)}")
@@ -39,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    listing = "\n".join(f"  {name:<8}{text}" for name, text in _COMMANDS.items())
+    listing = "\n".join(f"  {name:<12}{text}" for name, text in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="booster",
-        usage="booster [-h] [--version] {run,check} ...",
+        usage="booster [-h] [--version] {run,check,checkpoint} ...",
         description="Mixed-precision training for PyTorch.",
         epilog=f"commands:\n{listing}\n\n`booster COMMAND --help` describes one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

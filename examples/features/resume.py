@@ -1,6 +1,6 @@
 """Feature: save, start again and go on as if nothing had happened, to the bit.
 
-The optimizer's state_dict also holds the loss scale and its counters, so one file with three state_dicts is enough.
+One call saves weights, optimizer, loss scale, schedule, random states and the position in the data; one resumes them.
 
     python examples/features/resume.py
     booster run --nproc_per_node 2 examples/features/resume.py
@@ -20,7 +20,7 @@ from booster.nn.lr_scheduler import CosineAnnealingLR
 from booster.plugin import TorchDDPPlugin
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
-CHECKPOINT = Path("runs/resume.pt")
+CHECKPOINTS = Path("runs/resume")
 
 
 def read(split: str) -> TensorDataset:
@@ -62,23 +62,16 @@ def main() -> None:
     train_one_epoch(b, *without_a_break)
     train_one_epoch(b, *without_a_break)
 
-    model, optimizer, criterion, loader, lr_scheduler = start(b)
-    train_one_epoch(b, model, optimizer, criterion, loader, lr_scheduler)
-    if DistCoordinator().is_master():
-        CHECKPOINT.parent.mkdir(parents=True, exist_ok=True)
-        parts = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-        torch.save({name: part.state_dict() for name, part in parts.items()} | {"epoch": loader.epoch}, CHECKPOINT)
-    DistCoordinator().block_all()
+    first_half = start(b)
+    train_one_epoch(b, *first_half)
+    b.save(CHECKPOINTS, *first_half, extra={"note": "after one epoch"})
 
-    model, optimizer, criterion, loader, lr_scheduler = start(b)
-    state = torch.load(CHECKPOINT, map_location=b.device, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    lr_scheduler.load_state_dict(state["lr_scheduler"])
-    loader.epoch = state["epoch"]  # so that it shuffles as the second epoch
-    train_one_epoch(b, model, optimizer, criterion, loader, lr_scheduler)
+    second_half = start(b)
+    loaded = b.load(CHECKPOINTS, *second_half)
+    DistCoordinator().print_on_master(f"resumed from {loaded.path}: {loaded.extra['note']}")
+    train_one_epoch(b, *second_half)
 
-    pairs = zip(model.parameters(), without_a_break[0].parameters(), strict=True)
+    pairs = zip(second_half[0].parameters(), without_a_break[0].parameters(), strict=True)
     same = all(torch.equal(resumed, straight) for resumed, straight in pairs)
     DistCoordinator().print_on_master(f"resumed run equals the one without a break, to the bit: {same}")
     DistCoordinator().destroy()

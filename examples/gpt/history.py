@@ -19,6 +19,13 @@ class History:
     validation_loss: float | None = None
     seconds: float = 0.0  # of training, without validation
 
+    def state_dict(self) -> dict[str, list]:
+        """What a checkpoint keeps of it."""
+        return {"loss": self.loss, "loss_scale": self.loss_scale, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, list]) -> None:
+        self.loss, self.loss_scale, self.skipped = state["loss"], state["loss_scale"], state["skipped"]
+
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")

@@ -4,6 +4,7 @@ python examples/gpt/train.py                                                    
 booster run --nproc_per_node 2 examples/gpt/train.py --plugin fsdp --precision fp16
 booster run --nproc_per_node 4 examples/gpt/train.py --plugin hybrid --tp 2 --pp 2 --precision fp16
 booster run --nproc_per_node 4 examples/gpt/train.py --plugin hybrid --tp 2 --pp 2 --model vit
+booster run --max_restarts 5 examples/gpt/train.py --resume --save-every 50         # goes on after whatever kills it
 python examples/gpt/plot.py runs/gpt/gpt-single-fp16.json runs/gpt/gpt-hybrid-tp2-pp2-fp16.json
 """
 
@@ -25,6 +26,7 @@ from booster.nn.lr_scheduler import CosineAnnealingWarmupLR
 MAX_NORM = 1.0
 VALIDATION_BATCHES = 10
 STEPS_PER_LINE = 10
+STOPPED = 75  # exit status: try again later
 
 
 def train(b: Booster, model: torch.nn.Module, splits: Splits, args: argparse.Namespace) -> History:
@@ -42,10 +44,13 @@ def train(b: Booster, model: torch.nn.Module, splits: Splits, args: argparse.Nam
     options = {name: str(value) for name, value in vars(args).items()}
     history = History(f"{describe(args)}, {args.precision}", options, num_held(model) / num_parameters)
     show(f"{history.label}: rank 0 holds {history.share:.0%} of {num_parameters:,} parameters")
+    folder = args.output / f"{args.model}-{describe(args)}-{args.precision}-checkpoints"
+    parts = (model, optimizer, criterion, loader, lr_scheduler)
+    done = b.resume_or_start(folder, *parts, extra=history).step if args.resume else 0
     start = time.perf_counter()
     batches = iter(loader)
     model.train()
-    for step in range(1, args.steps + 1):
+    for step in range(done + 1, args.steps + 1):
         loss = b.execute_pipeline(batches, model, criterion, optimizer, return_loss=True)["loss"]
         optimizer.clip_grad_by_norm(MAX_NORM)
         result = optimizer.step()
@@ -57,6 +62,12 @@ def train(b: Booster, model: torch.nn.Module, splits: Splits, args: argparse.Nam
         history.skipped.append(not result.applied)
         if step % STEPS_PER_LINE == 0 or step == args.steps:
             show(f"step {step:4d}  loss {history.loss[-1]:.4f}  scale {result.loss_scale:g}")
+        stopped = args.resume and b.stop_requested()
+        if (args.save_every and step % args.save_every == 0) or stopped:
+            b.save(folder, *parts, extra=history, step=step, keep_last=2)
+        if stopped:
+            show(f"stopped after step {step}; --resume goes on")
+            raise SystemExit(STOPPED)
     history.seconds = time.perf_counter() - start
 
     history.validation_loss = validate(b, model, criterion, splits, args.batch_size)
@@ -98,6 +109,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--lr", type=float, default=4e-3, help="peak of the learning rate (default: 4e-3)")
     parser.add_argument("--seed", type=int, default=1024)
+    parser.add_argument("--save-every", type=_positive, metavar="STEPS", help="write a checkpoint every so many steps")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint; on SIGTERM or SIGUSR1, save and stop"
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("runs/gpt"), help="folder of the history (default: runs/gpt)"
     )

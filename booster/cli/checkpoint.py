@@ -1,0 +1,159 @@
+"""`booster checkpoint`: what a checkpoint holds, whether it is whole, and its weights as plain files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """Run `booster checkpoint` with the options `argv`; returns 0, or 1 for a checkpoint that is damaged or missing."""
+    options = _parser().parse_args(list(argv))
+    from booster.checkpoint import CheckpointError
+
+    try:
+        return {"show": _show, "verify": _verify, "convert": _convert}[options.action](options)
+    except (CheckpointError, OSError, ImportError) as error:
+        print(f"booster checkpoint: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="booster checkpoint",
+        description="List, verify and convert checkpoints of Booster.save.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{show,verify,convert}")
+    show = actions.add_parser("show", help="list what a checkpoint holds", allow_abbrev=False)
+    show.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    verify = actions.add_parser(
+        "verify", help="compare every byte of every checkpoint with its hash", allow_abbrev=False
+    )
+    convert = actions.add_parser("convert", help="write the weights as plain files", allow_abbrev=False)
+    convert.add_argument("target", type=Path, metavar="TARGET", help="the file, or with --shard the folder, to write")
+    convert.add_argument("--model", default="0", help="the name of the model, where several were saved (default: 0)")
+    convert.add_argument("--masters", action="store_true", help="float32 masters in place of half weights, where kept")
+    convert.add_argument("--torch", action="store_true", help="write files of torch.save instead of safetensors")
+    convert.add_argument("--shard", type=_positive, metavar="MB", help="write files of at most so many MB and an index")
+    for action in (show, verify, convert):
+        action.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of them")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from booster.checkpoint.folder import standing
+    from booster.checkpoint.manifest import read_manifest
+
+    folder = _newest(standing(options.folder))
+    manifest = read_manifest(folder)
+    tree = json.loads((folder / "state.json").read_bytes())
+    kinds: dict[str, list[Any]] = {}
+    for name, tensor in manifest.tensors.items():
+        kinds.setdefault("/".join(name.split("/")[:2]), []).append(tensor)
+    report = {
+        "folder": str(folder),
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        **dict(manifest.versions),
+        **tree.get("run", {}),
+        "bytes": sum(file.bytes for file in manifest.files.values()),
+        "tensors": {
+            kind: {
+                "number": len(tensors),
+                "elements": sum(math.prod(tensor.shape) for tensor in tensors),
+                "dtypes": sorted({tensor.dtype for tensor in tensors}),
+            }
+            for kind, tensors in sorted(kinds.items())
+        },
+        "parameters": {
+            name: [tensor.dtype, list(tensor.shape)]
+            for name, tensor in manifest.tensors.items()
+            if name.startswith("models/")
+        },
+    }
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    for key in [key for key in report if key not in ("tensors", "parameters")]:
+        print(f"{key:<12}{report[key]}")
+    for kind, own in report["tensors"].items():
+        print(f"{kind:<24}{own['number']:>6} tensors {own['elements']:>14,} elements  {', '.join(own['dtypes'])}")
+    for name, (dtype, shape) in report["parameters"].items():
+        print(f"  {name.partition('/')[2]}  {dtype} {tuple(shape)}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from booster.checkpoint.folder import checkpoints, damage, standing
+    from booster.checkpoint.manifest import MANIFEST, CheckpointError
+
+    folder = standing(options.folder)
+    found = [folder] if (folder / MANIFEST).exists() else [path for _, path in checkpoints(folder)]
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {options.folder}")
+    bad = 0
+    for path in found:
+        problems = damage(path)
+        bad += bool(problems)
+        print(f"{path}: {'whole' if not problems else '; '.join(problems)}")
+    return 1 if bad else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from booster.checkpoint.folder import damage, standing
+    from booster.checkpoint.manifest import CheckpointError, read_manifest
+    from booster.checkpoint.weights import export
+
+    folder = _newest(standing(options.folder))
+    problems = damage(folder)
+    if problems:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}")
+    manifest = read_manifest(folder)
+    prefix = f"models/{options.model}/"
+    names = {name.removeprefix(prefix): name for name in manifest.tensors if name.startswith(prefix)}
+    if not names:
+        models = sorted({name.split("/")[1] for name in manifest.tensors if name.startswith("models/")})
+        raise CheckpointError(f"{folder} holds no model {options.model!r}; choose one of {models}")
+    if options.masters:
+        for name in manifest.tensors:
+            kind, _, own = name.partition("/booster/masters/weights/")
+            if kind.startswith("optimizers/") and own in names:
+                names[own] = name
+    export(
+        folder,
+        manifest,
+        names,
+        options.target,
+        shard=options.shard is not None,
+        prefix=None,
+        size_per_shard=options.shard or 0,
+        use_safetensors=not options.torch,
+    )
+    print(f"wrote {options.target}")
+    return 0
+
+
+def _newest(folder: Path) -> Path:
+    from booster.checkpoint.folder import latest
+    from booster.checkpoint.manifest import MANIFEST, CheckpointError
+
+    if (folder / MANIFEST).exists():
+        return folder
+    found = latest(folder)
+    if found is None:
+        raise CheckpointError(f"there is no valid checkpoint in {folder}")
+    return found
