@@ -13,7 +13,9 @@ from booster.checkpoint.manifest import CheckpointError
 
 def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     """Return the JSON-like value of every rank, in rank order; a collective. group: None means this process alone."""
-    return [json.loads(data) for data in communicate.exchange(json.dumps(value).encode(), group)]
+    if group is None:
+        return [value]
+    return [json.loads(text) for text in communicate.exchange(json.dumps(value).encode(), group)]
 
 
 def is_first(group: dist.ProcessGroup | None) -> bool:

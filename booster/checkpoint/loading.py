@@ -28,6 +28,7 @@ from booster.checkpoint.storage import ManifestReader, dtype_of
 from booster.checkpoint.weights import weights_for
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
+from booster.update.checkpoint import PARAMETERS, STATE_KEY
 
 _logger = logging.getLogger(__name__)
 
@@ -197,10 +198,10 @@ class _Reading:
                 self._want(_reference(reference), param)
             if optimizer.has_master(param):
                 self._want(self._wide(param_name, name), param)
-        for key, value in saved["booster"].items():
+        for key, value in saved[STATE_KEY].items():
             if key != "masters":
                 self._want_all(value)
-        self._want_all((saved["booster"].get("masters") or {}).get("rounding"))
+        self._want_all((saved[STATE_KEY].get("masters") or {}).get("rounding"))
         for group in saved["groups"]:
             self._want_all(group["options"])
 
@@ -258,7 +259,7 @@ class _Reading:
             for param, number in numbers.items()
             if param in saved["state"]
         }
-        own = {key: decode(value, self.targets) for key, value in saved["booster"].items() if key != "masters"}
+        own = {key: decode(value, self.targets) for key, value in saved[STATE_KEY].items() if key != "masters"}
         if set(own["loss_scaler"]) != set(optimizer.scaler_state()):
             self.notes.append(
                 f"optimizers {name!r}: the loss scale is left as it is, because the precision that saved has another kind"
@@ -267,12 +268,14 @@ class _Reading:
         if any(map(optimizer.has_master, _params(optimizer))):
             held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {name_: self._wide(name_, name) for name_, param in held.items() if optimizer.has_master(param)}
-            rounding = (saved["booster"].get("masters") or {}).get("rounding")
+            rounding = (saved[STATE_KEY].get("masters") or {}).get("rounding")
             own["masters"] = {
                 "weights": {param: self.targets[key].float() for param, key in weights.items() if key is not None},
                 **({"rounding": decode(rounding, self.targets)} if rounding else {}),
             }
-        return {"state": state, "param_groups": param_groups, "booster": own}
+        if optimizer.is_partial:
+            own[PARAMETERS] = list(numbers)
+        return {"state": state, "param_groups": param_groups, STATE_KEY: own}
 
     # ------------------------------------------------------------------ applying
 
@@ -322,13 +325,13 @@ class _Reading:
             return {}
         found: dict[str, str] = {}
         for saved in self.tree["optimizers"].values():
-            weights = (saved["booster"].get("masters") or {}).get("weights", {})
+            weights = (saved[STATE_KEY].get("masters") or {}).get("weights", {})
             found |= {key: name for key, value in weights.items() if (name := _reference(value)) is not None}
         return found
 
     def _wide(self, param: str, optimizer: str) -> str | None:
         """Where the widest numbers of a parameter are: its master's, else those of its weight."""
-        saved = self.tree["optimizers"][optimizer]["booster"].get("masters") or {}
+        saved = self.tree["optimizers"][optimizer][STATE_KEY].get("masters") or {}
         master = _reference(saved.get("weights", {}).get(param))
         if master is not None:
             return master

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.collectives import communication_device
+from booster.communicate import communication_device
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 

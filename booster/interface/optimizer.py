@@ -277,6 +277,11 @@ class OptimizerWrapper(Optimizer):
         """Return whether `param` is half and trained, with float32 numbers of this optimizer's behind it."""
         return self._update.keeps_masters and param.requires_grad and param.dtype in HALF_DTYPES
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether other ranks step layers that this one lacks."""
+        return self._update.shards.kept is not None
+
     def scaler_state(self) -> dict[str, Any]:
         """The state of the loss scaler, as `state_dict` has it; waits for the device."""
         return self._update.scaler.state_dict()
