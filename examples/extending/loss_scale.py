@@ -1,10 +1,12 @@
 """A loss scale of your own is one file: it grows a little with every clean step and falls far on an overflow.
 
+    Booster(mixed_precision=FP16TorchMixedPrecision(scale=Sawtooth()))  # or FP16NaiveMixedPrecision
+
 The same object serves steps that are decided on the host and on a CUDA device; there its rule runs a step later, when the
 decision has arrived, and no step waits for it.
 """
 
-from booster.mixed_precision import FP16TorchMixedPrecision, LossScaler, register
+from booster.mixed_precision import LossScaler
 
 
 class Sawtooth(LossScaler):
@@ -27,11 +29,3 @@ class Sawtooth(LossScaler):
 
     def load_state_dict(self, state):
         self._scale = float(state["scale"])
-
-
-class FP16Sawtooth(FP16TorchMixedPrecision):
-    def make_scaler(self):
-        return Sawtooth()
-
-
-register("fp16_sawtooth", FP16Sawtooth)

@@ -8,15 +8,22 @@ from extending import load
 from matrix import BATCH, MAX_NORM, PARALLELISMS, VOCABULARY, Transformer, loss_of
 
 from booster import Booster
+from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 STEPS = 6
+PRECISIONS = {
+    "fp8": lambda: load("precision").FP8(),
+    "fp16, own scale": lambda: FP16TorchMixedPrecision(scale=load("loss_scale").Sawtooth()),
+    "fp16_naive, own scale": lambda: FP16NaiveMixedPrecision(scale=load("loss_scale").Sawtooth()),
+}
+# Ranks scale activations by what they have seen themselves, and fp8 has 3 bits of mantissa.
+TOLERANCE = {"fp8": 0.05, "fp16, own scale": 2e-3, "fp16_naive, own scale": 1e-2}
 PLACEMENTS = [name for name, column in PARALLELISMS.items() if column.world_size == 2]
 
 
 def train(precision, placement, steps=STEPS):
     torch.manual_seed(7)
-    load("precision"), load("loss_scale")
-    booster = Booster("cpu", precision, PARALLELISMS[placement].plugin())
+    booster = Booster("cpu", PRECISIONS[precision](), PARALLELISMS[placement].plugin())
     model = Transformer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, loss_of)
@@ -49,7 +56,7 @@ def cell(rank, world_size, precision, placement):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("precision", ["fp8", "fp16_sawtooth"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_extension_trains_on_every_placement_like_one_process(run_on_ranks, precision, placement):
     traces = run_on_ranks(cell, 2, precision, placement)
     losses, scales = traces[0]
@@ -57,8 +64,7 @@ def test_an_extension_trains_on_every_placement_like_one_process(run_on_ranks, p
     assert all(trace == traces[0] for trace in traces)
     assert scales == reference_scales
     assert losses[-1] < losses[0]
-    # Ranks scale activations by what they have seen themselves; fp8 has 3 bits of mantissa.
-    torch.testing.assert_close(losses, reference, rtol=0, atol=0.05 if precision == "fp8" else 2e-3)
+    torch.testing.assert_close(losses, reference, rtol=0, atol=TOLERANCE[precision])
 
 
 def test_fp8_layers_multiply_in_fp8_and_kept_ones_in_float32():

@@ -9,6 +9,7 @@ from prescribed import DEVICE, HOST, boost, loss_with, parameters
 from torch import nn
 
 from booster import Booster
+from booster.mixed_precision import FP16TorchMixedPrecision
 
 INF = float("inf")
 
@@ -44,10 +45,9 @@ def test_the_loss_scale_acts_alike_on_the_host_and_on_a_device():
 
 def test_the_loss_scale_resumes():
     def start():
-        load("loss_scale")
         torch.manual_seed(0)
         net = nn.Linear(4, 1)
-        booster = Booster("cpu", "fp16_sawtooth")
+        booster = Booster("cpu", FP16TorchMixedPrecision(scale=load("loss_scale").Sawtooth()))
         model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.1))
         return booster, model, optimizer
 
