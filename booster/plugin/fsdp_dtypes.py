@@ -7,7 +7,7 @@ master is float32 until its module runs, and again afterwards, so such a model w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,42 +49,47 @@ class _Slots:
 
     def __init__(self, members: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._places = [
-            (module._parameters, name)
+        self._slots = [
+            _Slot(module._parameters, name, param)
             for module in members
             for name, param in module._parameters.items()
             if param is not None and param.is_floating_point()
         ]
-        self._stand_ins: dict[torch.Tensor, Shown] = {}
         self._showing = False
 
     def differ(self) -> bool:
-        return any(cast(nn.Parameter, place[name]).dtype != self._dtype for place, name in self._places)
+        return any(slot.param.dtype != self._dtype for slot in self._slots)
 
+    # These two run at every forward pass: for a parameter they have looked at before they ask nothing of a tensor.
     def show(self) -> None:
         self._showing = True
-        for place, name in self._places:
-            param: Any = place[name]
-            if param.dtype is not self._dtype:
-                place[name] = self._stand_in(param)  # type: ignore[assignment]
+        for slot in self._slots:
+            param = slot.place[slot.name]
+            if param is slot.param and slot.stand_in is not None:
+                slot.place[slot.name] = slot.stand_in
+            elif param is not slot.stand_in and param.dtype != self._dtype:  # neither gathered nor known
+                slot.param, slot.stand_in = param, Shown.of(param, self._dtype)
+                slot.place[slot.name] = slot.stand_in
 
     def hide(self) -> None:
         self._showing = False
-        for place, name in self._places:
-            param = place[name]
-            if type(param) is Shown:
-                place[name] = param.param
+        for slot in self._slots:
+            if slot.stand_in is not None and slot.place[slot.name] is slot.stand_in:
+                slot.place[slot.name] = slot.param
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._showing:
             self.show()
 
-    def _stand_in(self, param: torch.Tensor) -> Shown:
-        if param not in self._stand_ins:
-            if len(self._stand_ins) >= len(self._places):  # parameters were replaced
-                self._stand_ins.clear()
-            self._stand_ins[param] = Shown.of(param, self._dtype)
-        return self._stand_ins[param]
+
+class _Slot:
+    """A parameter in the table of its module, and what stands for it there."""
+
+    __slots__ = ("name", "param", "place", "stand_in")
+
+    def __init__(self, place: dict[str, Any], name: str, param: torch.Tensor) -> None:
+        self.place, self.name, self.param = place, name, param
+        self.stand_in: Shown | None = None
 
 
 class Shown(torch.Tensor):

@@ -116,7 +116,7 @@ def without_reduction(
 ) -> AbstractContextManager[Any]:
     """Make a context in which backward passes leave gradients of a sharded `module` unreduced.
 
-    held: of whom that is so now. unreduced: of whom it has been so.
+    held: the modules inside such a context now. unreduced: those that have been, whose gradients may wait.
     """
     model = bare(module)
     # Inside another such context, leaving this one must not switch synchronisation on.
