@@ -16,12 +16,12 @@ from torch.utils.data import Dataset, Sampler
 
 from booster import arguments, checks, collectives
 from booster.accumulation import Accumulation, Listed, Unsynchronised
-from booster.boosted_loader import DataLoaderWrapper
 from booster.cast_regions import forward_region
 from booster.checkpoint.background import Background
 from booster.checkpoint.parts import Loaded, parts
 from booster.checkpoint.stopping import StopRequests
 from booster.config import translate
+from booster.data import DataLoaderWrapper
 from booster.device import resolve_device
 from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of

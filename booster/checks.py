@@ -13,8 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.boosted_loader import DataLoaderWrapper
-from booster.data import check_sharded
+from booster.data import DataLoaderWrapper, check_sharded
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from booster import arguments
-from booster.boosted_loader import DataLoaderWrapper, Share
 from booster.communicate import communication_device
+from booster.data import DataLoaderWrapper, Share
 
 Op = Literal["mean", "sum", "max", "min"]
 _OPS = ("mean", "sum", "max", "min")

@@ -1,10 +1,11 @@
-"""Data loaders for ranks that share a dataset: making them and checking them."""
+"""Data loaders for ranks that share a dataset: made, checked, and boosted, with batches on the device and epochs counted."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from booster import arguments
-from booster.boosted_loader import DataLoaderWrapper, distributed_sampler
+from booster.trees import map_tensors
 
-__all__ = ["DataLoaderWrapper", "SeededDataLoader", "check_sharded", "prepare_dataloader"]
+__all__ = ["DataLoaderWrapper", "SeededDataLoader", "Share", "check_sharded", "prepare_dataloader", "to_device"]
 
 _logger = logging.getLogger(__name__)
 
@@ -219,3 +220,247 @@ def _mix(seed: int, rank: int, epoch: int) -> int:
     """A seed that no other (seed, rank, epoch) is likely to have, as sums of the three would."""
     digest = hashlib.blake2b(f"{seed}/{rank}/{epoch}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is known of the rows that a loader has yielded, which is the same on every rank.
+
+    num_replicas: ranks to which the sampler deals in turn. num_padded: repeated samples at the end of what all ranks
+    together have yielded (0 before the last batch). rows: the row counts of the last batch and of the epoch so far on
+    each rank; empty where the batch size is not known.
+    """
+
+    num_replicas: int
+    num_padded: int
+    rows: frozenset[int]
+
+
+class DataLoaderWrapper:
+    """Any iterable of batches, with the batches on `device` and the epochs announced to its samplers.
+
+    Each `iter()` calls `set_epoch` of the loader, its sampler and its batch sampler, where they have it, with `epoch`,
+    and counts on. Who sets `epoch` (as after loading a checkpoint), calls `set_epoch` here, or gives the sampler
+    another epoch by its own `set_epoch`, is followed. Several iterators may be alive; each is of its own epoch. Other
+    attributes are the loader's.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: str | torch.device) -> None:
+        if isinstance(loader, DataLoaderWrapper):
+            raise TypeError("this dataloader is boosted already; pass it on as it is")
+        iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+        if not iterable or isinstance(loader, (str, bytes, Mapping, type)) or getattr(loader, "ndim", 1) == 0:
+            raise TypeError(f"dataloader must be an iterable of batches, got {arguments.described(loader)}")
+        self._loader = loader
+        self.device = torch.device(device)
+        self._epoch = next((epoch for target in self._targets() if (epoch := _epoch_of(target)) is not None), 0)
+        self._chosen = False  # whether the user has set the next epoch here
+        self._announced = self._epoch  # what the samplers still hold, unless the user has told them otherwise
+        self._current: _Iteration | None = None  # the one that yielded last
+        self._newest: _Iteration | None = None  # the one that was made last
+        self._position: dict[str, Any] | None = None  # that the next iteration goes on from
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` starts."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch = arguments.count("epoch", epoch, least=0)
+        self._chosen = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()` that of `epoch`; counting goes on from there."""
+        self.epoch = epoch
+
+    @property
+    def share(self) -> Share | None:
+        """What is known of the rows yielded so far; None unless a torch DistributedSampler deals them.
+
+        Raises RuntimeError before the first batch.
+        """
+        sampler = distributed_sampler(self._loader)
+        if not isinstance(sampler, DistributedSampler):
+            return None
+        if self._current is None:
+            raise RuntimeError("this dataloader has not yielded a batch yet, so there are no rows of it")
+        batches = getattr(self._loader, "batch_sampler", None)
+        batch_size = getattr(batches, "batch_size", None)
+        left_over, rows = 0, frozenset[int]()
+        if isinstance(batch_size, int):
+            left_over = sampler.num_samples % batch_size if getattr(batches, "drop_last", False) else 0
+            count = self._current.count
+            epoch_rows = min(count * batch_size, sampler.num_samples - left_over)
+            rows = frozenset({epoch_rows - (count - 1) * batch_size, epoch_rows})
+        padded = sampler.total_size - len(sampler.dataset) - left_over * sampler.num_replicas  # type: ignore[arg-type]
+        return Share(sampler.num_replicas, max(0, padded) if self._current.at_end else 0, rows)
+
+    def unwrap(self) -> Iterable[Any]:
+        """The user's loader."""
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the epoch, how many of its batches were yielded, and the loader's own state if it has one.
+
+        It is that of the iterator that was made last; batches that workers have read ahead do not count.
+        """
+        if self._position is not None:
+            return dict(self._position)
+        newest = self._newest
+        inside = newest is not None and not newest.at_end and newest.epoch + 1 == self._epoch
+        state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
+        if inside and newest is not None:
+            state |= {"epoch": newest.epoch, "batches": newest.count, "samples": newest.num_samples}
+        if _is_stateful(self._loader):
+            state["loader"] = self._loader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next `iter()` go on where `state` was taken, in the same order.
+
+        A loader of `prepare_dataloader` leaves out what was seen without reading it, and deals the rest to the ranks that
+        there are now; one with `load_state_dict` of its own is given its state; any other reads what was seen and drops it,
+        which takes the same number of ranks. Raises ValueError for what `state_dict` did not write.
+        """
+        try:
+            position = {key: int(state[key]) for key in ("epoch", "batches", "samples")}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no state of a boosted dataloader ({error!r}): {state!r}") from error
+        if min(position.values()) < 0:
+            raise ValueError(f"a dataloader's position counts from 0, got {position}")
+        if "loader" in state:
+            if not _is_stateful(self._loader):
+                raise ValueError(
+                    f"the state is that of a loader with load_state_dict(), which {type(self._loader).__name__} has not"
+                )
+            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            position |= {"loader": state["loader"]}
+        self.epoch = position["epoch"]
+        self._position = position
+        self._newest = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":  # while being copied it has no loader yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # without a length: the loader's own TypeError
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._chosen:
+            held = (_epoch_of(target) for target in self._targets())
+            self._epoch = next((epoch for epoch in held if epoch not in (None, self._announced)), self._epoch)
+        self._chosen = False
+        position, self._position = self._position, None
+        if position is not None and position["epoch"] != self._epoch:
+            position = None  # the user has chosen another epoch since
+        self._newest = iteration = _Iteration(self, self._epoch, position)
+        self._epoch += 1
+        return iteration
+
+    def _targets(self) -> list[Any]:
+        parts = [self._loader, *_samplers(self._loader)]
+        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+
+    def _announce(self, epoch: int) -> None:
+        for target in self._targets():
+            target.set_epoch(epoch)
+        self._announced = epoch
+
+
+class _Iteration:
+    """One pass over a loader. count: batches yielded; at_end: whether the last of them was the loader's last.
+
+    position: where to begin in the epoch; None means at its start. num_samples: of the epoch's order over all ranks, how
+    many were yielded; 0 where that cannot be known.
+    """
+
+    def __init__(self, owner: DataLoaderWrapper, epoch: int, position: dict[str, Any] | None) -> None:
+        self._owner = owner
+        self.epoch = epoch
+        self.count = 0
+        self.at_end = False
+        owner._announce(epoch)
+        loader: Any = owner._loader
+        try:
+            self._length: int | None = len(owner)
+        except (TypeError, NotImplementedError):
+            self._length = None
+        batch_size = getattr(loader, "batch_size", None)
+        self._stride = batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
+        self._start = 0
+        seen = position["batches"] if position is not None else 0
+        skips = seen and callable(getattr(loader, "start_after", None))
+        if skips:
+            assert position is not None  # it says what was seen
+            self._start = position["samples"]
+            loader.start_after(self._start)
+            self._length = loader.num_batches_after(self._start)
+        self._batches = iter(loader)
+        if seen and not skips:
+            self.count = seen
+            if position is not None and "loader" not in position:
+                for _ in range(seen):
+                    next(self._batches)
+
+    @property
+    def num_samples(self) -> int:
+        return self._start + self.count * self._stride
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.count == 0 and self._owner._announced != self.epoch:
+            # Samplers draw their order when the first batch is asked for, and another iterator was made since.
+            self._owner._announce(self.epoch)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.at_end = True
+            raise
+        self.count += 1
+        self.at_end = self.count == self._length
+        self._owner._current = self
+        return to_device(batch, self._owner.device)
+
+
+def distributed_sampler(loader: Any) -> Any | None:
+    """The sampler of `loader` that knows of several ranks, or None."""
+    return next((s for s in _samplers(loader) if isinstance(s, DistributedSampler) or hasattr(s, "num_replicas")), None)
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+def _epoch_of(target: Any) -> int | None:
+    epoch = getattr(target, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor on `device`, in containers of the same types, all of them new.
+
+    batch: see `booster.trees`; an object with a method `to(device)` (such as a tokenizer's output, which moves itself in
+    place) moves itself. A tensor that is there already is not copied. Copies from pinned memory do not block; others wait
+    for the copy.
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
+
+    def move_itself(value: Any) -> Any:
+        return (
+            value.to(device) if callable(getattr(value, "to", None)) and not isinstance(value, type) else NotImplemented
+        )
+
+    return map_tensors(move, batch, instead=move_itself, copy_containers=True)

@@ -484,6 +484,7 @@ CALLED_BY_US: tuple[type, ...] = (
     booster.AMP_TYPE,
     booster.LossScaleError,
     booster.plugin.Pipeline,
+    booster.plugin.PlacedModule,
 )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from booster.boosted_loader import to_device
+from booster.data import to_device
 
 META = torch.device("meta")
 

@@ -8,8 +8,8 @@ from containers import CONTAINERS, Record, TaggedDict, leaves, type_after
 from torch import nn
 
 from booster import Booster
-from booster.boosted_loader import to_device
 from booster.casting import cast_floats
+from booster.data import to_device
 from booster.micro_batch import divide
 from booster.mixed_precision import FP16ApexMixedPrecision, NaiveAMPModel, set_fp32_attr_to_module
 from booster.plugin import TorchDDPPlugin
