@@ -10,8 +10,10 @@ also: what the caller lets pass besides, such as "None", for the message.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from numbers import Integral, Number, Real
+from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -76,6 +78,15 @@ def text(name: str, value: Any, what: str = "a string", *, also: str = "", fix: 
     if not value.strip():
         raise ValueError(refusal(name, value, what, also, fix))
     return value
+
+
+def path(name: str, value: Any, what: str = "a path, as a string or a Path") -> Path:
+    """Return `value` as a path. what: of what, for the message."""
+    if isinstance(value, str):
+        text(name, value, what)
+    elif not isinstance(value, os.PathLike) or not isinstance(os.fspath(value), str):
+        raise TypeError(refusal(name, value, what))
+    return Path(value)
 
 
 def choice(name: str, value: T, legal: Sequence[Any], *, fix: str = "") -> T:

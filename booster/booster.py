@@ -278,12 +278,16 @@ class Booster:
         # Imported here: it takes time that most scripts need not spend.
         from booster.checkpoint.saving import reserve, snapshot, write
 
+        root = arguments.path("folder", folder)
+        step = None if step is None else arguments.count("step", step, least=0, also="None")
+        keep_last = None if keep_last is None else arguments.count("keep_last", keep_last, also="None for all")
+        arguments.flag("async_save", async_save)
         self.wait_for_save()
         given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
         group = self.plugin.group
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
         taken = snapshot(given, run, group)
-        final, step = reserve(Path(folder), step, group)
+        final, step = reserve(root, step, group)
         if not async_save:
             return write(final, taken, step=step, keep_last=keep_last, group=group)
         taken, writers = taken.copied(), None if group is None else self._background.group()
@@ -316,9 +320,11 @@ class Booster:
         """
         from booster.checkpoint.loading import find, load
 
+        root = arguments.path("folder", folder)
+        arguments.flag("strict", strict)
         self.wait_for_save()
         given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        return load(find(folder, self.plugin.group), given, strict=strict, group=self.plugin.group)
+        return load(find(root, self.plugin.group), given, strict=strict, group=self.plugin.group)
 
     def resume_or_start(
         self,
@@ -346,12 +352,11 @@ class Booster:
         """
         from booster.checkpoint.loading import anything_in
 
+        root = arguments.path("folder", folder)
+        parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)  # wrong objects are errors now, not later
         self._stop_requests.listen()
         self.wait_for_save()
-        if not anything_in(Path(folder), self.plugin.group):
-            parts(
-                model, optimizer, criterion, dataloader, lr_scheduler, extra
-            )  # wrong objects are errors now, not later
+        if not anything_in(root, self.plugin.group):
             return Loaded(0, extra, None)
         return self.load(folder, model, optimizer, criterion, dataloader, lr_scheduler, extra=extra)
 
@@ -379,12 +384,12 @@ class Booster:
 
         save_weights(
             boosted_wrapper(model, "save_model"),
-            Path(path),
+            arguments.path("path", path),
             group=self.plugin.group,
-            shard=shard,
-            prefix=prefix,
-            size_per_shard=size_per_shard,
-            use_safetensors=use_safetensors,
+            shard=arguments.flag("shard", shard),
+            prefix=None if prefix is None else arguments.text("prefix", prefix, also="None"),
+            size_per_shard=arguments.count("size_per_shard", size_per_shard, what="of MB"),
+            use_safetensors=arguments.flag("use_safetensors", use_safetensors),
         )
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -395,29 +400,36 @@ class Booster:
         """
         from booster.checkpoint.loading import load_model
 
-        load_model(boosted_wrapper(model, "load_model"), Path(path), strict=strict, group=self.plugin.group)
+        wrapper, file = boosted_wrapper(model, "load_model"), arguments.path("path", path)
+        load_model(wrapper, file, strict=arguments.flag("strict", strict), group=self.plugin.group)
 
     def save_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
         """Write the states, masters and loss scale of a boosted optimizer as the checkpoint folder `path`; a collective."""
         from booster.checkpoint.saving import snapshot, write
 
+        checks.check_boosted_optimizers(optimizer, "save_optimizer")
+        root = arguments.path("path", path)
         taken = snapshot(parts(None, optimizer, None, None, None, None), {}, self.plugin.group)
-        write(Path(path), taken, step=0, keep_last=None, group=self.plugin.group)
+        write(root, taken, step=0, keep_last=None, group=self.plugin.group)
 
     def load_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
         """Load what `save_optimizer` wrote, in any layout; raises as `load` does. A collective."""
-        self.load(path, None, optimizer)
+        checks.check_boosted_optimizers(optimizer, "load_optimizer")
+        self.load(arguments.path("path", path), None, optimizer)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
         """Write the state of a scheduler as the checkpoint folder `path`; a collective."""
         from booster.checkpoint.saving import snapshot, write
 
+        checks.check_named("lr_scheduler", lr_scheduler)
+        root = arguments.path("path", path)
         taken = snapshot(parts(None, None, None, None, lr_scheduler, None), {}, self.plugin.group)
-        write(Path(path), taken, step=0, keep_last=None, group=self.plugin.group)
+        write(root, taken, step=0, keep_last=None, group=self.plugin.group)
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
         """Load what `save_lr_scheduler` wrote; raises as `load` does. A collective."""
-        self.load(path, None, lr_scheduler=lr_scheduler)
+        checks.check_named("lr_scheduler", lr_scheduler)
+        self.load(arguments.path("path", path), None, lr_scheduler=lr_scheduler)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""

@@ -205,6 +205,12 @@ def check_boosted_optimizers(optimizer: Any, method: str) -> list[OptimizerWrapp
     return several
 
 
+def check_named(name: str, value: Any) -> None:
+    """Raise unless `value` is an object to save or load, or several in a list or dict."""
+    if value is None or (isinstance(value, (list, tuple, dict)) and not value):
+        raise ValueError(arguments.refusal(name, value, "what boost() returned, or several of such"))
+
+
 def checked_group(num_micro_batches: Any, num_tokens: Any) -> tuple[int, float | None]:
     """Return the arguments of `Booster.accumulate`; raise unless they are counts. A 0-dim tensor of tokens is read."""
     count = arguments.count("num_micro_batches", num_micro_batches)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from booster import arguments
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper
 
@@ -44,11 +45,15 @@ def parts(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_schedu
     for value in optimizers.values():
         if not isinstance(value, OptimizerWrapper):
             raise TypeError(f"a checkpoint needs the optimizer that boost() returned, got {type(value).__name__}")
+    for value in _named("criterion", criterion).values():
+        if not callable(value):
+            raise TypeError(f"criterion must be callable, got {arguments.described(value)}")
     criteria = {name: value for name, value in _named("criterion", criterion).items() if isinstance(value, nn.Module)}
     loaders, schedulers = _named("dataloader", dataloader), _named("lr_scheduler", lr_scheduler)
     for kind, found in (("dataloader", loaders), ("lr_scheduler", schedulers)):
         for value in found.values():
-            if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            stateful = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+            if not stateful or isinstance(value, type):
                 raise TypeError(
                     f"{kind} {type(value).__name__} has no state_dict() and load_state_dict(), by which its state could "
                     f"be kept; pass the {kind} that boost() returned"
@@ -64,6 +69,6 @@ def _named(kind: str, given: Any) -> dict[str, Any]:
         if wrong:
             raise ValueError(f"{kind} names must be strings without '/', got {wrong}")
         return dict(given)
-    if isinstance(given, Sequence) and not isinstance(given, nn.Module):
+    if isinstance(given, Sequence) and not isinstance(given, (nn.Module, str, bytes)):
         return {str(index): value for index, value in enumerate(given)}
     return {"0": given}
