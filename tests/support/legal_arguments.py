@@ -272,7 +272,6 @@ RANGES: dict[str, Predicate] = {
     "output_dtype": floating,
     "keep_fp32": pins,
     "init_scale": a_scale,
-    "scale": a_scale,
     "initial_scale": number(1, 2.0**32),
     "scale": a(LossScaler),
     "StaticScale(scale)": a_scale,
