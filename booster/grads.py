@@ -48,7 +48,7 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
 
 
 def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> list[int]:
-    """Which of `values` hold an inf or NaN, exactly; waits for the device. `norms`: their norms, to read few of them.
+    """Return which of `values` hold an inf or NaN, exactly; waits for the device. `norms`: their norms, to read few of them.
 
     The norm of finite values can overflow, so each tensor with a non-finite norm is looked at once more.
     """

@@ -165,7 +165,7 @@ class DynamicScale(LossScaler):
 
     @property
     def floor(self) -> float:
-        """What the scale never backs off below."""
+        """Return what the scale never backs off below."""
         return SMALLEST_SCALE if self._min_scale is None else self._min_scale
 
     def update(self, found_inf: Any) -> None:

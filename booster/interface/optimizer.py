@@ -150,7 +150,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last `step()` left the parameters alone; False before the first."""
+        """Return whether the last `step()` left the parameters alone; False before the first."""
         last = self._history.last
         return last is not None and not last.applied
 
@@ -252,7 +252,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def backward_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
+        """Return what `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
         return self._backward_context
 
     def parameter_names(self) -> list[list[tuple[str, int]]]:

@@ -53,7 +53,7 @@ class JointDecision:
         self._blame: list[Callable[[], tuple[str, ...]]] = []
 
     def has_nonfinite_loss(self) -> bool:
-        """Whether a loss on this rank is inf or NaN; waits for the device."""
+        """Return whether a loss on this rank is inf or NaN; waits for the device."""
         return any(not bool(loss.isfinite().all()) for update in self.updates for loss in update.losses)
 
     def decide(self, found: Any) -> None:
@@ -64,7 +64,7 @@ class JointDecision:
             self._blame = [update.blame() for update in self.updates]
 
     def report(self) -> Callable[[], tuple[SkippedReason, tuple[str, ...]]]:
-        """What tells reason and culprits if this decision is to skip; calling it waits for the device."""
+        """Return what tells reason and culprits if this decision is to skip; calling it waits for the device."""
         losses, blame = self._losses, self._blame
 
         def read() -> tuple[SkippedReason, tuple[str, ...]]:

@@ -170,11 +170,11 @@ class Update(ABC):
 
     @abstractmethod
     def found(self) -> Any:
-        """Whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor."""
+        """Return whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor."""
 
     @abstractmethod
     def blame(self) -> Callable[[], tuple[str, ...]]:
-        """What names the parameters with an inf or NaN in their gradients, also after `reset`."""
+        """Return what names the parameters with an inf or NaN in their gradients, also after `reset`."""
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
@@ -313,7 +313,7 @@ class Update(ABC):
 
     @property
     def closure_refusal(self) -> str | None:
-        """Why `step(closure)` cannot run; None if it can."""
+        """Return why `step(closure)` cannot run; None if it can."""
         if not self.scaler.enabled:
             return None
         return (
@@ -346,12 +346,12 @@ class Update(ABC):
 
     @property
     def looks(self) -> bool:
-        """Whether the next step looks at these gradients of its own accord."""
+        """Return whether the next step looks at these gradients of its own accord."""
         return self._check
 
     @property
     def _checks(self) -> bool:
-        """Whether this step looks at its gradients, or is bound by another optimizer that does."""
+        """Return whether this step looks at its gradients, or is bound by another optimizer that does."""
         joint = self.joint
         return self._check or joint.found is not None or any(update.looks for update in joint.updates)
 

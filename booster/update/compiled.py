@@ -63,7 +63,7 @@ class CompiledUpdate(HostUpdate):
 
 
 def can_compile(optimizer: Optimizer) -> bool:
-    """Whether fused_optimizer="compile" works for `optimizer` here; one WARNING says why not.
+    """Return whether fused_optimizer="compile" works for `optimizer` here; one WARNING says why not.
 
     Compiles a one-line function for the parameters' device to find out, which takes a few seconds once per process.
     """

@@ -112,7 +112,7 @@ class DeviceUpdate(Update):
             optimizer.__dict__.pop("found_inf", None)
 
     def _decides_here(self, grad_scale: torch.Tensor | None) -> bool:
-        """Whether the host must decide: hooks fire for updates only, a skipped first step would leave torch's momentum
+        """Return whether the host must decide: hooks fire for updates only, a skipped first step would leave torch's momentum
         uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
         if has_step_hooks(self.optimizer) or _lacks_momentum(self.optimizer) or not honours_grad_scale(self.optimizer):
             return True

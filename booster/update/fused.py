@@ -65,7 +65,7 @@ class FusedKernel:
         start_late_momentum(self.optimizer)
 
     def _unfit(self, params: Sequence[torch.Tensor]) -> str | None:
-        """Why the kernel cannot step `params`; None, with all gradients laid like their parameters, if it can."""
+        """Return why the kernel cannot step `params`; None, with all gradients laid like their parameters, if it can."""
         if type(self.optimizer) is SGD and any(p.dtype in HALF_DTYPES and p.device.type == "cpu" for p in params):
             return "on CPU it leaves most elements of half-precision parameters as they are"
         grads: list[Any] = [param.grad for param in params]
@@ -106,13 +106,13 @@ class FusedKernel:
 
 
 def honours_grad_scale(optimizer: Optimizer) -> bool:
-    """Whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
+    """Return whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
     # Not by torch's attribute that says so, which a deep copy of the optimizer lacks.
     return type(optimizer) in _KERNELS and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def has_sound_kernel(optimizer: Optimizer) -> bool:
-    """Whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are.
+    """Return whether torch's fused kernel can be trusted with the parameters of `optimizer` as they are.
 
     That of SGD on CPU leaves most elements of float16 and bfloat16 parameters as they were (torch 2.13), and says nothing.
     None steps parameters whose elements do not fill one stretch of memory, such as `nn.Parameter(weight[:, :3])`.
@@ -124,7 +124,7 @@ def has_sound_kernel(optimizer: Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether a hook runs around `optimizer.step()`, of its own or of all optimizers."""
+    """Return whether a hook runs around `optimizer.step()`, of its own or of all optimizers."""
     own: Any = optimizer
     return bool(
         own._optimizer_step_pre_hooks
@@ -154,7 +154,7 @@ def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> boo
 
 
 def implementation(optimizer: Optimizer) -> list[dict[str, bool | None]]:
-    """Which implementation each group uses, to be given to `keep_implementation`."""
+    """Return which implementation each group uses, to be given to `keep_implementation`."""
     return [{name: group[name] for name in _CHOICES if name in group} for group in optimizer.param_groups]
 
 

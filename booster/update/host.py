@@ -108,7 +108,7 @@ class HostUpdate(Update):
             self._step_optimizer()
 
     def _kernel_divides(self, params: list[torch.Tensor]) -> bool:
-        """Whether the optimizer itself divides gradients by a float32 number, as precisely as they are."""
+        """Return whether the optimizer itself divides gradients by a float32 number, as precisely as they are."""
         if not honours_grad_scale(self.optimizer) or has_step_hooks(self.optimizer):
             return False
         return not any(param.dtype == torch.float64 for param in params)

@@ -155,7 +155,7 @@ def _plain(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any
 
 
 def has_torch_format(optimizer: Optimizer) -> bool:
-    """Whether the state dict of `optimizer` is torch's: it may have one of its own, which it alone can read."""
+    """Return whether the state dict of `optimizer` is torch's: it may have one of its own, which it alone can read."""
     return type(optimizer).load_state_dict is Optimizer.load_state_dict
 
 
@@ -191,7 +191,7 @@ def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def _moved(update: Update, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[Any, str]]:
-    """Which tensors take a collective to be laid out as parameters are here."""
+    """Return which tensors take a collective to be laid out as parameters are here."""
     params = [param for group in update.optimizer.param_groups for param in group["params"]]
     entries: list[tuple[Any, str, Any, torch.Tensor]] = []
     if has_torch_format(update.optimizer):
@@ -240,7 +240,7 @@ def _load_scale(scaler: LossScaler, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _undone_on_error(optimizer: Optimizer, scaler: LossScaler) -> Iterator[None]:
-    """What the body does to the containers of `optimizer`, not to tensors, and to `scaler` is undone if it raises."""
+    """Undo what the body does to the containers of `optimizer`, not to tensors, and to `scaler`, if it raises."""
     undo, scale = _undo(optimizer), scaler.state_dict()
     try:
         yield

@@ -52,14 +52,14 @@ class StepResult:
 
     @property
     def applied(self) -> bool:
-        """Whether the optimizer changed the parameters."""
+        """Return whether the optimizer changed the parameters."""
         if not isinstance(self._applied, bool):
             self._applied = self._applied()
         return self._applied
 
     @property
     def decision(self) -> bool | torch.Tensor:
-        """What `applied` says, without waiting: a 0-dim bool tensor on the device where the decision lives on one."""
+        """Return what `applied` says, without waiting: a 0-dim bool tensor on the device where the decision lives on one."""
         return self._applied if isinstance(self._applied, bool) else self._applied.on_device()
 
     @property
@@ -78,7 +78,7 @@ class StepResult:
 
     @property
     def skipped_reason(self) -> SkippedReason | None:
-        """Why the step was skipped: None, "nonfinite_loss" or "nonfinite_grad"."""
+        """Return why the step was skipped: None, "nonfinite_loss" or "nonfinite_grad"."""
         return self._read().skipped_reason
 
     @property
