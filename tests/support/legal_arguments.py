@@ -282,6 +282,7 @@ RANGES: dict[str, Predicate] = {
     "min_scale": number(2.0**-126, 2.0**16),
     "max_scale": number(2.0**16, infinite=True),
     "param": floating,
+    "compute": one_of(torch.float16, torch.bfloat16),
     "store": floating,
     "reduce": floating,
     "output": floating,
@@ -335,7 +336,7 @@ RANGES: dict[str, Predicate] = {
     # styles of tensor parallelism
     "num_parts": whole(1),
     "sequence_dim": whole(),
-    "divide": several(text, tuple, list),
+    **dict.fromkeys(("divide", "by_heads", "shared"), several(text, tuple, list)),
     "assign": lambda v: isinstance(v, Mapping) and all(isinstance(key, str) for key in v),
     # schedules
     **{f"{name}(optimizer)": a(Optimizer) for name in booster.nn.lr_scheduler.__all__},

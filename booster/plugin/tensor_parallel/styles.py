@@ -17,6 +17,12 @@ from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.local import LocalStyle, PartForward, local_part, own_dtensors, swapped
 
 
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(entry, str) and entry for entry in value):
+        raise TypeError(arguments.refusal(name, value, "a tuple of names"))
+    return tuple(value)
+
+
 def _dim(value: Any) -> int:
     return arguments.count("sequence_dim", value, least=-(2**31), what="a dimension of the input")
 
@@ -221,18 +227,16 @@ class Region(LocalStyle):
         by_heads: tuple[str, ...] = (),
         shared: tuple[str, ...] = (),
     ) -> None:
-        if not isinstance(divide, (tuple, list)) or not all(isinstance(name, str) and name for name in divide):
-            raise TypeError(arguments.refusal("divide", divide, "a tuple of names of attributes"))
         if assign is not None and not (isinstance(assign, Mapping) and all(isinstance(name, str) for name in assign)):
             raise TypeError(arguments.refusal("assign", assign, "a dict from names of attributes to values", "None"))
         self.partial_gradients = arguments.flag("partial_gradients", partial_gradients)
         self.into = arguments.choice("into", into, (None, "gather", "split"))
         self.out = arguments.choice("out", out, (None, "gather", "reduce"))
         self.sequence_dim = _dim(sequence_dim)
-        self.divide = tuple(divide)
+        self.divide = _names("divide", divide)
         self.assign = dict(assign or {})
-        self.by_heads = by_heads
-        self.shared = shared
+        self.by_heads = _names("by_heads", by_heads)
+        self.shared = _names("shared", shared)
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         return dict.fromkeys(module._parameters, Replicate()) if self.partial_gradients else {}
