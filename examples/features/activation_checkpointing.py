@@ -6,29 +6,17 @@ The second forward runs in backward, under the same precision as the first: same
     booster run --nproc_per_node 2 examples/features/activation_checkpointing.py
 """
 
-import lzma
-from pathlib import Path
-
 import torch
+from fashion import read
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 import booster
 from booster import Booster, DistCoordinator
 from booster.plugin import TorchDDPPlugin
 
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
 
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
-
-
+# The feature: a container that recomputes.
 class Checkpointed(nn.Sequential):
     """Keeps only the inputs of its children until backward, which runs each child again."""
 
@@ -42,6 +30,7 @@ def main() -> None:
     booster.launch_from_torch()
     b = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin())
 
+    # The feature: three blocks in it.
     blocks = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(3)]
     model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), Checkpointed(*blocks), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

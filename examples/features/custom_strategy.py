@@ -7,29 +7,17 @@ loss scaler. Override what differs; `MixedPrecision` itself is float32.
     booster run --nproc_per_node 2 examples/features/custom_strategy.py
 """
 
-import lzma
-from pathlib import Path
-
 import torch
+from fashion import read
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import booster
 from booster import Booster, DistCoordinator
 from booster.mixed_precision import DtypePolicy, DynamicScale, MixedPrecision, register
 from booster.plugin import TorchDDPPlugin
 
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
 
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
-
-
+# The feature: a strategy of one's own,
 class StaticScale(MixedPrecision):
     """float16 under a loss scale that never moves; a step that overflows is still skipped."""
 
@@ -40,6 +28,7 @@ class StaticScale(MixedPrecision):
 
 
 def main() -> None:
+    # registered under a name.
     register("fp16_static", StaticScale)
     booster.launch_from_torch()
     b = Booster(mixed_precision="fp16_static", plugin=TorchDDPPlugin())

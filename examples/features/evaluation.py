@@ -7,26 +7,14 @@ order of the data set; `reduce` is for numbers.
     booster run --nproc_per_node 2 examples/features/evaluation.py
 """
 
-import lzma
-from pathlib import Path
-
 import torch
+from fashion import read
 from torch import nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
 
 import booster
 from booster import Booster, DistCoordinator
 from booster.plugin import TorchDDPPlugin
-
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
-
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
 
 
 def main() -> None:
@@ -47,6 +35,7 @@ def main() -> None:
             optimizer.zero_grad()
         DistCoordinator().print_on_master(f"epoch {epoch}: loss {loss.item():.3f}")
 
+    # The feature: gather() and reduce() over all processes.
     # 3,999 images do not divide among two processes: the sampler repeats one.
     test_set = Subset(read("t10k"), range(3999))
     test_loader = b.prepare_dataloader(test_set, batch_size=256)

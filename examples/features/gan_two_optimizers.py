@@ -6,26 +6,13 @@ Each boosted optimizer has its own loss scale and skips its own steps.
     booster run --nproc_per_node 2 examples/features/gan_two_optimizers.py
 """
 
-import lzma
-from pathlib import Path
-
 import torch
+from fashion import read
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import booster
 from booster import Booster, DistCoordinator
 from booster.plugin import TorchDDPPlugin
-
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
-
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
 
 
 def main() -> None:
@@ -38,6 +25,7 @@ def main() -> None:
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999))
     criterion = nn.BCEWithLogitsLoss()
     loader = b.plugin.prepare_dataloader(read("train"), batch_size=64, shuffle=True)
+    # The feature: boost() once for each pair, and each optimizer has a loss scale of its own.
     generator, optimizer_g, _, _, _ = b.boost(generator, optimizer_g)
     discriminator, optimizer_d, criterion, loader, _ = b.boost(discriminator, optimizer_d, criterion, loader)
 

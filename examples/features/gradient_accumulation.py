@@ -7,28 +7,16 @@ Among processes gradients are exchanged once per group, not once per batch.
     booster run --nproc_per_node 2 examples/features/gradient_accumulation.py
 """
 
-import lzma
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 
 import torch
+from fashion import read
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import booster
 from booster import Booster, DistCoordinator
 from booster.plugin import TorchDDPPlugin
-
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
-
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
 
 
 def groups(loader: Iterable, size: int) -> Iterator[list]:
@@ -49,6 +37,7 @@ def main() -> None:
 
     for epoch in range(2):
         for group in groups(loader, size=4):
+            # The feature: gradients of a group of micro-batches are added up, and synchronised once.
             with b.accumulate(model, optimizer, num_micro_batches=len(group)):
                 for images, labels in group:
                     loss = criterion(model(images), labels)

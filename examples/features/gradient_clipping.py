@@ -7,26 +7,13 @@ is the one before clipping. Not finite, under fp16 an ordinary event, it makes t
     booster run --nproc_per_node 2 examples/features/gradient_clipping.py
 """
 
-import lzma
-from pathlib import Path
-
 import torch
+from fashion import read
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import booster
 from booster import Booster, DistCoordinator
 from booster.plugin import TorchDDPPlugin
-
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
-
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
 
 
 def main() -> None:
@@ -43,6 +30,7 @@ def main() -> None:
         for images, labels in loader:
             loss = criterion(model(images), labels)
             b.backward(loss, optimizer)
+            # The feature: the norm of the true gradients, limited to 1.
             norm = optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -6,32 +6,21 @@
     booster run --nproc_per_node 2 examples/features/keep_fp32.py
 """
 
-import lzma
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
+from fashion import read
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import booster
 from booster import Booster, DistCoordinator
 from booster.mixed_precision import BF16MixedPrecision
 from booster.plugin import TorchDDPPlugin
 
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
-
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
-
 
 def main() -> None:
     booster.launch_from_torch()
+    # The feature: modules that stay in float32, by type or name.
     b = Booster(mixed_precision=BF16MixedPrecision(keep_fp32=(nn.LayerNorm, "head")), plugin=TorchDDPPlugin())
 
     parts = {"hidden": nn.Linear(784, 256), "norm": nn.LayerNorm(256), "relu": nn.ReLU(), "head": nn.Linear(256, 10)}

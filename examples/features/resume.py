@@ -6,12 +6,11 @@ One call saves weights, optimizer, loss scale, schedule, random states and the p
     booster run --nproc_per_node 2 examples/features/resume.py
 """
 
-import lzma
 from pathlib import Path
 
 import torch
+from fashion import read
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import booster
 from booster import Booster, DistCoordinator
@@ -19,16 +18,7 @@ from booster.mixed_precision import FP16TorchMixedPrecision
 from booster.nn.lr_scheduler import CosineAnnealingLR
 from booster.plugin import TorchDDPPlugin
 
-FOLDER = Path(__file__).resolve().parents[1] / "data/fashion_mnist_subset"
 CHECKPOINTS = Path("runs/resume")
-
-
-def read(split: str) -> TensorDataset:
-    images, labels = (
-        lzma.decompress((FOLDER / f"{split}-{k}-ubyte.xz").read_bytes()) for k in ("images-idx3", "labels-idx1")
-    )
-    pixels = torch.frombuffer(bytearray(images[16:]), dtype=torch.uint8).reshape(-1, 784) / 255
-    return TensorDataset(pixels, torch.frombuffer(bytearray(labels[8:]), dtype=torch.uint8).long())
 
 
 def start(b: Booster) -> tuple:
@@ -62,6 +52,7 @@ def main() -> None:
     train_one_epoch(b, *without_a_break)
     train_one_epoch(b, *without_a_break)
 
+    # The feature: the same in two halves.
     first_half = start(b)
     train_one_epoch(b, *first_half)
     b.save(CHECKPOINTS, *first_half, extra={"note": "after one epoch"})
