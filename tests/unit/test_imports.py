@@ -1,4 +1,4 @@
-"""`import booster` is light, the layers import in one direction, and files stay short."""
+"""`import booster` is light, and the layers import in one direction."""
 
 import ast
 import importlib
