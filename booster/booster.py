@@ -206,7 +206,18 @@ class Booster:
         arguments.flag("return_outputs", return_outputs)
         wrapper, batch = self._own(model, "execute_pipeline"), checks.next_batch(data_iter)
         return execute(
-            self, batch, wrapper, criterion, optimizers, return_loss=return_loss, return_outputs=return_outputs
+            batch,
+            wrapper,
+            criterion,
+            optimizers,
+            plugin=self.plugin,
+            precision=self.precision,
+            device=self.device,
+            accumulating=any(entry in group.optimizers for group in self._accumulations for entry in optimizers),
+            accumulate=lambda count: self.accumulate(wrapper, optimizers, count),
+            backward=lambda loss: self.backward(loss, optimizers),
+            return_loss=return_loss,
+            return_outputs=return_outputs,
         )
 
     def accumulate(

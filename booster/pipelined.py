@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -12,12 +12,10 @@ from booster.cast_regions import forward_region, outside
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.micro_batch import MicroBatch, divide
-from booster.plugin import Pipeline
+from booster.mixed_precision import MixedPrecision
+from booster.plugin import Pipeline, Plugin
 from booster.trees import join, map_tensors
 from booster.update.backward import abandon_backward, begin_backward, end_backward
-
-if TYPE_CHECKING:
-    from booster.booster import Booster
 
 INSIDE_ACCUMULATE = (
     "execute_pipeline accumulates the gradients of its {count} micro-batches by itself, so it cannot run inside accumulate(); "
@@ -27,72 +25,77 @@ Criterion = Callable[[Any, Any], torch.Tensor]
 
 
 def execute(
-    booster: Booster,
     batch: Any,
     model: ModelWrapper,
     criterion: Criterion,
     optimizers: Sequence[OptimizerWrapper],
     *,
+    plugin: Plugin,
+    precision: MixedPrecision,
+    device: torch.device,
+    accumulating: bool,
+    accumulate: Callable[[int], AbstractContextManager[Any]],
+    backward: Callable[[torch.Tensor], None],
     return_loss: bool,
     return_outputs: bool,
 ) -> dict[str, Any]:
-    """See `Booster.execute_pipeline`; without `optimizers` there is no backward."""
-    micro_batches = divide(batch, booster.plugin.num_micro_batches)
-    pipeline = booster.plugin.pipeline(model.module)
+    """Run `Booster.execute_pipeline`; without `optimizers` there is no backward.
+
+    accumulating: whether an `accumulate` of these optimizers is open around the call. accumulate: opens one, of so many
+    micro-batches. backward: that of a loss for these optimizers. Both are asked only where one rank computes the model whole.
+    """
+    micro_batches = divide(batch, plugin.num_micro_batches)
+    pipeline = plugin.pipeline(model.module)
+    if accumulating and (pipeline is not None or len(micro_batches) > 1):
+        raise RuntimeError(INSIDE_ACCUMULATE.format(count=len(micro_batches)))
     with nullcontext() if optimizers else torch.no_grad():
         if pipeline is None:
-            losses, outputs = _run_whole(booster, model, criterion, optimizers, micro_batches, return_outputs)
+            opened = accumulate(len(micro_batches)) if optimizers and not accumulating else nullcontext()
+            with opened:
+                losses, outputs = _run_whole(
+                    model, criterion, micro_batches, backward if optimizers else None, return_outputs
+                )
         else:
             losses, outputs = _run_stages(
-                booster, pipeline, model, criterion, optimizers, micro_batches, return_outputs
+                pipeline, precision, model, criterion, optimizers, micro_batches, return_outputs
             )
     loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None
     if return_loss and pipeline is not None:
-        loss = pipeline.share(loss, booster.device)
+        loss = pipeline.share(loss, device)
     return {"loss": loss if return_loss else None, "outputs": join(outputs) if outputs else None}
 
 
 def _run_whole(
-    booster: Booster,
     model: ModelWrapper,
     criterion: Criterion,
-    optimizers: Sequence[OptimizerWrapper],
     micro_batches: list[MicroBatch],
+    backward: Callable[[torch.Tensor], None] | None,
     return_outputs: bool,
 ) -> tuple[list[torch.Tensor], list[Any]]:
     losses, outputs = [], []
-    inside = _is_accumulating(booster, optimizers)
-    if inside and len(micro_batches) > 1:
-        raise RuntimeError(INSIDE_ACCUMULATE.format(count=len(micro_batches)))
-    alone = optimizers and not inside
-    with booster.accumulate(model, optimizers, len(micro_batches)) if alone else nullcontext():
-        for part in micro_batches:
-            output = model(*part.args, **part.kwargs)
-            loss = criterion(output, part.target)
-            if optimizers:
-                booster.backward(loss, optimizers)
-            losses.append(loss.detach())
-            if return_outputs:
-                outputs.append(map_tensors(torch.Tensor.detach, output))
+    for part in micro_batches:
+        output = model(*part.args, **part.kwargs)
+        loss = criterion(output, part.target)
+        if backward is not None:
+            backward(loss)
+        losses.append(loss.detach())
+        if return_outputs:
+            outputs.append(map_tensors(torch.Tensor.detach, output))
     return losses, outputs
 
 
 def _run_stages(
-    booster: Booster,
     pipeline: Pipeline,
+    precision: MixedPrecision,
     model: ModelWrapper,
     criterion: Criterion,
     optimizers: Sequence[OptimizerWrapper],
     micro_batches: list[MicroBatch],
     return_outputs: bool,
 ) -> tuple[list[torch.Tensor], list[Any]]:
-    if _is_accumulating(booster, optimizers):
-        raise RuntimeError(INSIDE_ACCUMULATE.format(count=len(micro_batches)))
-    precision = booster.precision
     cast = [
         MicroBatch(model.cast_inputs(part.args), model.cast_inputs(part.kwargs), part.target) for part in micro_batches
     ]
-
     boosted = isinstance(criterion, (ModelWrapper, CriterionWrapper))
 
     def computed(output: Any, target: Any) -> torch.Tensor:
@@ -112,7 +115,3 @@ def _run_stages(
     if this is not None:
         end_backward(this, torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None)
     return losses, [model.cast_outputs(output) for output in outputs]
-
-
-def _is_accumulating(booster: Booster, optimizers: Sequence[OptimizerWrapper]) -> bool:
-    return any(entry in group.optimizers for group in booster._accumulations for entry in optimizers)

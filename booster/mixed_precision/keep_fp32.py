@@ -16,6 +16,7 @@ from booster.cast_regions import disabled
 from booster.casting import cast_floats
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.names import matcher, parents
+from booster.tied import places_of
 
 _MARK = "booster_keep_fp32"
 
@@ -122,23 +123,12 @@ def is_batch_norm(name: str, module: nn.Module) -> bool:
 def check_untied(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ValueError if a module of `names` shares a parameter or buffer with one that stays in half precision."""
     kept = {id(model.get_submodule(name)) for name in names}
-    users: dict[int, dict[bool, str]] = {}
-
-    def visit(module: nn.Module, path: str, inside: bool) -> None:
-        inside = inside or id(module) in kept
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_floating_point():
-                users.setdefault(id(tensor), {}).setdefault(inside, f"{path}{name}")
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{path}{name}.", inside)
-
-    visit(model, "", False)
-    for names_by_side in users.values():
-        if len(names_by_side) == 2:
+    for tensor, places in places_of(model, buffers=True).items():
+        by_side = {any(id(module) in kept for module in place.path): place.name for place in reversed(places)}
+        if tensor.is_floating_point() and len(by_side) == 2:
             raise ValueError(
-                f"{names_by_side[True]} is in a module that is kept in float32, and is the same tensor as "
-                f"{names_by_side[False]}, which is not; keep both of its modules in float32 (keep_fp32=...), or neither"
+                f"{by_side[True]} is in a module that is kept in float32, and is the same tensor as {by_side[False]}, which is "
+                "not; keep both of its modules in float32 (keep_fp32=...), or neither"
             )
 
 

@@ -36,7 +36,11 @@ def check_joined(plugin: str) -> None:
 
 
 class Pipeline(Protocol):
-    """Runs a model whose layers lie on several ranks, all of which call it with the same micro-batches."""
+    """Runs a model whose layers lie on several ranks, all of which call it with the same micro-batches.
+
+    A Protocol, because whoever runs one, and whoever writes a plugin, needs no schedule: `booster.plugin.pipeline` imports
+    torch's, and is the one implementation here.
+    """
 
     def run(
         self,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from booster.tied import places_of
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -99,21 +101,14 @@ def _homes(
 
 def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]) -> set[int]:
     """Return the ids of blocks that hold a parameter which another group holds too."""
-    users: dict[int, dict[int, tuple[str, bool]]] = {}
-
+    users: dict[torch.Tensor, dict[int, tuple[str, bool]]] = {}
     # By path, because a module that stands in two blocks shares its parameters too.
-    def visit(module: nn.Module, path: str, home: int, is_pinned: bool) -> None:
-        is_pinned = is_pinned or id(module) in in_fp32
-        if homes[id(module)] == id(module) or id(module) in in_fp32:
-            home = homes[id(module)]
-        for name, param in module._parameters.items():
-            if param is not None:
-                users.setdefault(id(param), {}).setdefault(home, (f"{path}{name}", is_pinned))
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{path}{name}.", home, is_pinned)
-
-    visit(model, "", id(model), False)
+    for param, places in places_of(model).items():
+        for place in places:
+            inner = [module for module in place.path if homes[id(module)] == id(module) or id(module) in in_fp32]
+            home = homes[id(inner[-1])] if inner else id(model)
+            is_pinned = any(id(module) in in_fp32 for module in place.path)
+            users.setdefault(param, {}).setdefault(home, (place.name, is_pinned))
     torn: set[int] = set()
     for by_home in users.values():
         if len(by_home) < 2:

@@ -6,7 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from booster.plugin.meta import arrive, check_meta
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
 from booster.plugin.pipeline.layers_loaded import LayersLoaded
-from booster.plugin.pipeline.schedule import check_count
+from booster.plugin.pipeline.schedule import check_count, check_style
 from booster.plugin.shared_mesh import shared_mesh
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
@@ -88,7 +88,9 @@ class HybridParallelPlugin(Plugin):
                 f"{world_size}; choose sizes whose product does"
             )
         arguments.choice("zero_stage", zero_stage, (0, 1, 2), fix="for 3 use TorchFSDPPlugin")
-        _check_schedule(pp_style, pp_size, num_model_chunks)
+        stages_per_rank = check_style(pp_style, pp_size, num_model_chunks, name="pp_style")
+        if pp_size == 1 and num_model_chunks > 1:
+            raise ValueError(f"num_model_chunks={num_model_chunks} divide a pipeline, and pp_size is 1")
         if num_microbatches is not None and microbatch_size is not None:
             raise ValueError(
                 f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} say the same; give one of them"
@@ -112,7 +114,7 @@ class HybridParallelPlugin(Plugin):
         self.zero_stage = zero_stage
         self._num_microbatches = num_microbatches
         self._microbatch_size = microbatch_size
-        self._num_model_chunks = 2 if pp_style == "zbv" else num_model_chunks
+        self._num_model_chunks = stages_per_rank
         self._pp_style = pp_style
         self._sequence_parallelism = sequence_parallelism
         self._tp_plan = tp_plan
@@ -226,8 +228,11 @@ class HybridParallelPlugin(Plugin):
         model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
         if len(roots) > 1:  # the user loads into the model, of which the roots are copies
             model.register_load_state_dict_pre_hook(ShardLoaded(policy))
-        pipeline = plan.pipeline(
-            group=mesh["pp"].get_group(), device=device, boundary=self._boundary if self._sequence_parallelism else None
+        pipeline = StagePipeline(
+            plan,
+            group=mesh["pp"].get_group(),
+            device=device,
+            boundary=self._boundary if self._sequence_parallelism else None,
         )
         self._pipelines.add(pipeline)
         return pipeline
@@ -286,18 +291,3 @@ def _checked_names(split_points: Any) -> list[str]:
         legal = "a list of names of modules, one for each stage but the first"
         raise TypeError(arguments.refusal("split_points", split_points, legal, "None"))
     return names
-
-
-def _check_schedule(pp_style: str, pp_size: int, num_model_chunks: int) -> None:
-    arguments.choice("pp_style", pp_style, get_args(PipelineStyle))
-    if pp_style == "interleaved" and num_model_chunks < 2:
-        raise ValueError(
-            f"pp_style='interleaved' puts several stages on each rank, and num_model_chunks is {num_model_chunks}; "
-            "choose at least 2, or pp_style='1f1b'"
-        )
-    if pp_style == "zbv" and num_model_chunks not in (1, 2):
-        raise ValueError(f"pp_style='zbv' has 2 model chunks, got num_model_chunks={num_model_chunks}; leave it out")
-    if pp_style in ("gpipe", "1f1b") and num_model_chunks > 1:
-        raise ValueError(f"num_model_chunks={num_model_chunks} needs pp_style='interleaved' or 'zbv', got {pp_style!r}")
-    if pp_size == 1 and num_model_chunks > 1:
-        raise ValueError(f"num_model_chunks={num_model_chunks} divide a pipeline, and pp_size is 1")

@@ -264,9 +264,9 @@ def test_a_cut_model_that_is_called_says_how_to_run_it():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"style": "dualpipe"}, "style='dualpipe' is unknown; choose one of"),
-        ({"style": "1f1b", "num_model_chunks": 2}, "does not go with style='1f1b'"),
-        ({"style": "interleaved"}, "num_model_chunks=1 does not go with"),
+        ({"style": "dualpipe"}, "style='dualpipe' is not legal; choose one of"),
+        ({"style": "1f1b", "num_model_chunks": 2}, "num_model_chunks=2 needs style='interleaved' or 'zbv', got '1f1b'"),
+        ({"style": "interleaved"}, "style='interleaved' puts several stages on each rank, and num_model_chunks is 1"),
         ({"style": "zbv", "num_model_chunks": 3}, "zbv' has 2 model chunks"),
         ({"pp_size": 0}, "must be at least 1"),
     ],

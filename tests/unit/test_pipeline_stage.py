@@ -51,7 +51,7 @@ def cut(model, num_stages, micro_batches):
     for rank in range(num_stages):
         plan = plan_pipeline(copy.deepcopy(model), pp_size=num_stages)
         plan.cut(rank)
-        (stage,) = plan._stages
+        (stage,) = plan.stages
         for position in range(len(plan.split.children)):
             if plan.split.stage_of(position) == rank:
                 stage.arm(position, plan.model.blocks[position])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,21 +13,22 @@ from torch.utils._pytree import tree_flatten
 from booster.casting import HALF_DTYPES
 from booster.micro_batch import MicroBatch
 from booster.modules import PlacedModule
+from booster.plugin.pipeline.plan import PipelinePlan
 from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
 from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count
-from booster.plugin.pipeline.stage import Stage
 from booster.plugin.pipeline.tied_weights import TiedWeights
 from booster.trees import map_tensors
-
-if TYPE_CHECKING:
-    from booster.plugin.pipeline.plan import PipelinePlan
 
 
 class Pipeline(PlacedModule):
     """This rank's stages of a model. It is not called, but run over micro-batches by all ranks of the pipeline together.
 
     Parameters and state dict keys are those of the user's model that this rank has.
+
+    plan: carried out by `cut`; its stages are on `device`, and sharded. group: the ranks of the pipeline, None for the whole
+    world. boundary: from the shape of a tensor that crosses between stages in the model as it was planned to its shape as it
+    is, for sequence parallelism. A collective over `group` where weights are tied across stages.
     """
 
     is_partial = True
@@ -35,17 +36,16 @@ class Pipeline(PlacedModule):
     def __init__(
         self,
         plan: PipelinePlan,
-        stages: Sequence[Stage],
         *,
-        rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
-        boundary: Callable[[Shape], Shape] | None,
+        boundary: Callable[[Shape], Shape] | None = None,
     ) -> None:
         super().__init__(plan.model)
+        plan.arm()
         self._plan = plan
-        self._stages = tuple(stages)
-        self._rank = rank
+        self._stages = tuple(plan.stages)
+        self._rank = rank = plan.rank
         self._group = group
         self._device = device
         self._boundary = boundary
@@ -81,15 +81,12 @@ class Pipeline(PlacedModule):
         seed: Any,
         return_outputs: bool = True,
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        """(losses, outputs) of the micro-batches, detached, on the rank of the last stage, and two empty lists elsewhere.
+        """Run as `booster.plugin.Pipeline` says, on micro-batches of one shape.
 
-        micro_batches: of one shape, the same on all ranks of the pipeline. criterion: (output, target) -> loss of one
-        element. seed: what the gradient of the mean loss is multiplied with, a float or 0-dim tensor; None runs no backward
-        and no gradient. return_outputs: False keeps no outputs. Enter the precision's context around it: boundaries
-        between stages have the dtypes of that.
-
-        Side effects: gradients accumulate; one forward of each stage for each micro-batch. Sends and receives between
-        neighbours. Raises RuntimeError, on all ranks alike, for a forward that uses on one stage what lies on another.
+        criterion: (output, target) -> loss of one element. Enter the precision's context around it: boundaries between
+        stages have the dtypes of that. Side effects: gradients accumulate; one forward of each stage for each micro-batch;
+        sends and receives between neighbours. Raises RuntimeError, on all ranks alike, for a forward that uses on one stage
+        what lies on another.
         """
         backward = seed is not None
         check_count(self._plan.style, self._plan.pp_size, len(micro_batches))

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from booster.modules import bare
-from booster.plugin.pipeline.pipeline import Pipeline
 from booster.plugin.pipeline.schedule import check_style, stage_ranks
 from booster.plugin.pipeline.skeleton import Prepare, Skeleton, replace_parameter
 from booster.plugin.pipeline.split import find_split, holders, owners, qualified
-from booster.plugin.pipeline.stage import Elsewhere, Stage, StageForward
+from booster.plugin.pipeline.stage import Stage
 
 
 class PipelinePlan:
-    """How one model is cut. Make it with `plan_pipeline`, then `cut` once, then `pipeline`."""
+    """How one model is cut. Make it with `plan_pipeline`, then `cut` once, then `Pipeline(plan, ...)`."""
 
     def __init__(
         self,
@@ -41,8 +40,8 @@ class PipelinePlan:
         self.owners = owners(model, self.split)
         self.holders = holders(model, self.split)
         self.skeleton = Skeleton(model, self.split, device=device, prepare=prepare)
-        self._stages: list[Stage] = []
-        self._rank = -1
+        self.stages: list[Stage] = []
+        self.rank = -1
 
     def cut(self, rank: int) -> list[nn.Module]:
         """Take out of the model, in place, what the pipeline rank `rank` does not have; returns the stages it has.
@@ -51,16 +50,16 @@ class PipelinePlan:
         around the blocks, which share blocks and parameters with the model. Names are those of the model everywhere.
         The model may have been through tensor parallelism; data parallelism comes after, with the stages as roots.
         """
-        if self._stages:
+        if self.stages:
             raise RuntimeError("this pipeline plan was carried out already; make another one for another model")
-        self._rank = rank
+        self.rank = rank
         mine = [index for index, owner in enumerate(self.ranks) if owner == rank]
         if not mine:
             raise ValueError(f"rank={rank} has no stage; ranks of this pipeline are 0 to {self.pp_size - 1}")
-        self._stages = [Stage(index, self.split, self.skeleton) for index in mine]
+        self.stages = [Stage(index, self.split, self.skeleton) for index in mine]
         copies = [self._copy() for _ in mine] if len(mine) > 1 else [self.model]
         originals = {name: self.model.get_submodule(name) for name in self.split.ancestors()}
-        for stage, module in zip(self._stages, copies, strict=True):
+        for stage, module in zip(self.stages, copies, strict=True):
             self._keep(module, {stage.index}, stage)
             if module is not self.model:
                 for name, original in originals.items():
@@ -68,30 +67,19 @@ class PipelinePlan:
                     if stage.index == 0:
                         module.get_submodule(name)._parameters = original._parameters
             stage.module = module
-            module.__dict__["forward"] = StageForward(module.forward, stage)
+            module.__dict__["forward"] = functools.partial(stage.forward, module.forward)
         if len(mine) > 1:
-            self._keep(self.model, set(mine), self._stages[0])
+            self._keep(self.model, set(mine), self.stages[0])
             # It names what the rank has; its stages are called one by one.
             self.model.__dict__["forward"] = _call_by_pipeline
         return copies
 
-    def pipeline(
-        self,
-        *,
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        boundary: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None,
-    ) -> Pipeline:
-        """What runs the stages that `cut` made, on `device`; call it when they are sharded.
-
-        group: the ranks of the pipeline, None for the whole world. boundary: from the shape of a tensor that crosses
-        between stages in the model as it was planned to its shape as it is, for sequence parallelism. A collective over
-        `group` where weights are tied across stages.
-        """
-        if not self._stages:
-            raise RuntimeError("call cut(rank) before pipeline(...)")
+    def arm(self) -> None:
+        """Let the stages that `cut` made take what they receive; call it when they are sharded."""
+        if not self.stages:
+            raise RuntimeError("call cut(rank) before Pipeline(plan, ...)")
         container = self.split.container
-        for stage in self._stages:
+        for stage in self.stages:
             for position, name in enumerate(self.split.children):
                 full = self.split.name_of(position)
                 if full in self.owners and self.split.stage_of(position) == stage.index:
@@ -100,7 +88,6 @@ class PipelinePlan:
                 if isinstance(module, FSDPModule):
                     # Gradients of weights are asked for by the parameters that are there before backward gathers any.
                     module.set_reshard_after_forward(False, recurse=False)
-        return Pipeline(self, self._stages, rank=self._rank, group=group, device=device, boundary=boundary)
 
     def _copy(self) -> nn.Module:
         """The modules around the blocks anew, with everything else shared."""
@@ -135,7 +122,7 @@ class PipelinePlan:
         parent, _, child = name.rpartition(".")
         if parent == self.split.container and child in self.split.children:
             module = copy.copy(module)
-            module.__dict__["forward"] = Elsewhere(stage, self.split.children.index(child))
+            module.__dict__["forward"] = functools.partial(stage.elsewhere, self.split.children.index(child))
         return module
 
 

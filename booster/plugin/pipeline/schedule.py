@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from booster import arguments
 from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
 
@@ -27,22 +28,21 @@ STYLES: dict[str, Any] = {
 }
 
 
-def check_style(style: str, pp_size: int, num_model_chunks: int) -> int:
-    """The number of stages on each rank; raises ValueError if the three do not go together."""
-    if style not in STYLES:
-        raise ValueError(f"style={style!r} is unknown; choose one of {list(STYLES)}")
+def check_style(style: str, pp_size: int, num_model_chunks: int, *, name: str = "style") -> int:
+    """Return the number of stages on each rank; raises ValueError if the three do not go together. name: of the option."""
+    arguments.choice(name, style, tuple(STYLES))
     if pp_size < 1 or num_model_chunks < 1:
         raise ValueError(f"pp_size={pp_size} and num_model_chunks={num_model_chunks} must be at least 1")
-    if style == "zbv":
-        if num_model_chunks not in (1, 2):
-            raise ValueError(f"style='zbv' has 2 model chunks, got num_model_chunks={num_model_chunks}; leave it out")
-        return 2
-    if (style == "interleaved") != (num_model_chunks > 1):
+    if style == "interleaved" and num_model_chunks < 2:
         raise ValueError(
-            f"num_model_chunks={num_model_chunks} does not go with style={style!r}; 'interleaved' has at least 2 on each rank, "
-            "'gpipe' and '1f1b' have 1"
+            f"{name}='interleaved' puts several stages on each rank, and num_model_chunks is {num_model_chunks}; "
+            f"choose at least 2, or {name}='1f1b'"
         )
-    return num_model_chunks
+    if style == "zbv" and num_model_chunks not in (1, 2):
+        raise ValueError(f"{name}='zbv' has 2 model chunks, got num_model_chunks={num_model_chunks}; leave it out")
+    if style in ("gpipe", "1f1b") and num_model_chunks > 1:
+        raise ValueError(f"num_model_chunks={num_model_chunks} needs {name}='interleaved' or 'zbv', got {style!r}")
+    return 2 if style == "zbv" else num_model_chunks
 
 
 def stage_ranks(style: str, pp_size: int, num_model_chunks: int) -> tuple[int, ...]:

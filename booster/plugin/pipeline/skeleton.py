@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ class Skeleton:
         for position, name in enumerate(split.children):
             if split.name_of(position) in self.owned:
                 child = container.get_submodule(name)
-                child.__dict__["forward"] = _Observed(self, position, child.forward)
+                child.__dict__["forward"] = functools.partial(self._observed, position, child.forward)
         for child in self.module.modules():
             # Hooks that look at activations would meet fake ones. Hooks before a forward may make its weights.
             child._forward_hooks.clear()
@@ -60,6 +61,10 @@ class Skeleton:
         """A new fake tensor."""
         with self.mode:
             return torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
+
+    def _observed(self, position: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a child of the container, which whoever runs the skeleton may answer for it."""
+        return forward(*args, **kwargs) if self.call is None else self.call(position, forward, args, kwargs)
 
     def _hollow(self, devices: dict[str, torch.device]) -> None:
         """Turn parameters and buffers into attributes, parameters into fake tensors; tied ones stay tied."""
@@ -85,20 +90,6 @@ class Skeleton:
                     else:
                         self.buffers.add(id(buffer))
                     setattr(module, name, value)
-
-
-class _Observed:
-    """The forward of a child of the container in a skeleton, which whoever runs the skeleton may answer for it."""
-
-    def __init__(self, skeleton: Skeleton, position: int, forward: Callable[..., Any]) -> None:
-        self._skeleton = skeleton
-        self._position = position
-        self._forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._skeleton.call is None:
-            return self._forward(*args, **kwargs)
-        return self._skeleton.call(self._position, self._forward, args, kwargs)
 
 
 def is_fake(value: Any) -> bool:

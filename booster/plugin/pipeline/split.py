@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from booster.plugin.forward_order import names_in_forward, side_of
+from booster.tied import places_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -97,12 +98,12 @@ def owners(model: nn.Module, split: Split) -> dict[str, int]:
 def holders(model: nn.Module, split: Split) -> dict[str, list[tuple[str, int]]]:
     """For each parameter, by its first name in the model: all its names, each with the stage that has it by that name."""
     owned = owners(model, split)
-    first: dict[int, str] = {}
-    held: dict[str, list[tuple[str, int]]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        stage = next((owned[prefix] for prefix in _prefixes(name) if prefix in owned), 0)
-        held.setdefault(first.setdefault(id(param), name), []).append((name, stage))
-    return held
+
+    def stage_of(name: str) -> int:
+        return next((owned[prefix] for prefix in _prefixes(name) if prefix in owned), 0)
+
+    tensors = places_of(model).values()
+    return {places[0].name: [(place.name, stage_of(place.name)) for place in places] for places in tensors}
 
 
 def holds_state(module: nn.Module) -> bool:

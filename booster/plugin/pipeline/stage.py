@@ -63,7 +63,7 @@ class Stage:
         feed = self._feeds[self.current]
         return self.module(*feed.args, **feed.kwargs)
 
-    def forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def forward(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The forward of `module`, where `forward` is the user's."""
         if self._route is None:
             raise RuntimeError(
@@ -108,7 +108,7 @@ class Stage:
 
         block.register_forward_pre_hook(receive, with_kwargs=True, prepend=True)
 
-    def elsewhere(self, position: int, args: Any, kwargs: Any) -> Any:
+    def elsewhere(self, position: int, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a child of the container that another stage has."""
         if self._route is None:
             raise RuntimeError(
@@ -145,25 +145,3 @@ class Stage:
             f"stage {self.index} of the pipeline did not come to {self._split.name_of(position)} as it did in the first "
             "micro-batch of this shape: the forward differs from run to run, as layers that are dropped at random do"
         )
-
-
-class StageForward:
-    """Takes the place of the forward of a stage's outermost module."""
-
-    def __init__(self, forward: Callable[..., Any], stage: Stage) -> None:
-        self.forward = forward
-        self._stage = stage
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stage.forward(self.forward, args, kwargs)
-
-
-class Elsewhere:
-    """Takes the place of the forward of a block that another stage has."""
-
-    def __init__(self, stage: Stage, position: int) -> None:
-        self._stage = stage
-        self._position = position
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stage.elsewhere(self._position, args, kwargs)

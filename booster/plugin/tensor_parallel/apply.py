@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -87,38 +88,37 @@ def _apply_foreign(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, *,
         return
     before = _take(module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, pre)
     after = _take(module._forward_hooks, module._forward_hooks_with_kwargs, post)
-    module.forward = _HookedForward(module, module.forward, before, after)
+    module.forward = functools.partial(_hooked, module, module.forward, before, after)
 
 
-class _HookedForward:
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        before: list[tuple[Callable[..., Any], bool]],
-        after: list[tuple[Callable[..., Any], bool]],
-    ) -> None:
-        self.module = module
-        self.forward = forward
-        self.before = before
-        self.after = after
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for hook, with_kwargs in self.before:
-            if with_kwargs:
-                changed = hook(self.module, args, kwargs)
-                args, kwargs = (args, kwargs) if changed is None else changed
-            else:
-                changed = hook(self.module, args)
-                if changed is not None:
-                    args = changed if isinstance(changed, tuple) else (changed,)
-        output = self.forward(*args, **kwargs)
-        for hook, with_kwargs in self.after:
-            changed = hook(self.module, args, kwargs, output) if with_kwargs else hook(self.module, args, output)
-            output = output if changed is None else changed
-        return output
+Hook = tuple[Callable[..., Any], bool]  # a hook, and whether it takes keyword arguments
 
 
-def _take(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[tuple[Callable[..., Any], bool]]:
+def _hooked(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    before: list[Hook],
+    after: list[Hook],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run `forward` between the hooks of `module` that were taken from it."""
+    for hook, with_kwargs in before:
+        if with_kwargs:
+            changed = hook(module, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+        else:
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    output = forward(*args, **kwargs)
+    for hook, with_kwargs in after:
+        changed = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
+        output = output if changed is None else changed
+    return output
+
+
+def _take(hooks: Any, with_kwargs: dict[int, bool], known: set[int]) -> list[Hook]:
     """Remove the hooks that are not `known`, and return them, each with whether it takes keyword arguments."""
     return [(hooks.pop(key), with_kwargs.pop(key, False)) for key in list(hooks) if key not in known]

@@ -9,18 +9,19 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from booster.plugin.tensor_parallel.local import LocalStyle
+from booster.tied import places_of
 
 Slots = list[tuple[str, nn.Module, str]]  # name of the parameter, its module, its name in there
 
 
 def tied_slots(model: nn.Module) -> list[Slots]:
     """The places of every parameter of `model` that is in more than one."""
-    slots: dict[int, Slots] = {}
-    for name, module in model.named_modules():
-        for own, param in module._parameters.items():
-            if param is not None:
-                slots.setdefault(id(param), []).append((f"{name}.{own}".strip("."), module, own))
-    return [places for places in slots.values() if len(places) > 1]
+    found = []
+    for places in places_of(model).values():
+        # A module that stands in two places is one slot.
+        slots = {(id(place.holder), place.own): (place.name, place.holder, place.own) for place in reversed(places)}
+        found.append(list(reversed(slots.values())))
+    return [slots for slots in found if len(slots) > 1]
 
 
 def check_ties(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
