@@ -131,12 +131,6 @@ def test_the_public_names_are_these():
 
 # ---- no circles ----
 
-# Imports that close a circle today, by who imports whom. Whoever takes one away takes its line away.
-KNOWN_CIRCLES = {
-    ("booster.pipelined", "booster.booster"),
-    ("booster.plugin.pipeline.pipeline", "booster.plugin.pipeline.plan"),
-}
-
 
 def arrows(root):
     """(importer, imported) for every import of one module of the package at `root` by another, for type checkers or not.
@@ -186,17 +180,8 @@ def circles(between):
 
 def test_no_files_and_no_folders_import_each_other_in_a_circle():
     found = set(arrows(ROOT))
-    straight = found - KNOWN_CIRCLES
-    assert circles(straight) == [], "files; turn one of these imports round, or move what both need below both"
-    assert circles(set(rooms(ROOT, straight))) == [], "folders; the arrows inside each circle"
-
-
-def test_the_list_of_known_circles_is_not_longer_than_they_are():
-    found = set(arrows(ROOT))
-    for arrow in KNOWN_CIRCLES:
-        assert arrow in found, f"{arrow} is gone, so is its line in KNOWN_CIRCLES"
-        rest = found - (KNOWN_CIRCLES - {arrow})
-        assert circles(rest) or circles(set(rooms(ROOT, rest))), f"{arrow} closes no circle, so it needs no line"
+    assert circles(found) == [], "files; turn one of these imports round, or move what both need below both"
+    assert circles(set(rooms(ROOT, found))) == [], "folders; the arrows inside each circle"
 
 
 def test_a_circle_is_noticed_when_there_is_one(tmp_path):
