@@ -38,13 +38,13 @@ def _parser() -> argparse.ArgumentParser:
         "verify", help="compare every byte of every checkpoint with its hash", allow_abbrev=False
     )
     convert = actions.add_parser("convert", help="write the weights as plain files", allow_abbrev=False)
-    convert.add_argument("target", type=Path, metavar="TARGET", help="the file, or with --shard the folder, to write")
     convert.add_argument("--model", default="0", help="the name of the model, where several were saved (default: 0)")
     convert.add_argument("--masters", action="store_true", help="float32 masters in place of half weights, where kept")
     convert.add_argument("--torch", action="store_true", help="write files of torch.save instead of safetensors")
     convert.add_argument("--shard", type=_positive, metavar="MB", help="write files of at most so many MB and an index")
     for action in (show, verify, convert):
         action.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of them")
+    convert.add_argument("target", type=Path, metavar="TARGET", help="the file, or with --shard the folder, to write")
     return parser
 
 
