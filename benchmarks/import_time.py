@@ -1,6 +1,6 @@
 """What `import booster` adds to `import torch`, in milliseconds: the goal is less than 100.
 
-    python benchmarks/import_time.py
+    python -m benchmarks.import_time
 
 The sum of the own times, as `python -X importtime` reports them, of all modules that torch alone does not load; the
 shortest of six runs, because a busy machine only ever adds.
@@ -9,7 +9,7 @@ shortest of six runs, because a busy machine only ever adds.
 import subprocess
 import sys
 
-from timing import describe_machine
+from benchmarks.timing import describe_machine
 
 RUNS = 6
 

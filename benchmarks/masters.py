@@ -1,6 +1,6 @@
 """Time of the update with master weights: 20 million half parameters, AdamW, clipping at norm 1, against torch by hand.
 
-    python benchmarks/masters.py [--rounds 15] [--compile]
+    python -m benchmarks.masters [--rounds 15] [--compile]
 
 The hand-written update is what users write for half weights with float32 masters: gradients to float32, foreach unscale,
 norm, clip, foreach AdamW, foreach copy to the half weights. Prints CPU milliseconds and ratios within one interleaved run,
@@ -16,9 +16,9 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from timing import clock, describe_machine, pin_to_one_core, ratio
 from torch import nn
 
+from benchmarks.timing import clock, describe_machine, pin_to_one_core, ratio
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
 

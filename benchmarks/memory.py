@@ -1,6 +1,6 @@
 """Bytes a parameter that training holds, at rest and at its peak, and bytes of activations, for each precision and for peers.
 
-    python benchmarks/memory.py [--only NAME,...] [--skip-activations] [--cpu]
+    python -m benchmarks.memory [--only NAME,...] [--skip-activations] [--cpu]
 
 5 x Linear(1024, 1024), batch 16, AdamW: 5.25 million parameters, next to which activations are nothing. Held: unique
 storages of all tensors alive after a step, gradients included, by what they serve. Peak: the highest the allocator went
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import describe_machine
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.timing import describe_machine
 from booster import Booster
 from booster.mixed_precision import BF16MixedPrecision, BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
 

@@ -1,6 +1,6 @@
 """What O1 of fp16_apex costs against fp16: the same autocast, plus the casts of a torch function mode and apex's update.
 
-    python benchmarks/opt_levels.py [--rounds 60] [--vit-rounds 12] [--batch 8]
+    python -m benchmarks.opt_levels [--rounds 60] [--vit-rounds 12] [--batch 8]
 
 Whole training steps with AdamW, without clipping, of the tiny MLP of overhead.py and of the example's small vision
 transformer. On one core, process CPU time, interleaved in shuffled order. "fp16 again" is a second copy of fp16, to tell
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from overhead import MLP
-from timing import describe_machine, difference, interleave, pin_to_one_core, ratio
 from torch import nn
 
+from benchmarks.overhead import MLP
+from benchmarks.timing import describe_machine, difference, interleave, pin_to_one_core, ratio
 from booster import Booster
 from booster.mixed_precision import FP16ApexMixedPrecision, FP16TorchMixedPrecision, MixedPrecision
 

@@ -1,6 +1,6 @@
 """What a training step costs around the model: raw torch, raw torch with a fused optimizer, Accelerate, Fabric, booster.
 
-    python benchmarks/overhead.py [--rounds 200] [--precisions fp32,bf16,fp16]
+    python -m benchmarks.overhead [--rounds 200] [--precisions fp32,bf16,fp16]
 
 A tiny MLP (4 x Linear(64, 64), batch 8, AdamW, clipping at norm 1), so that the work around the model is most of it. On
 one core, process CPU time, blocks of 20 steps interleaved in shuffled order. "raw again" is a second copy of raw: a run is
@@ -17,9 +17,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from timing import describe_machine, difference, interleave, pin_to_one_core, ratio
 from torch import nn
 
+from benchmarks.timing import describe_machine, difference, interleave, pin_to_one_core, ratio
 from booster import Booster
 
 STEPS = 20

@@ -1,6 +1,6 @@
 """Test accuracy of every precision on real images, over several seeds, against float32's.
 
-    python benchmarks/quality.py [--model mlp|cnn|vit] [--seeds 5] [--epochs 5] [--modes "NAME;..."]
+    python -m benchmarks.quality [--model mlp|cnn|vit] [--seeds 5] [--epochs 5] [--modes "NAME;..."]
 
 10,000 training and 4,000 test images of Fashion-MNIST (examples/data). AdamW under a cosine schedule, batches of 128. For one
 seed all precisions start from the same weights and see the same batches. A precision passes if the mean of its accuracy is
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from timing import describe_machine
 from torch import nn
 
+from benchmarks.timing import describe_machine
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision, make
 

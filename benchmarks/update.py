@@ -1,6 +1,6 @@
 """Time of the update alone: 20 million parameters, AdamW, clipping at norm 1, against hand-written torch.
 
-    python benchmarks/update.py [--rounds 15]
+    python -m benchmarks.update [--rounds 15]
 
 Prints milliseconds per update and ratios within one interleaved run, on one core. Gradients are float32, those of fp16
 multiplied by the loss scale; they are restored, untimed, before every update.
@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from timing import clock, describe_machine, pin_to_one_core, ratio
 from torch import nn
 
+from benchmarks.timing import clock, describe_machine, pin_to_one_core, ratio
 from booster import Booster
 
 SCALE = 2.0**16

@@ -1,6 +1,6 @@
 """One training step of a small ViT (dim 192, depth 12, 3 heads, 65 tokens, batch 32), plain torch against booster.
 
-    python benchmarks/vit_step.py [--rounds 7] [--tokens 65]
+    python -m benchmarks.vit_step [--rounds 7] [--tokens 65]
 
 On one core, process CPU time, interleaved. Plain means torch.autocast and AdamW as users write them; "fused" gives plain
 torch the fused AdamW that booster switches to, so that what is left is attention in float32.
@@ -15,10 +15,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from timing import describe_machine, interleave, pin_to_one_core, ratio
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.timing import describe_machine, interleave, pin_to_one_core, ratio
 from booster import Booster
 from booster.mixed_precision import BF16MixedPrecision, MixedPrecision
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import scaling_bytes
-from scaling_job import cases, hybrid_plugin
-from scaling_memory import accumulated_bytes, layer_activations
-from scaling_model import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, stage_parameters, zero
-from scaling_traffic import sent_bytes
-
+from benchmarks.scaling import bytes as scaling_bytes
+from benchmarks.scaling.job import cases, hybrid_plugin
+from benchmarks.scaling.memory import accumulated_bytes, layer_activations
+from benchmarks.scaling.model import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, stage_parameters, zero
+from benchmarks.scaling.traffic import sent_bytes
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 HALF = "naive, fp32 masters"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT))
 
-import scaling
-from scaling_memory import (
+from benchmarks.scaling import __main__ as scaling
+from benchmarks.scaling.memory import (
     accumulated_bytes,
     activations,
     gathered_bytes,
@@ -18,7 +18,7 @@ from scaling_memory import (
     layer_activations,
     receive_buffers,
 )
-from scaling_model import (
+from benchmarks.scaling.model import (
     LLAMA_7B,
     LLAMA_70B,
     PRECISIONS,
@@ -31,7 +31,7 @@ from scaling_model import (
     stage_parameters,
     zero,
 )
-from scaling_traffic import (
+from benchmarks.scaling.traffic import (
     H100,
     Message,
     bandwidth,

@@ -1,6 +1,6 @@
 """Bytes that a rank sends in one optimizer step, and the time that sending and computing take.
 
-`scaling_bytes.py` compares the bytes with what small jobs really send; nobody measured the times.
+`bytes.py` compares the bytes with what small jobs really send; nobody measured the times.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scaling_model import Axis, Model, Plan, Precision, axis_shape, boundary_bytes
+from benchmarks.scaling.model import Axis, Model, Plan, Precision, axis_shape, boundary_bytes
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 

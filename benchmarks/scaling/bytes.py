@@ -19,13 +19,13 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
-from scaling_job import MICRO_BATCH, SMALL, Case, Decoder, loss_of, make_precision, run_step
-from scaling_memory import Memory, held_memory, receive_buffers
-from scaling_model import PRECISIONS, Axis, Model, Plan, axis_shape, layer_parameters, stage_parameters
-from scaling_traffic import Message, data_parallel_messages, pipeline_messages, tensor_parallel_messages
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.scaling.job import MICRO_BATCH, SMALL, Case, Decoder, loss_of, make_precision, run_step
+from benchmarks.scaling.memory import Memory, held_memory, receive_buffers
+from benchmarks.scaling.model import PRECISIONS, Axis, Model, Plan, axis_shape, layer_parameters, stage_parameters
+from benchmarks.scaling.traffic import Message, data_parallel_messages, pipeline_messages, tensor_parallel_messages
 from booster import Booster
 
 NOISE = 512  # bytes; shorter messages are flags, losses and norms

@@ -1,13 +1,13 @@
 """Bytes that a rank holds: weights, masters, Adam states, gradients, whole weights for a while, activations.
 
-`scaling_bytes.py` compares them with what small jobs really hold.
+`bytes.py` compares them with what small jobs really hold.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scaling_model import Model, Plan, Precision, boundary_bytes
+from benchmarks.scaling.model import Model, Plan, Precision, boundary_bytes
 
 ADAM_STATES = 8  # bytes a parameter: two float32 moments
 LOGIT = 12  # bytes a logit at the peak: float32 logits, their log-softmax, and its gradient

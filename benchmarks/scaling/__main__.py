@@ -1,11 +1,4 @@
-"""Memory and communication of large models on paper, and the formulas checked against small jobs.
-
-    python benchmarks/scaling.py            prints the tables of docs/scaling.md
-    python benchmarks/scaling.py --check    runs jobs of 2 and 4 processes and compares what they hold and send
-
-The formulas are in `scaling_model.py`, `scaling_memory.py` and `scaling_traffic.py`, with their sources; the counting is in
-`scaling_bytes.py`, on the jobs of `scaling_job.py`.
-"""
+"""The tables of docs/scaling.md, and `--check`."""
 
 from __future__ import annotations
 
@@ -15,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from scaling_memory import (
+from benchmarks.scaling.memory import (
     Memory,
     accumulated_bytes,
     activations,
@@ -24,7 +17,7 @@ from scaling_memory import (
     layer_activations,
     receive_buffers,
 )
-from scaling_model import (
+from benchmarks.scaling.model import (
     LLAMA_7B,
     LLAMA_70B,
     PRECISIONS,
@@ -39,7 +32,7 @@ from scaling_model import (
     stage_parameters,
     zero,
 )
-from scaling_traffic import (
+from benchmarks.scaling.traffic import (
     H100,
     Message,
     bubble,
@@ -274,8 +267,9 @@ def check(rank: int, n: int, port: int) -> None:
     import warnings
 
     import torch.distributed as dist
-    from scaling_bytes import check_case
-    from scaling_job import cases
+
+    from benchmarks.scaling.bytes import check_case
+    from benchmarks.scaling.job import cases
 
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
