@@ -15,6 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from booster.torch_internals import function_modes
+
 Function = Callable[..., Any]
 Rule = Callable[["CastFunctions", Function, tuple[Any, ...], dict[str, Any]], Any]
 Table = Mapping[Function, Rule]
@@ -152,7 +154,7 @@ def _active(kind: type[_Mode]) -> list[_Mode]:
 
 
 def _stack() -> list[Any]:
-    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+    return function_modes()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster.shards import is_dtensor
+from booster.torch_internals import multiply_and_check_, sparse_values
 
 _HALF = (torch.float16, torch.bfloat16)
 _Kind = tuple[torch.device, torch.dtype]
@@ -25,7 +26,7 @@ def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         grad = param.grad
         if grad.is_sparse:  # type: ignore[union-attr]
             param.grad = grad.coalesce()  # type: ignore[union-attr]
-            grad = param.grad._values()
+            grad = sparse_values(param.grad)
         elif is_dtensor(grad):
             grad = grad.to_local()  # type: ignore[union-attr]
         values.append(grad)
@@ -75,7 +76,7 @@ def scale_values(values: Iterable[torch.Tensor], ratio: float | torch.Tensor) ->
             torch._foreach_mul_(members, ratio)
         elif dtype == torch.float16 or device.type == "cpu":
             factor = torch.as_tensor(ratio, dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(members, factor.new_zeros(()), factor)
+            multiply_and_check_(members, factor.new_zeros(()), factor)
         else:  # of which torch has no kernel for bfloat16
             for value in members:
                 value.copy_(value.float() * ratio)
@@ -120,7 +121,7 @@ def unscale_values(values: Sequence[torch.Tensor], inverse_scale: float, *, chec
             continue
         flag = torch.zeros((), dtype=torch.float32, device=device)
         ratio = torch.full((), inverse_scale, dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(members, flag, ratio)
+        multiply_and_check_(members, flag, ratio)
         found.append(flag)
     return any(map(bool, found))
 

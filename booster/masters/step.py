@@ -24,21 +24,19 @@ handles together.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.masters.bucket import Bucket
 from booster.masters.masters import Masters
 from booster.masters.plain import StateLayouts, laid_like, lots
+from booster.torch_internals import exchange_step_hooks, note_step, step_hooks, unhooked
 from booster.update.fused import honours_grad_scale, start_late_momentum
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -289,27 +287,23 @@ class _Swapped:
 @contextmanager
 def _hooks_once(optimizer: Any) -> Iterator[None]:
     """Fire step hooks around the whole, with the user's parameters in the groups, and not inside."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    for hook in itertools.chain(torch_optimizer._global_optimizer_pre_hooks.values(), own[0].values()):
+    before, after = step_hooks(optimizer)
+    for hook in before:
         if hook(optimizer, (optimizer,), {}) is not None:
             raise RuntimeError("a step pre-hook returned new arguments, which a step on masters cannot pass on")
-    optimizer._optimizer_step_pre_hooks = OrderedDict()
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+    own = exchange_step_hooks(optimizer, None)
     try:
         yield
     finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = own
-    optimizer._opt_called = True  # LR schedulers ask whether step() ran
-    for hook in itertools.chain(own[1].values(), torch_optimizer._global_optimizer_post_hooks.values()):
+        exchange_step_hooks(optimizer, own)
+    note_step(optimizer)
+    for hook in after:
         hook(optimizer, (optimizer,), {})
 
 
 def _bare_step(optimizer: Any, *args: Any) -> Any:
     """Return `optimizer.step`, without the wrapper by which torch runs hooks."""
-    step = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step(optimizer, *args)
+    return unhooked(type(optimizer).step)(optimizer, *args)
 
 
 def inverse(grad_scale: float) -> float:

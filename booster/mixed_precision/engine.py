@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from booster.torch_internals import engine_backward
+
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -33,7 +35,7 @@ def run_engine(
         torch.ones_like(root, requires_grad=False) if grad is None and root.requires_grad else grad
         for root, grad in zip(roots, given, strict=True)
     )
-    torch.autograd.Variable._execution_engine.run_backward(
+    engine_backward(
         roots,
         grads,
         create_graph if retain_graph is None else retain_graph,

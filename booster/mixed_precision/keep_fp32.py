@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from booster import arguments
 from booster.cast_regions import disabled
@@ -17,6 +16,7 @@ from booster.casting import cast_floats
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.names import matcher, parents
 from booster.tied import places_of
+from booster.torch_internals import BatchNorm
 
 _MARK = "booster_keep_fp32"
 
@@ -117,7 +117,7 @@ def is_marked(name: str, module: nn.Module) -> bool:
 
 def is_batch_norm(name: str, module: nn.Module) -> bool:
     """A predicate for `keep_fp32`: BatchNorm of any dimension, whose running statistics half precision would spoil."""
-    return isinstance(module, _BatchNorm)
+    return isinstance(module, BatchNorm)
 
 
 def check_untied(model: nn.Module, names: Iterable[str]) -> None:

@@ -26,6 +26,7 @@ from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
 from booster.shards.fully_sharded import recover, reshard
+from booster.torch_internals import fsdp_groups, fsdp_states, is_view, settle_dtypes
 from booster.trees import map_tensors, tensors
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
@@ -206,7 +207,7 @@ def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = _Own.apply(tensor) if tensor._is_view() and tensor.grad_fn is not None else tensor
+    own: torch.Tensor = _Own.apply(tensor) if is_view(tensor) and tensor.grad_fn is not None else tensor
     return own
 
 
@@ -216,12 +217,11 @@ class _AdmitUnfrozen:
     def __init__(self, model: nn.Module) -> None:
         # Found once: looking them up is not for torch.compile to trace.
         sharded = [child for child in model.modules() if isinstance(child, FSDPModule)]
-        self._groups = [group for child in sharded for group in child._get_fsdp_state()._fsdp_param_groups]
+        self._groups = fsdp_groups(sharded)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         for group in self._groups:
-            if getattr(group, "_orig_dtype", True) is None:
-                group._init_mp_dtypes()
+            settle_dtypes(group)
 
 
 class _Rest:
@@ -231,7 +231,7 @@ class _Rest:
     """
 
     def __init__(self, model: FSDPModule) -> None:
-        self._state = model._get_fsdp_state()
+        (self._state,) = fsdp_states([model])
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._state._training_state.name == "FORWARD":  # it raised: the hook of fully_shard did not run

@@ -14,6 +14,7 @@ from booster.flat import flat_like
 from booster.modules import PlacedModule
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
+from booster.torch_internals import graph_task, when_backward_ends
 from booster.trees import tensors
 
 # torch 2.13 renamed the collective and warns about the old name.
@@ -45,9 +46,9 @@ class GradientReducer:
     def begin(self, *_: Any) -> None:
         """Start the averaging of the backward pass that the engine is in, unless it has started."""
         if self._task is None and self.synchronises:
-            self._task = torch._C._current_graph_task_id()
+            self._task = graph_task()
             self._start()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            when_backward_ends(self._finish)
 
     def abandon(self) -> None:
         """Forget a backward pass that raised."""
@@ -148,7 +149,7 @@ class ReducedModule(PlacedModule):
         self._synchronise_buffers = synchronise_buffers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:  # not recomputed inside a backward
+        if graph_task() == -1:  # not recomputed inside a backward
             self._before_forward()
         outputs = self.module(*args, **kwargs)
         for output in tensors(outputs):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from booster.shards.base import UNSYNCHRONISED
 from booster.shards.dtensor import DTensorShards
+from booster.torch_internals import fsdp_params, gathered
 
 
 class FullyShardedShards(DTensorShards):
@@ -77,7 +78,7 @@ def recover(module: nn.Module) -> None:
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """Return whether backward passes without synchronisation left gradients with the gathered parameters."""
     return any(
-        param.unsharded_accumulated_grad is not None or getattr(param, "_unsharded_param", _NONE).grad is not None
+        param.unsharded_accumulated_grad is not None or _grad_of_gathered(param) is not None
         for param in _fsdp_params(module)
     )
 
@@ -86,16 +87,16 @@ def forget_unreduced_gradients(module: nn.Module) -> None:
     """Drop the gradients that backward passes without synchronisation left with the gathered parameters."""
     for param in _fsdp_params(module):
         param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
+        whole = gathered(param)
+        if whole is not None:
+            whole.grad = None
 
 
-_NONE = torch.empty(0)
+def _grad_of_gathered(param: Any) -> torch.Tensor | None:
+    whole = gathered(param)
+    return None if whole is None else whole.grad
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
     # torch has no public way: reset_iter_state() keeps what they hold.
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            for group in child._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+    return fsdp_params(child for child in module.modules() if isinstance(child, FSDPModule))

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from booster.modules import bare
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards
+from booster.torch_internals import graph_task
 from booster.trees import tensors
 
 
@@ -49,11 +50,11 @@ class Replica:
 
     # DistributedDataParallel averages all that a backward pass brings if one of its forward passes told it to.
     def _on_averaged(self, grad: torch.Tensor) -> None:
-        self._averaging = torch._C._current_graph_task_id()
+        self._averaging = graph_task()
         self._unsynchronised = False
 
     def _on_left(self, grad: torch.Tensor) -> None:
-        if torch._C._current_graph_task_id() != self._averaging:
+        if graph_task() != self._averaging:
             self._unsynchronised = True
 
 

@@ -17,6 +17,7 @@ from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State
 from booster.shards.replicated import Replica, check_replicas
 from booster.shards.zero_buckets import Layout, stretch
 from booster.shards.zero_states import Holding, gather_states
+from booster.torch_internals import version
 
 SPARSE = (
     "a parameter of shape {shape} has a sparse gradient, which cannot be divided among ranks; build its module with "
@@ -69,7 +70,7 @@ class ZeroShards(Shards):
         self._lay_down()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]
-        self._versions = {param: param._version for params in lists for param in params}
+        self._versions = {param: version(param) for params in lists for param in params}
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         try:
             for params in lists:
@@ -142,7 +143,7 @@ class ZeroShards(Shards):
                 own = [param for param in bucket.params if param in owned]
                 if own:
                     works += bucket.gather(layout.group)
-                changed += [p for p in own if self._has_gradient(p) and p._version == self._versions.get(p)]
+                changed += [p for p in own if self._has_gradient(p) and version(p) == self._versions.get(p)]
         for work in works:
             work.wait()
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.

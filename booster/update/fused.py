@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim import optimizer as torch_optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.flat import is_dense, lies_like
+from booster.torch_internals import has_kernel, set_fused_flags, step_hooks
 
 _logger = logging.getLogger(__name__)
 
@@ -100,8 +100,7 @@ class FusedKernel:
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].cpu()
-        self.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        self.optimizer._need_device_dtype_check_for_fused = False  # type: ignore[attr-defined]
+        set_fused_flags(self.optimizer, False)
         _logger.info("%s goes on with torch's default implementation; of its fused one: %s", name, reason)
 
 
@@ -125,13 +124,7 @@ def has_sound_kernel(optimizer: Optimizer) -> bool:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether a hook runs around `optimizer.step()`, of its own or of all optimizers."""
-    own: Any = optimizer
-    return bool(
-        own._optimizer_step_pre_hooks
-        or own._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-    )
+    return any(step_hooks(optimizer))
 
 
 def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> bool:
@@ -147,8 +140,7 @@ def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> boo
     for group in optimizer.param_groups:
         group["fused"] = True
     _move_step_counts(optimizer)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    set_fused_flags(optimizer, True)
     _logger.info("%s uses its fused implementation; Booster(fused_optimizer=False) keeps the default", _name(optimizer))
     return True
 
@@ -202,7 +194,7 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
     keys = {"cpu": "CPU", "cuda": "CUDA"}
     devices = {param.device.type for param in params}
     return all(torch.is_floating_point(param) for param in params) and all(
-        device in keys and torch._C._dispatch_has_kernel_for_dispatch_key(kernel, keys[device]) for device in devices
+        device in keys and has_kernel(kernel, keys[device]) for device in devices
     )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from booster.casting import cast_floats
 from booster.interface.model import ForwardPrecision, ModelWrapper
+from booster.torch_internals import add_state_dict_hook
 from booster.trees import is_container
 
 
@@ -56,8 +57,7 @@ class CriterionPrecision:
 def save_in_float32(model: nn.Module) -> None:
     """Make `state_dict()` of `model` and of each of its modules give float32 for float16 tensors. Repeating it is harmless."""
     for module in model.modules():
-        if not any(hook is _widen_own for hook in module._state_dict_hooks.values()):
-            module._register_state_dict_hook(_widen_own)
+        add_state_dict_hook(module, _widen_own)
 
 
 def _widen_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

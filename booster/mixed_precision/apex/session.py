@@ -17,6 +17,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import Registered
+from booster.torch_internals import default_device_mode, function_modes
 
 _logger = logging.getLogger(__name__)
 
@@ -108,9 +109,9 @@ class Session:
 
 
 def _function_modes() -> list[Any]:
-    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+    return function_modes()
 
 
 def _is_default_device(mode: Any) -> bool:
     # That of torch.set_default_device, which comes and goes below all other modes; `with torch.device` does not.
-    return mode is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return mode is default_device_mode()

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from booster.cast_regions import CastFunctions
@@ -42,6 +41,7 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.modules import bare
+from booster.torch_internals import BatchNorm
 from booster.update.base import Job, Update
 from booster.update.options import UpdateOptions
 
@@ -302,4 +302,4 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
 def is_affine_batch_norm(name: str, module: nn.Module) -> bool:
     """A predicate for `keep_fp32`: what keep_batchnorm_fp32 keeps."""
-    return isinstance(module, _BatchNorm) and module.affine
+    return isinstance(module, BatchNorm) and module.affine

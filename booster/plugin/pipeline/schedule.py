@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
 from booster import arguments
 from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
+from booster.torch_internals import num_function_modes
 
 Shape = tuple[int, ...]
 STYLES: dict[str, Any] = {
@@ -144,7 +145,7 @@ class _Chunk(PipelineStage):
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
         # torch.autograd.grad, by which gradients of inputs and weights are computed apart, leaves torch function modes, so
         # activations would be computed again without the precision's. Then both are computed here, and no weights later.
-        full_backward = full_backward or torch._C._len_torch_function_stack() > 0
+        full_backward = full_backward or num_function_modes() > 0
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
             self.bwd_cache[bwd_chunk_id] = tuple(

@@ -1,0 +1,195 @@
+"""Every private name of torch that booster uses and that has no public twin; an upgrade of torch is this file.
+
+Checked on torch 2.13.0 (`tests/unit/test_torch_internals.py` says which names are missing elsewhere). Not here:
+`torch._foreach_*`, which torch documents in its optimizers, and the dictionaries `_parameters`, `_modules` and `_buffers` of a
+module, which are as old as modules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+__all__ = ["BatchNorm", "RunningNorm"]
+
+# ---------------------------------------------------------------------- the autograd engine
+
+
+def graph_task() -> int:
+    """Return the number of the backward pass that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def when_backward_ends(action: Callable[[], None]) -> None:
+    """Call `action` once, after the backward pass that runs now has filled all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def engine_backward(*args: Any, **kwargs: Any) -> Any:
+    """Run autograd as `torch.autograd.backward` does, in the torch function modes of the caller, which that leaves."""
+    return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------- torch function modes
+
+
+def function_modes() -> list[Any]:
+    """Return the torch function modes of this thread, outermost first."""
+    return [torch._C._get_function_stack_at(index) for index in range(num_function_modes())]
+
+
+def num_function_modes() -> int:
+    """Return how many torch function modes this thread is in."""
+    return torch._C._len_torch_function_stack()
+
+
+def default_device_mode() -> Any | None:
+    """Return the mode by which `torch.set_default_device` acts, or None."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+# ---------------------------------------------------------------------- tensors and kernels
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor that need not be coalesced; a view."""
+    return tensor._values()
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a view in the eyes of autograd."""
+    return tensor._is_view()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often `tensor` was written in place; writes through `.data` do not count."""
+    return tensor._version
+
+
+def multiply_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, ratio: torch.Tensor) -> None:
+    """Multiply `grads` in place and set `found_inf` to 1 where any was not finite; one kernel, no host sync."""
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, ratio)
+
+
+def has_kernel(operator: str, dispatch_key: str) -> bool:
+    """Return whether `operator` ("aten::...") has a kernel of its own for "CPU" or "CUDA"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+def set_fused_flags(optimizer: Optimizer, fused: bool) -> None:
+    """Note in `optimizer`, as its constructor does, whether it is stepped by torch's fused kernels."""
+    optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = fused  # type: ignore[attr-defined]
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return what is called before and after every step: torch's global hooks and the optimizer's own, in order."""
+    module: Any = sys.modules[Optimizer.__module__]
+    return (
+        [*module._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()],
+        [*optimizer._optimizer_step_post_hooks.values(), *module._global_optimizer_post_hooks.values()],
+    )
+
+
+def exchange_step_hooks(optimizer: Optimizer, hooks: tuple[Any, Any] | None) -> tuple[Any, Any]:
+    """Give `optimizer` the step hooks `hooks` (None: none) and return those that it had. The global ones are not touched."""
+    before = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    pre, post = (OrderedDict(), OrderedDict()) if hooks is None else hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre, post
+    return before
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Tell LR schedulers, which warn otherwise, that a step was taken."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `step` of an optimizer without torch's profiling around it, which calls the hooks too."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Call `hook(module, state_dict, prefix, local_metadata)` after `module.state_dict()`, once however often this is asked."""
+    if all(entry is not hook for entry in module._state_dict_hooks.values()):
+        module._register_state_dict_hook(hook)
+
+
+# ---------------------------------------------------------------------- fully_shard
+
+
+def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
+    """Yield torch's state of each module that `fully_shard` was applied to."""
+    for module in modules:
+        yield module._get_fsdp_state()  # type: ignore[operator]
+
+
+def fsdp_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the groups of parameters that are gathered together, of modules that `fully_shard` was applied to."""
+    return [group for state in fsdp_states(modules) for group in state._fsdp_param_groups]
+
+
+def fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield torch's record of every parameter of such modules."""
+    for group in fsdp_groups(modules):
+        yield from group.fsdp_params
+
+
+def settle_dtypes(group: Any) -> None:
+    """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
+    if getattr(group, "_orig_dtype", True) is None:
+        group._init_mp_dtypes()
+
+
+def gathered(param: Any) -> Any | None:
+    """Return the whole parameter of a record of `fsdp_params`; None before it was ever gathered."""
+    return getattr(param, "_unsharded_param", None)
+
+
+# ---------------------------------------------------------------------- what the tests look at
+
+NAMES: Mapping[str, Callable[[], Any]] = {
+    "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
+    "torch.autograd.Variable._execution_engine": lambda: torch.autograd.Variable._execution_engine,
+    "torch._C._get_function_stack_at": lambda: torch._C._get_function_stack_at,
+    "torch._C._len_torch_function_stack": lambda: torch._C._len_torch_function_stack,
+    "torch._GLOBAL_DEVICE_CONTEXT": lambda: torch._GLOBAL_DEVICE_CONTEXT,
+    "Tensor._values": lambda: torch.Tensor._values,
+    "Tensor._is_view": lambda: torch.Tensor._is_view,
+    "Tensor._version": lambda: torch.Tensor._version,
+    "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
+    "torch._C._dispatch_has_kernel_for_dispatch_key": lambda: torch._C._dispatch_has_kernel_for_dispatch_key,
+    "optimizer._global_optimizer_pre_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks,
+    "optimizer._global_optimizer_post_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_post_hooks,
+    "Optimizer._optimizer_step_pre_hooks": lambda: _an_optimizer()._optimizer_step_pre_hooks,
+    "Optimizer._optimizer_step_post_hooks": lambda: _an_optimizer()._optimizer_step_post_hooks,
+    "Adam(fused)._step_supports_amp_scaling": lambda: _an_optimizer()._step_supports_amp_scaling,
+    "SGD(fused)._need_device_dtype_check_for_fused": lambda: (
+        _an_optimizer(torch.optim.SGD)._need_device_dtype_check_for_fused
+    ),
+    "Optimizer.step.hooked": lambda: type(_an_optimizer()).step.hooked,
+    "Optimizer.step.__wrapped__": lambda: type(_an_optimizer()).step.__wrapped__,
+    "Module._state_dict_hooks": lambda: nn.Module()._state_dict_hooks,
+    "Module._register_state_dict_hook": lambda: nn.Module._register_state_dict_hook,
+    "DataLoader._index_sampler": lambda: DataLoader.__dict__["_index_sampler"].fget,
+}
+"""How to reach every name above that needs no process group, for the test that says which are missing."""
+
+
+def _an_optimizer(kind: type[Any] = torch.optim.Adam) -> Any:
+    return kind([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True)

@@ -1,0 +1,51 @@
+"""The private names of torch are there, and only one file uses them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import booster
+from booster import torch_internals
+
+ROOT = Path(booster.__file__).parent
+# Names of torch that begin with an underscore. `_foreach_*`, `_parameters`, `_modules` and `_buffers` are free.
+PRIVATE = re.compile(
+    r"torch\._C\b|_execution_engine|_GLOBAL_DEVICE_CONTEXT|_amp_foreach|\b_BatchNorm\b|\b_NormBase\b|\._values\(|\._is_view\("
+    r"|\._version\b|_step_supports_amp|_need_device_dtype|_optimizer_step_(pre|post)_hooks|_global_optimizer_|_opt_called"
+    r"|_register_state_dict_hook|_state_dict_hooks\b|_get_fsdp_state|_fsdp_param_groups|_init_mp_dtypes|_unsharded_param"
+)
+
+
+@pytest.mark.parametrize("name", torch_internals.NAMES)
+def test_torch_has_the_name(name):
+    torch_internals.NAMES[name]()
+
+
+def test_fully_shard_keeps_what_is_asked_of_it(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        (group,) = torch_internals.fsdp_groups([model])
+        torch_internals.settle_dtypes(group)
+        records = list(torch_internals.fsdp_params([model]))
+        assert len(records) == 2
+        assert all(torch_internals.gathered(record) is not None for record in records)
+        assert all(hasattr(record, "unsharded_accumulated_grad") for record in records)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_private_names_stand_in_one_room():
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if path.name != "torch_internals.py"
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if PRIVATE.search(line) and not line.lstrip().startswith("#")
+    ]
+    assert found == []
