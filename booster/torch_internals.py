@@ -136,7 +136,7 @@ def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
     """Yield torch's state of each module that `fully_shard` was applied to."""
     for module in modules:
-        yield module._get_fsdp_state()  # type: ignore[operator]
+        yield module._get_fsdp_state()
 
 
 def fsdp_groups(modules: Iterable[nn.Module]) -> list[Any]:
