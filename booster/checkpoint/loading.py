@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ from booster.checkpoint.randomness import set_random_state
 from booster.checkpoint.saving import STATE
 from booster.checkpoint.storage import ManifestReader, dtype_of
 from booster.checkpoint.weights import weights_for
+from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
+from booster.trees import map_tensors
 from booster.update.checkpoint import PARAMETERS, STATE_KEY
+from booster.update.loading import Reading
 
 _logger = logging.getLogger(__name__)
 
@@ -75,7 +79,7 @@ def load(folder: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup |
     except (ValueError, KeyError, TypeError, CheckpointError) as error:
         problem = error
     agree_on_success(problem, group)
-    return reading.apply()
+    return reading.apply(group)
 
 
 def anything_in(root: Path, group: dist.ProcessGroup | None) -> bool:
@@ -279,15 +283,23 @@ class _Reading:
 
     # ------------------------------------------------------------------ applying
 
-    def apply(self) -> Loaded:
-        """Hand every object its state."""
+    def apply(self, group: dist.ProcessGroup | None) -> Loaded:
+        """Hand every object its state: first those that may refuse it, and that can be undone; then what only copies."""
+        readings: list[Reading] = []
+        with ExitStack() as undo:
+            for name, (optimizer, state) in zip(self.parts.optimizers, self._optimizer_states, strict=True):
+                with self._agreed(f"optimizers {name!r}", group):
+                    readings.append(optimizer.read_state_dict(state))
+                    undo.callback(readings[-1].undo)
+            with self._agreed("dataloaders, lr_schedulers or extra", group):
+                for part, state in [*self._other_states, *_takers(self.parts.extra, self._extra)]:
+                    undo.callback(_way_back(part))
+                    part.load_state_dict(state)
+            undo.pop_all()
         for module, state in self._module_states:
             module.load_state_dict(state, strict=False)
-        for optimizer, state in self._optimizer_states:
-            optimizer.load_state_dict(state)
-        for part, state in self._other_states:
-            part.load_state_dict(state)
-        _give(self.parts.extra, self._extra)
+        for read in readings:
+            read.take_over()
         if self._random is not None:
             set_random_state(self._random)
         for note in self.notes:
@@ -295,6 +307,17 @@ class _Reading:
         return Loaded(self.manifest.step, self._extra, self.folder)
 
     # ------------------------------------------------------------------ inside
+
+    @contextmanager
+    def _agreed(self, what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """If the body raises on one rank, raise CheckpointError on all."""
+        problem: CheckpointError | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = CheckpointError(f"{self.folder} does not load into {what}, and nothing was loaded: {error}")
+            problem.__cause__ = error
+        agree_on_success(problem, group)
 
     @property
     def _same_ranks(self) -> bool:
@@ -356,14 +379,28 @@ def _find(root: Path) -> Path:
     return found
 
 
-def _give(extra: Any, state: Any) -> None:
-    """Load saved states into the objects of the user's `extra` that take one."""
+def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
+    """The objects of the user's `extra` that take a state, with theirs."""
     if callable(getattr(extra, "load_state_dict", None)):
-        extra.load_state_dict(state)
+        yield extra, state
     elif isinstance(extra, Mapping) and isinstance(state, Mapping):
         for key, value in extra.items():
             if key in state:
-                _give(value, state[key])
+                yield from _takers(value, state[key])
+
+
+def _way_back(part: Any) -> Callable[[], None]:
+    """Return what gives `part` the state that it has now."""
+    # Copied, and to host memory: loading writes into the tensors that are there.
+    state = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), part.state_dict(), copy_containers=True)
+    attributes = dict(vars(part)) if isinstance(part, DataLoaderWrapper) else {}
+
+    def back() -> None:
+        part.load_state_dict(state)
+        if attributes:  # its state says where to go on, and not that nobody had asked for that
+            vars(part).update(attributes)
+
+    return back
 
 
 def _reference(value: Any) -> str | None:

@@ -18,7 +18,7 @@ from booster.update.backward import run_backward
 from booster.update.base import Job, Update
 from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
-from booster.update.loading import load_state
+from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepResult
 
 
@@ -304,8 +304,12 @@ class OptimizerWrapper(Optimizer):
         A collective on several ranks. Raises ValueError or TypeError, on all ranks and with nothing changed on any, for a
         state that does not fit this optimizer or this precision on one of them.
         """
+        self.read_state_dict(state_dict).take_over()
+
+    def read_state_dict(self, state_dict: dict[str, Any]) -> Reading:
+        """The first half of `load_state_dict`, which may raise; the weights may be written before the second."""
         self.settle()
-        load_state(self._update, self._history, state_dict)
+        return read_state(self._update, self._history, state_dict)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"

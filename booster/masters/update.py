@@ -160,6 +160,7 @@ class MasterUpdate(HostUpdate):
         states = self.masters.read_optimizer_state_dict(state_dict)
 
         def take_over() -> None:
+            self.masters.adopt()  # weights that were loaded since
             self.masters.take_over(states, weights)
             if saved is not None:
                 self.masters.load_rounding(saved)

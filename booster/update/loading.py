@@ -30,12 +30,27 @@ class _Own(NamedTuple):
     rest: Mapping[str, Any]
 
 
+class Reading(NamedTuple):
+    """A state that is read and fits, of which containers of the optimizer and the loss scale are changed, and no tensor.
+
+    One of the two is called next. take_over: do the rest; it does not fail. undo: have everything as it was before.
+    """
+
+    take_over: Callable[[], None]
+    undo: Callable[[], None]
+
+
 def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
-    """Load what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; if it raises on one rank, on none has
+    """Load what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; raises as `read_state` does."""
+    read_state(update, history, state_dict).take_over()
+
+
+def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading:
+    """Read what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; if it raises on one rank, on none has
     anything changed, and all raise. A collective of every rank of the update's group.
 
-    Raises TypeError for what is no mapping, ValueError for a state that does not fit, and whatever the optimizer's own
-    `load_state_dict` or a hook of it raises.
+    Weights of the model may be written between reading and taking over. Raises TypeError for what is no mapping, ValueError
+    for a state that does not fit, and whatever the optimizer's own `load_state_dict` or a hook of it raises.
     """
     optimizer, scaler = update.optimizer, update.scaler
     with update.all_or_none("load its optimizer state"):
@@ -52,26 +67,31 @@ def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
         moved = _moved(update, state, rest)
     update.require_alike(repr(moved), "the tensors that change their layout among ranks")
     before = implementation(optimizer)
+    undo = _undo_all(optimizer, scaler)
     with (
-        _undone_on_error(optimizer, scaler),
+        _on_error(undo),
         update.all_or_none("load its optimizer state"),
         update.shards.local(),
     ):
         if own.scale:
             _load_scale(scaler, own.scale)
         groups = [dict(group) for group in optimizer.param_groups]
-        take_over = update.read_optimizer_state_dict(*cut(update, state, rest))
+        take_over_states = update.read_optimizer_state_dict(*cut(update, state, rest))
         weights = {param: update.shards.placed(value, param) for param, value in values.items()}
         keep_implementation(optimizer, before)
         _check_options(groups, optimizer.param_groups)
-    with update.shards.local():
-        take_over()
-    with torch.no_grad():
-        for param, weight in weights.items():
-            param.copy_(weight)
-    update.shards.forget_gathered()
-    if own.counts is not None:
-        history.load_state_dict(own.counts)
+
+    def take_over() -> None:
+        with update.shards.local():
+            take_over_states()
+        with torch.no_grad():
+            for param, weight in weights.items():
+                param.copy_(weight)
+        update.shards.forget_gathered()
+        if own.counts is not None:
+            history.load_state_dict(own.counts)
+
+    return Reading(take_over, undo)
 
 
 # ---------------------------------------------------------------------- what can be seen without the optimizer
@@ -239,15 +259,23 @@ def _load_scale(scaler: LossScaler, state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _undone_on_error(optimizer: Optimizer, scaler: LossScaler) -> Iterator[None]:
-    """Undo what the body does to the containers of `optimizer`, not to tensors, and to `scaler`, if it raises."""
-    undo, scale = _undo(optimizer), scaler.state_dict()
+def _on_error(undo: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except BaseException:
         undo()
-        scaler.load_state_dict(scale)
         raise
+
+
+def _undo_all(optimizer: Optimizer, scaler: LossScaler) -> Callable[[], None]:
+    """Return what restores the containers of `optimizer`, not its tensors, and `scaler` as they are now."""
+    restore, scale = _undo(optimizer), scaler.state_dict()
+
+    def undo() -> None:
+        restore()
+        scaler.load_state_dict(scale)
+
+    return undo
 
 
 def _undo(optimizer: Optimizer) -> Callable[[], None]:

@@ -1,0 +1,144 @@
+"""A load of several objects is one transaction: whichever of them refuses its state, none has changed."""
+
+import copy
+import random
+
+import pytest
+import torch
+from refusals import fingerprint
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from booster import Booster
+from booster.checkpoint import CheckpointError
+from booster.mixed_precision import (
+    BF16NaiveMixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
+
+PRECISIONS = {
+    "fp32": lambda: "fp32",
+    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
+    "fp16_naive split": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10, master_weights="split"),
+    "bf16_naive": BF16NaiveMixedPrecision,
+    "bf16_naive kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
+    "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0),
+}
+
+
+class Counter:
+    def __init__(self):
+        self.value, self.refuses = torch.zeros(2), False
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value.copy_(state["value"])
+        if self.refuses:
+            self.refuses = False  # it takes its own back
+            raise OSError("planted")
+
+
+class Job:
+    def __init__(self, precision, seed, steps):
+        torch.manual_seed(seed)
+        self.booster = b = Booster("cpu", PRECISIONS[precision]())
+        self.models, self.optimizers, self.schedules = {}, {}, {}
+        for name in ("one", "two"):
+            model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+            model, optimizer, _, _, schedule = b.boost(model, optimizer, lr_scheduler=schedule)
+            self.models[name], self.optimizers[name], self.schedules[name] = model, optimizer, schedule
+        data = TensorDataset(torch.arange(40.0).reshape(20, 2))
+        self.loader = b.boost(nn.Linear(1, 1), dataloader=b.prepare_dataloader(data, batch_size=2, shuffle=True))[3]
+        self.counter = Counter()
+        self.batches = iter(self.loader)
+        for _ in range(steps):
+            self.step()
+
+    def step(self):
+        next(self.batches)
+        self.counter.value += 1
+        for name, model in self.models.items():
+            self.booster.backward(model(torch.randn(4, 6)).square().mean(), self.optimizers[name])
+            self.optimizers[name].step()
+            self.optimizers[name].zero_grad()
+            self.schedules[name].step()
+
+    @property
+    def parts(self):
+        return self.models, self.optimizers, None, self.loader, self.schedules
+
+    def fingerprint(self):
+        rest = copy.deepcopy([schedule.state_dict() for schedule in self.schedules.values()])
+        loader = {key: value for key, value in vars(self.loader).items() if key != "_loader"}
+        randomness = (random.getstate(), torch.get_rng_state())
+        counter = self.counter.value.tolist()
+        return fingerprint(self.models, self.optimizers), rest, loader, repr(randomness), counter
+
+
+def refuse_state(job):
+    def hook(optimizer, state_dict):
+        raise RuntimeError("planted")
+
+    job.booster.unwrap(job.optimizers["two"]).register_load_state_dict_pre_hook(hook)
+
+
+def refuse_late(job):
+    # After the optimizer has taken the state, which is the latest that it can raise.
+    def hook(optimizer):
+        raise RuntimeError("planted")
+
+    job.booster.unwrap(job.optimizers["two"]).register_load_state_dict_post_hook(hook)
+
+
+def refuse_schedule(job):
+    inner = job.booster.unwrap(job.schedules["two"])
+
+    class Refusing(type(inner)):
+        def load_state_dict(self, state):
+            if state["last_epoch"] != self.last_epoch:  # takes its own back
+                raise RuntimeError("planted")
+
+    inner.__class__ = Refusing
+
+
+def refuse_extra(job):
+    job.counter.refuses = True
+
+
+FAULTS = [refuse_state, refuse_late, refuse_schedule, refuse_extra]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_load_that_one_object_refuses_changes_none(tmp_path, precision, plant):
+    source = Job(precision, 0, 5)
+    source.booster.save(tmp_path, *source.parts, step=5, extra={"counter": source.counter})
+    job = Job(precision, 1, 2)
+    plant(job)
+    before = job.fingerprint()
+    with pytest.raises(CheckpointError, match="planted"):
+        job.booster.load(tmp_path, *job.parts, extra={"counter": job.counter})
+    assert job.fingerprint() == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_without_a_fault_all_of_them_load(tmp_path, precision):
+    source = Job(precision, 0, 5)
+    source.booster.save(tmp_path, *source.parts, step=5, extra={"counter": source.counter})
+    source.step()
+    job = Job(precision, 1, 2)
+    job.booster.load(tmp_path, *job.parts, extra={"counter": job.counter})
+    job.batches = iter(job.loader)
+    job.step()
+    assert job.counter.value.tolist() == source.counter.value.tolist() == [6.0, 6.0]
+    for name, model in source.models.items():
+        for one, two in zip(model.parameters(), job.models[name].parameters(), strict=True):
+            assert torch.equal(one, two)
+    assert job.fingerprint()[1] == source.fingerprint()[1]
