@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.scaling import __main__ as scaling
+from benchmarks.scaling import tables as scaling
 from benchmarks.scaling.memory import (
     accumulated_bytes,
     activations,

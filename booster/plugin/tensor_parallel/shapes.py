@@ -72,6 +72,8 @@ def derive_by_shape(model: nn.Module) -> Plan:
 def _attention(module: Any) -> Plan:
     """The plan of an attention module that holds its output layer, or of one around that and its output layer."""
     inner = next((name for name in ("self", "attention") if _projections(_child(module, name))), "")
+    if hasattr(module, "set_attention_type"):  # which swaps the inner module while it runs, as BigBird does
+        return {}
     holder, prefix = (_child(module, inner), f"{inner}.") if inner else (module, "")
     projections = _projections(holder)
     if not projections:
