@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +21,8 @@ from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
 from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepResult
+
+_DROPS_OUR_KEY = "torch.distributed.checkpoint.state_dict"
 
 
 class OptimizerWrapper(Optimizer):
@@ -291,9 +294,15 @@ class OptimizerWrapper(Optimizer):
         return self.optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's state dict of the optimizer inside, plus the key "booster": loss-scaler state and step counters."""
+        """Torch's state dict of the optimizer inside, plus the key "booster": loss-scaler state and step counters.
+
+        Raises RuntimeError in `torch.distributed.checkpoint.state_dict`, which drops that key, if masters or a loss scale
+        would be lost.
+        """
         self.settle()
         state, own = state_of(self._update)
+        if sys._getframe(1).f_globals.get("__name__") == _DROPS_OUR_KEY:
+            self._check_nothing_is_lost(own)
         state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
         return state
 
@@ -318,6 +327,18 @@ class OptimizerWrapper(Optimizer):
 
     def _describe_scale(self) -> str:
         return self._update.scaler.describe()
+
+    def _check_nothing_is_lost(self, own: Mapping[str, Any]) -> None:
+        masters = own.get("masters", {})
+        lost = ["float32 masters"] if masters.get("weights") else []
+        lost += ["the random state of stochastic rounding"] if masters.get("rounding") else []
+        lost += ["the loss scale"] if self._update.scaler.enabled else []
+        if lost:
+            raise RuntimeError(
+                f"torch.distributed.checkpoint.state_dict would drop {' and '.join(lost)} of this optimizer. Save with "
+                "Booster.save, which keeps everything and loads into any layout; or keep what optimizer.state_dict() "
+                f"returns, whose key {STATE_KEY!r} has them"
+            )
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         refusal = self._update.closure_refusal
