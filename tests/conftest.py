@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", metavar="FILE", help="write which precisions passed on which parallelism, as JSON")
+    parser.addoption("--resume-out", metavar="FILE", help="write the same of interrupted and resumed runs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

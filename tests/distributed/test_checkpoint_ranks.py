@@ -33,13 +33,17 @@ CELLS = [
     pytest.param(precision, name, marks=[pytest.mark.slow] if PARALLELISMS[name].world_size > 2 else [])
     for name in PARALLELISMS
     for precision in PRECISIONS
-    if name != "single"
 ]
 
 
 @pytest.mark.parametrize(("precision", "parallelism"), CELLS)
-def test_an_interrupted_run_continues_to_the_bit(run_on_ranks, tmp_path, precision, parallelism):
-    run_on_ranks(resume, PARALLELISMS[parallelism].world_size, precision, parallelism, str(tmp_path))
+def test_an_interrupted_run_continues_to_the_bit(run_on_ranks, record_resume, tmp_path, precision, parallelism):
+    world_size = PARALLELISMS[parallelism].world_size
+    if world_size == 1:
+        resume(0, 1, precision, parallelism, str(tmp_path))
+    else:
+        run_on_ranks(resume, world_size, precision, parallelism, str(tmp_path))
+    record_resume(precision, parallelism)
 
 
 def save_and_go_on(rank, world_size, precision, parallelism, folder):
