@@ -1,9 +1,11 @@
-"""What every test shares: one thread per process, the `gpu` marker, and packages that lean on torchvision."""
+"""What every test shares: one thread per process, the `gpu` marker, packages that lean on torchvision, and fixtures that run
+a function on 2 or 4 ranks of one gloo group (tests/support/pool.py)."""
 
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -14,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from pool import RankPool
 
 torch.set_num_threads(1)
 
@@ -78,3 +81,32 @@ def timm(import_package: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture(scope="session")
 def transformers(import_package: Callable[[str], ModuleType]) -> ModuleType:
     return import_package("transformers")
+
+
+@pytest.fixture(scope="session")
+def run_on_ranks() -> Iterator[Callable[..., list[Any]]]:
+    """`run_on_ranks(fn, world_size, *args)` -> what `fn(rank, world_size, *args)` returned, in rank order."""
+    pools: dict[int, RankPool] = {}
+
+    def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+        return pools.setdefault(world_size, RankPool(world_size)).run(fn, *args)
+
+    yield run
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def ranks2(run_on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`ranks2(fn, *args)` -> the two results of `fn(rank, 2, *args)`."""
+    return partial(_with_world_size, run_on_ranks, 2)
+
+
+@pytest.fixture
+def ranks4(run_on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`ranks4(fn, *args)` -> the four results of `fn(rank, 4, *args)`."""
+    return partial(_with_world_size, run_on_ranks, 4)
+
+
+def _with_world_size(run: Callable[..., list[Any]], world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return run(fn, world_size, *args)

@@ -1,44 +1,12 @@
-"""Fixtures that run a function on 2 or 4 ranks of one gloo group. See tests/support/pool.py."""
+"""What the matrix test writes down."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
-
-
-@pytest.fixture(scope="session")
-def run_on_ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`run_on_ranks(fn, world_size, *args)` -> what `fn(rank, world_size, *args)` returned, in rank order."""
-    pools: dict[int, RankPool] = {}
-
-    def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        return pools.setdefault(world_size, RankPool(world_size)).run(fn, *args)
-
-    yield run
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture
-def ranks2(run_on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`ranks2(fn, *args)` -> the two results of `fn(rank, 2, *args)`."""
-    return partial(_with_world_size, run_on_ranks, 2)
-
-
-@pytest.fixture
-def ranks4(run_on_ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`ranks4(fn, *args)` -> the four results of `fn(rank, 4, *args)`."""
-    return partial(_with_world_size, run_on_ranks, 4)
-
-
-def _with_world_size(run: Callable[..., list[Any]], world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    return run(fn, world_size, *args)
 
 
 @pytest.fixture(scope="session")
