@@ -385,6 +385,7 @@ EXEMPT: dict[str, str] = {
     "ModelWrapper.named_modules()": "torch's own recursion, with torch's arguments",
     "ModelWrapper.load_state_dict()": "torch's own",
     "OptimizerWrapper.load_state_dict()": "has tests of its own, with damaged states",
+    "OptimizerWrapper.read_state_dict()": "has the tests of load_state_dict, which calls it",
     "LRSchedulerWrapper.load_state_dict()": "the user's scheduler judges its own state",
     "load_state_dict()": "has tests of its own, with damaged states",
 }
