@@ -150,6 +150,11 @@ def fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
+def is_in_forward(state: Any) -> bool:
+    """Return whether a state of `fsdp_states` is in its forward pass, or was left there by an exception."""
+    return state._training_state.name == "FORWARD"
+
+
 def settle_dtypes(group: Any) -> None:
     """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
     if getattr(group, "_orig_dtype", True) is None:

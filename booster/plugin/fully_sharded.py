@@ -26,7 +26,7 @@ from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
 from booster.shards.fully_sharded import recover, reshard
-from booster.torch_internals import fsdp_groups, fsdp_states, is_view, settle_dtypes
+from booster.torch_internals import fsdp_groups, fsdp_states, is_in_forward, is_view, settle_dtypes
 from booster.trees import map_tensors, tensors
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
@@ -234,7 +234,7 @@ class _Rest:
         (self._state,) = fsdp_states([model])
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._state._training_state.name == "FORWARD":  # it raised: the hook of fully_shard did not run
+        if is_in_forward(self._state):  # it raised: the hook of fully_shard did not run
             recover(module)
         elif not any(tensor.requires_grad for tensor in tensors(output)):
             reshard(module)

@@ -81,6 +81,43 @@ def test_only_python_that_is_not_exempt_runs() -> None:
     assert as_script(exempt + "\n```python\nx = 1\n```\n").strip() == "x = 1"
 
 
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/design.md"])
+def test_files_that_a_page_names_exist(name: str) -> None:
+    named = re.findall(r"`([\w./]+\.py)`", (ROOT / name).read_text())
+    assert named
+    files = [f"/{path.relative_to(ROOT)}" for path in [*ROOT.glob("booster/**/*.py"), *ROOT.glob("*s/**/*.py")]]
+    assert [file for file in named if "NAME" not in file and not any(p.endswith(f"/{file}") for p in files)] == []
+
+
+def test_what_the_design_says_to_open_is_there() -> None:
+    rows = (ROOT / "docs/design.md").read_text().split("## 9. What to change")[1].split("\n## ")[0]
+    targets = [line.split("|")[2] for line in rows.splitlines() if line.startswith("|")][2:]
+    assert len(targets) > 10
+    elsewhere = {"group", "place", "pp_style", "state_dict", "fully_shard"}  # not of the file named before
+    for target in targets:
+        file = ""
+        for named in re.findall(r"`([\w./]*\w)`", target):
+            if named.endswith(".py"):
+                file = (ROOT / ("" if named.startswith("tests/") else "booster") / named).read_text()
+            elif named not in elsewhere:
+                words = [rf"(class|def) {word}\b|^{word}\b" for word in named.split(".")]
+                missing = [word for word in words if not re.search(word, file, re.MULTILINE)]
+                assert missing == [], f"{named} is not in the file named before"
+
+
+def test_the_map_of_the_pipeline_shows_every_file() -> None:
+    folder = ROOT / "booster/plugin/pipeline"
+    shown = re.findall(r"^    (\w+\.py) ", (folder / "__init__.py").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
+
+
+def test_every_example_of_extending_is_linked() -> None:
+    for page in ("CONTRIBUTING.md", "docs/*.md"):
+        text = "".join(path.read_text() for path in ROOT.glob(page))
+        missing = [p.name for p in ROOT.glob("examples/extending/*.py") if f"examples/extending/{p.name})" not in text]
+        assert missing == [], page
+
+
 def _anchors(page: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

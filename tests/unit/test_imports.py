@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -203,3 +204,35 @@ def test_a_circle_is_noticed_when_there_is_one(tmp_path):
     assert [{a for a, _ in circle} for circle in circles(found)] == [{"package.a", "package.b", "package.c"}]
     between = [{a for a, _ in circle} for circle in circles(set(rooms(root, found)))]
     assert {"package.one", "package.two"} in between
+
+
+# ---- the rooms that docs/design.md lists ----
+
+
+def stories():
+    """Of each room and file at the top of the package, the row of section 8 of docs/design.md, counted from above."""
+    section = (ROOT.parent / "docs" / "design.md").read_text().split("## 8. The rooms")[1].split("## 9.")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("|")][2:]
+    top = {path.stem if path.is_file() else path.name for path in ROOT.iterdir()}
+    story = {}
+    for number, (left, right) in enumerate(rows):
+        for name in re.findall(r"`([\w.]+?)(?:\.py|/)`", right if "ground floor" in left else left):
+            assert name in top, f"docs/design.md has a room {name!r} that is not there"
+            assert name not in story, f"docs/design.md lists {name!r} twice"
+            story[name] = number
+    return story
+
+
+def test_the_rooms_of_the_design_are_those_of_the_package():
+    there = {
+        p.stem if p.is_file() else p.name for p in ROOT.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    assert set(stories()) == there - {"__init__", "__main__"}
+
+
+def test_no_import_runs_from_a_room_of_the_design_to_a_higher_one():
+    story = stories()
+    ground = min(story["arguments"], story["data"])
+    height = {f"booster.{name}": min(number, ground) for name, number in story.items()}
+    upward = {(a, b) for a, b in rooms(ROOT, set(arrows(ROOT))) if a in height and height[b] < height[a]}
+    assert upward == set()

@@ -32,10 +32,12 @@ How it comes about, file by file, in the order in which a model passes them:
                      a block of this stage other than as an argument (a skip over the cut, say) is named in the error.
     route.py         what the rehearsal found. `Boundary`: which arguments cross a cut, their shapes and dtypes, and which are
                      only passed on (relayed). `slots`: where received tensors go. `Replay`: what a foreign block answers.
-    stage.py         at run time: `StageEnd`, raised by the first foreign block, leaves the user's forward; a hook on own blocks
-                     puts received tensors into the slots.
-    schedule.py      torch's schedules (gpipe, 1f1b, interleaved, zbv) over these stages; the route declares what travels.
+    stage.py         at run time: the first foreign block raises `StageEnd` (of rehearsal.py) and so leaves the user's forward.
+                     A hook on own blocks puts received tensors into the slots.
+    schedule.py      torch's schedules (gpipe, 1f1b, interleaved, zbv) over these stages; `STYLES` has their classes, and the
+                     plugin's `pp_style` chooses. The route declares what travels.
     tied_weights.py  a weight that two stages hold (embedding and head): its gradients are summed after each run.
+    layers_loaded.py when weights are loaded: take this rank's layers out of the state of a whole model.
     pipeline.py      `Pipeline`, what the plugin gives back for the model: `run(micro_batches, criterion, seed=...)`.
 
 Who calls whom: `HybridParallelPlugin.place` plans, cuts and makes the `Pipeline`; `booster.execute_pipeline` divides a batch
