@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from booster.torch_internals import function_modes
+from booster.torch_internals import function_modes, num_function_modes
 
 Function = Callable[..., Any]
 Rule = Callable[["CastFunctions", Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -123,7 +123,7 @@ def active_casts() -> list[CastFunctions]:
 
 def holds_casts() -> bool:
     """Whether this thread is inside the region of some `CastFunctions`, casting at present or not."""
-    return any(isinstance(mode, CastFunctions) for mode in _stack())
+    return any(isinstance(mode, CastFunctions) for mode in function_modes())
 
 
 def disabled(kind: type[CastMode]) -> AbstractContextManager[Any]:
@@ -150,11 +150,9 @@ def _left(make_context: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
 
 
 def _active(kind: type[_Mode]) -> list[_Mode]:
-    return [mode for mode in _stack() if isinstance(mode, kind) and mode.enabled]
-
-
-def _stack() -> list[Any]:
-    return function_modes()
+    if not num_function_modes():  # as in nearly every pass
+        return []
+    return [mode for mode in function_modes() if isinstance(mode, kind) and mode.enabled]
 
 
 @contextmanager
