@@ -302,7 +302,7 @@ def _hooks_once(optimizer: Any) -> Iterator[None]:
 
 
 def _bare_step(optimizer: Any, *args: Any) -> Any:
-    """Return `optimizer.step`, without the wrapper by which torch runs hooks."""
+    """Call `optimizer.step`, without the wrapper by which torch runs hooks; returns its result."""
     return unhooked(type(optimizer).step)(optimizer, *args)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, SGD, Adafactor, Optimizer
 
 from booster.optimizer_kinds import kind_of
 
@@ -142,14 +141,12 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
-            if (
-                key in _SHAPED
-                and kind_of(optimizer) == "elementwise"
-                and not isinstance(value, (torch.Tensor, NoneType))
-            ):
+            needed = not _may_be_none(optimizer, key) if value is None else not isinstance(value, torch.Tensor)
+            if needed and key in _SHAPED and kind_of(optimizer) == "elementwise":
+                found = "None" if value is None else type(value).__name__
                 raise ValueError(
-                    f"the optimizer state holds {key!r} of {update.name_of(param)} as {type(value).__name__}, and it must be a "
-                    "tensor. Nothing was loaded"
+                    f"the optimizer state holds {key!r} of {update.name_of(param)} as {found}, and it must be a tensor. "
+                    "Nothing was loaded"
                 )
             for tensor in _tensors(value):
                 legal = _legal_shape(optimizer, param, key, tensor)
@@ -159,6 +156,12 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
                         f"{tuple(param.shape)}, would be of shape {legal}, and is {tuple(tensor.shape)}. Nothing was loaded; "
                         "load a state of a model with the same parameters in the same order"
                     )
+
+
+def _may_be_none(optimizer: Optimizer, key: str) -> bool:
+    """Return whether the entry `key` may be None: SGD's momentum before it begins; of an optimizer not torch's, any."""
+    cls = type(optimizer)
+    return not cls.__module__.startswith("torch.optim.") or (cls is SGD and key == "momentum_buffer")
 
 
 def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: torch.Tensor) -> tuple[int, ...]:

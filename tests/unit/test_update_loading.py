@@ -126,6 +126,31 @@ def test_names_the_entry_of_the_parameter_that_differs():
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZERS if hasattr(torch.optim, name.split()[0]) and name not in ("SGD", "Adafactor")]
+)
+def test_refuses_none_for_a_tensor_that_the_step_reads(name, precision):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    booster = Booster("cpu", PRECISIONS[precision]())
+    model, optimizer, *_ = booster.boost(model, OPTIMIZERS[name](model.parameters()))
+    booster.backward(model(torch.ones(2, 3)).float().sum() * 1e-3, optimizer)
+    assert optimizer.step().applied
+    state = copy.deepcopy(optimizer.state_dict())
+    entry = next(key for key, value in state["state"][3].items() if isinstance(value, torch.Tensor) and value.dim())
+    state["state"][3][entry] = None
+    with pytest.raises(ValueError, match=f"holds '{entry}' of 1.bias as None"):
+        optimizer.load_state_dict(state)
+
+
+def test_momentum_of_sgd_may_not_have_begun():
+    model = nn.Linear(3, 4)
+    _, optimizer, *_ = Booster("cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    state = {0: {"momentum_buffer": torch.ones(4, 3)}, 1: {"momentum_buffer": None}}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert optimizer.state[model.bias]["momentum_buffer"] is None
+
+
 def test_flat_state_of_lbfgs_is_held_to_the_number_of_elements():
     def stepped(size):
         model = nn.Linear(size, 2)
