@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from booster import arguments
 from booster.communicate import communication_device
 from booster.data import DataLoaderWrapper, Share
+from booster.torch_internals import pytree
 
 Op = Literal["mean", "sum", "max", "min"]
 _OPS = ("mean", "sum", "max", "min")

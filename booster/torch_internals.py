@@ -1,25 +1,62 @@
 """Every private name of torch that booster uses and that has no public twin; an upgrade of torch is this file.
 
 Checked on torch 2.13.0 (`tests/unit/test_torch_internals.py` says which names are missing elsewhere). Not here:
-`torch._foreach_*`, which torch documents in its optimizers, and the dictionaries `_parameters`, `_modules` and `_buffers` of a
-module, which are as old as modules.
+`torch._foreach_*`, which torch documents in its optimizers, and the dictionaries of a module, `_parameters`, `_modules`,
+`_buffers` and those of hooks, which are as old as modules.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as RunningNorm
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-__all__ = ["BatchNorm", "RunningNorm"]
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "BatchNorm",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "RunningNorm",
+    "StridedShard",
+    "pytree",
+]
+
+_LATE = {
+    "DataDependentOutputException": ("torch._subclasses.fake_tensor", "DataDependentOutputException"),
+    "DynamicOutputShapeException": ("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
+    "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
+}
+
+
+def __getattr__(name: str) -> Any:  # what would make `import booster` slow is imported where it is used
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, own = _LATE[name]
+    return getattr(importlib.import_module(module), own)
+
 
 # ---------------------------------------------------------------------- the autograd engine
 
@@ -121,6 +158,31 @@ def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
+# ---------------------------------------------------------------------- the compiler
+
+
+def unwrapped(function: Any) -> Any:
+    """Return a function of an optimizer without what torch puts around it.
+
+    Torch hides `_init_group` from the compiler, and puts around `step` what calls hooks and what sets the grad mode between
+    graph breaks.
+    """
+    while True:
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            function = function._torchdynamo_orig_callable
+        elif function.__dict__.get("hooked", False) or function.__code__.co_name == "_use_grad":
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def compile_graph() -> Callable[..., Any]:
+    """Return inductor's `compile(graph, example_inputs)`; imports it, which torch.compile does anyway."""
+    import torch._inductor
+
+    return torch._inductor.compile
+
+
 # ---------------------------------------------------------------------- modules
 
 
@@ -189,6 +251,9 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     ),
     "Optimizer.step.hooked": lambda: type(_an_optimizer()).step.hooked,
     "Optimizer.step.__wrapped__": lambda: type(_an_optimizer()).step.__wrapped__,
+    **{f"{module}.{name}": functools.partial(__getattr__, key) for key, (module, name) in _LATE.items()},
+    "torch.utils._pytree": lambda: (pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves, pytree.TreeSpec),
+    "Adam.step unwrapped": lambda: unwrapped(torch.optim.Adam.step).__code__.co_varnames.index("closure"),
     "Module._state_dict_hooks": lambda: nn.Module()._state_dict_hooks,
     "Module._register_state_dict_hook": lambda: nn.Module._register_state_dict_hook,
     "DataLoader._index_sampler": lambda: DataLoader.__dict__["_index_sampler"].fget,

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from booster.masters.bucket import State
 from booster.masters.formats import Format
 from booster.masters.formats_compiled import join, split
+from booster.torch_internals import compile_graph, unwrapped
 from booster.update.compiled import OWN_CACHE
 
 Entries = dict[str, Any]
@@ -130,20 +131,8 @@ def stand_in_class(cls: type[Optimizer]) -> type:
     for base in reversed(cls.__mro__[:-1]):
         for name, value in vars(base).items():
             if not name.startswith("__"):
-                members[name] = _unwrapped(value) if inspect.isfunction(value) else value
+                members[name] = unwrapped(value) if inspect.isfunction(value) else value
     return type(cls.__name__, (), members)
-
-
-def _unwrapped(function: Any) -> Any:
-    # Torch hides `_init_group` from the compiler, and puts around `step` what calls hooks and what sets the grad mode
-    # between graph breaks. None of it has a public name.
-    while True:
-        if hasattr(function, "_torchdynamo_orig_callable"):
-            function = function._torchdynamo_orig_callable
-        elif function.__dict__.get("hooked", False) or function.__code__.co_name == "_use_grad":
-            function = function.__wrapped__
-        else:
-            return function
 
 
 # ---------------------------------------------------------------------- what is one number for all elements
@@ -155,10 +144,9 @@ def scalars_first(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable
     Bias corrections are powers of the step count. Torch's compiler for CPUs puts them into the loop over the elements, once
     for each vector of them, where they take longer than the update itself.
     """
-    import torch._inductor  # heavy, and loaded by torch.compile anyway
     from torch.fx.passes.split_module import split_module
 
-    inductor: Any = torch._inductor.compile
+    inductor = compile_graph()
     scalars = _scalars(graph)
     if not scalars:
         return inductor(graph, inputs)

@@ -16,7 +16,9 @@ ROOT = Path(booster.__file__).parent
 PRIVATE = re.compile(
     r"torch\._C\b|_execution_engine|_GLOBAL_DEVICE_CONTEXT|_amp_foreach|\b_BatchNorm\b|\b_NormBase\b|\._values\(|\._is_view\("
     r"|\._version\b|_step_supports_amp|_need_device_dtype|_optimizer_step_(pre|post)_hooks|_global_optimizer_|_opt_called"
-    r"|_register_state_dict_hook|_state_dict_hooks\b|_get_fsdp_state|_fsdp_param_groups|_init_mp_dtypes|_unsharded_param"
+    r"|_register_state_dict_hook|_state_dict_hooks\b"
+    r"|_StridedShard|torch\._subclasses|torch\.utils[. ].*_pytree|torch\._inductor|_torchdynamo_orig|_use_grad|_training_state"
+    r"|_get_fsdp_state|_fsdp_param_groups|_init_mp_dtypes|_unsharded_param"
 )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten
 
 from booster.casting import HALF_DTYPES
 from booster.micro_batch import MicroBatch
@@ -18,6 +17,7 @@ from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
 from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count
 from booster.plugin.pipeline.tied_weights import TiedWeights
+from booster.torch_internals import pytree
 from booster.trees import map_tensors
 
 
@@ -163,7 +163,7 @@ class Pipeline(PlacedModule):
 
     def _signature(self, micro_batch: MicroBatch) -> tuple[Any, ...]:
         """What shapes and dtypes between stages depend on."""
-        leaves, spec = tree_flatten((micro_batch.args, micro_batch.kwargs))
+        leaves, spec = pytree.tree_flatten((micro_batch.args, micro_batch.kwargs))
         described = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
             for leaf in leaves

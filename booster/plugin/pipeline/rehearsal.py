@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from booster.plugin.pipeline.provenance import NOWHERE, Origins, foreign_use
 from booster.plugin.pipeline.route import Boundary, Replay, Route, TensorSpec, unflatten_call
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
+from booster.torch_internals import DataDependentOutputException, DynamicOutputShapeException, pytree
 
 
 class StageEnd(BaseException):
@@ -95,7 +94,7 @@ class _Rehearsal:
                 f"the forward returned without calling {self._split.name_of(self._split.starts[self._stage - 1])}, which "
                 f"begins stage {self._stage} of the pipeline; name other split_points"
             )
-        foreign = [self._origins.of(leaf) for leaf in tree_leaves(output) if is_fake(leaf)]
+        foreign = [self._origins.of(leaf) for leaf in pytree.tree_leaves(output) if is_fake(leaf)]
         if any(foreign):
             raise foreign_use(NOWHERE.union(*foreign), self._stage)
 
@@ -116,7 +115,7 @@ class _Rehearsal:
             return self._replay(position, args, kwargs)
         if owner > self._stage:
             self._end(position, args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         if self._stage and position == self._split.starts[self._stage - 1]:
             self._receive(leaves)
         elif self._stage and not self._origins.closed:
@@ -142,9 +141,9 @@ class _Rehearsal:
                 f"{self._split.name_of(position)} is called on one pipeline stage and not on another: the forward differs "
                 "from run to run, or calls modules in another order than they are registered"
             )
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
         output = self._route.replays[position](args, kwargs)
-        made = [leaf for leaf in tree_leaves(output) if id(leaf) not in given]
+        made = [leaf for leaf in pytree.tree_leaves(output) if id(leaf) not in given]
         self._origins.tag(made, frozenset({self._split.name_of(position)}))
         return output
 
@@ -171,7 +170,7 @@ class _Rehearsal:
             )
         if not self._origins.closed:
             raise RuntimeError(f"{self._split.name_of(position)} is called before any block of stage {self._stage}")
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves = pytree.tree_flatten((args, kwargs))[0]
         positions, relays = [], []
         for number, leaf in enumerate(leaves):
             if not is_fake(leaf):
@@ -204,7 +203,7 @@ class _Rehearsal:
 
 @contextmanager
 def _random_state_kept(*trees: Any) -> Iterator[None]:
-    devices = {leaf.device for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)}
+    devices = {leaf.device for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)}
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[device.index for device in devices if device.type == "cuda"]):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from booster.plugin.pipeline.skeleton import is_fake
+from booster.torch_internals import pytree
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,12 @@ class Replay:
 
     def __init__(self, args: Any, kwargs: Any, output: Any, to_fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """to_fake: makes a real tensor of the result fake, which otherwise would seem to be known everywhere."""
-        given = {id(leaf): number for number, leaf in enumerate(tree_flatten((args, kwargs))[0]) if _has_identity(leaf)}
-        leaves, self._spec = tree_flatten(output)
+        given = {
+            id(leaf): number
+            for number, leaf in enumerate(pytree.tree_flatten((args, kwargs))[0])
+            if _has_identity(leaf)
+        }
+        leaves, self._spec = pytree.tree_flatten(output)
         self._passed = [given.get(id(leaf)) if _has_identity(leaf) else None for leaf in leaves]
         self._leaves: list[Any] = [
             to_fake(leaf) if isinstance(leaf, torch.Tensor) and passed is None else (leaf if passed is None else None)
@@ -63,28 +67,28 @@ class Replay:
             new if isinstance(old, torch.Tensor) and not is_fake(old) and passed is None else old
             for old, new, passed in zip(leaves, self._leaves, self._passed, strict=True)
         ]
-        self.output = tree_unflatten(made_fake, self._spec)
+        self.output = pytree.tree_unflatten(made_fake, self._spec)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        given = tree_flatten((args, kwargs))[0]
+        given = pytree.tree_flatten((args, kwargs))[0]
         leaves = [
             given[passed] if passed is not None else (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
             for leaf, passed in zip(self._leaves, self._passed, strict=True)
         ]
-        return tree_unflatten(leaves, self._spec)
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def substitute(args: Any, kwargs: Any, slots: list[tuple[int, int]], received: tuple[Any, ...]) -> tuple[Any, Any]:
     """(args, kwargs) with received tensors in the places that `slots` says."""
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs))
     for leaf, number in slots:
         leaves[leaf] = received[number]
     return unflatten_call(leaves, spec)
 
 
-def unflatten_call(leaves: list[Any], spec: TreeSpec) -> tuple[Any, Any]:
+def unflatten_call(leaves: list[Any], spec: pytree.TreeSpec) -> tuple[Any, Any]:
     """(args, kwargs) of their leaves."""
-    args, kwargs = tree_unflatten(leaves, spec)
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
 
 

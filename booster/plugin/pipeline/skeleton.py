@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from booster.plugin.pipeline.split import Split, holders, owners
+from booster.torch_internals import FakeTensor, FakeTensorMode
 
 Prepare = Callable[[nn.Module], nn.Module]
 

@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
 from booster.plugin.tensor_parallel.tied_weights import broadcast_from_first, restore_frozen, tie, tied_slots
+from booster.torch_internals import StridedShard
 
 
 def check_tensor_parallel(
@@ -60,7 +60,7 @@ def fsdp_placement(param: torch.Tensor) -> Shard | None:
 
     A fused projection holds a piece of each part of dimension 0, which cannot be divided along that dimension once more.
     """
-    if isinstance(param, DTensor) and any(isinstance(p, _StridedShard) and p.dim == 0 for p in param.placements):
+    if isinstance(param, DTensor) and any(isinstance(p, StridedShard) and p.dim == 0 for p in param.placements):
         return Shard(1)
     return None
 

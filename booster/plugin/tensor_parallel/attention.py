@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import functional as F
 
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.local import LocalStyle, swapped
 from booster.plugin.tensor_parallel.styles import packed_part
+from booster.torch_internals import StridedShard
 
 
 class HeadParallel(LocalStyle):
@@ -33,7 +33,7 @@ class HeadParallel(LocalStyle):
         if module.in_proj_weight is None:
             named: dict[str, Placement] = dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight"), Shard(0))
         else:
-            named = {"in_proj_weight": _StridedShard(0, split_factor=3)}
+            named = {"in_proj_weight": StridedShard(0, split_factor=3)}
         return {**named, "in_proj_bias": Replicate()}
 
     def check(self, name: str, module: Any, tp_size: int) -> None:

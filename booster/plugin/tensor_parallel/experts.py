@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.local import LocalStyle
+from booster.torch_internals import StridedShard
 
 _PIECES = {"colwise": 1, "packed_colwise": 2, "rowwise": 1}
 
@@ -29,7 +29,7 @@ class Experts(LocalStyle):
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         placements: dict[str, Placement] = {"colwise": Shard(1), "rowwise": Shard(2)}
-        placements["packed_colwise"] = _StridedShard(1, split_factor=_PIECES["packed_colwise"])
+        placements["packed_colwise"] = StridedShard(1, split_factor=_PIECES["packed_colwise"])
         return {name: placements[str(style)] for name, style in self.parameters.items()}
 
     def check(self, name: str, module: nn.Module, tp_size: int) -> None:

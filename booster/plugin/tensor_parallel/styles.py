@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from booster import arguments
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.local import LocalStyle, PartForward, local_part, own_dtensors, swapped
+from booster.torch_internals import StridedShard
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Colwise(LocalStyle):
         if self.num_parts == 1:
             return {"weight": Shard(dim), "bias": Shard(0)}
         # A strided bias has no placement that FSDP could divide again; whole, it is small.
-        return {"weight": _StridedShard(dim, split_factor=self.num_parts), "bias": Replicate()}
+        return {"weight": StridedShard(dim, split_factor=self.num_parts), "bias": Replicate()}
 
     def check(self, name: str, module: Any, tp_size: int) -> None:
         _check_linear(name, module, "by columns")
