@@ -128,6 +128,10 @@ FROZEN = (
     "{name} has a gradient, but was frozen when the model was boosted, so ranks do not share it and would drift apart; call "
     "requires_grad_() before boost(), or use TorchFSDPPlugin, which also trains what is unfrozen later"
 )
+RELAID = (
+    "{name} changed its memory order after boost(), so that ranks average gradients of other elements with it than its own; "
+    "call model.to(memory_format=...) before boost()"
+)
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.modules import bare
-from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards
+from booster.shards.base import FROZEN, RELAID, UNSYNCHRONISED, Shards
 from booster.torch_internals import graph_task
 from booster.trees import tensors
 
@@ -24,6 +24,8 @@ class Replica:
     def __init__(self, module: nn.Module) -> None:
         self._frozen = [param for param in bare(module).parameters() if not param.requires_grad]
         self._params = list(bare(module).parameters())
+        # Only tensors of this many dimensions have a memory format; looking at all would cost a step too much.
+        self._strides = {param: param.stride() for param in self._params if param.dim() >= 4}
         self._unsynchronised = False  # passes inside no_sync have left gradients that no other pass has averaged since
         self._watches = False
         self._averaging: int | None = None  # the backward pass that averages
@@ -33,6 +35,10 @@ class Replica:
         """Return what has a gradient of this rank alone: parameters that were frozen, and those left by `no_sync`."""
         late: list[torch.Tensor] = [param for param in self._frozen if param.requires_grad and param.grad is not None]
         return late, [param for param in self._params if param.grad is not None] if self._unsynchronised else []
+
+    def relaid(self) -> list[torch.Tensor]:
+        """Return what is trained and lies in another memory order than when the module was placed."""
+        return [p for p, strides in self._strides.items() if p.requires_grad and p.stride() != strides]
 
     def forget(self) -> None:
         """Take note that some gradients were zeroed."""
@@ -76,6 +82,8 @@ class ReplicatedShards(Shards):
 def check_replicas(shards: Shards, replicas: Iterable[Replica]) -> None:
     """Raise RuntimeError if the optimizer of `shards` holds a gradient that ranks do not share."""
     for replica in replicas:
+        for param in replica.relaid():
+            raise RuntimeError(RELAID.format(name=shards.name_of(param)))
         frozen, left = replica.unshared()
         if frozen or left:
             held = {param for group in shards.optimizer.param_groups for param in group["params"]}

@@ -117,33 +117,31 @@ def still_together(rank, world_size):
     return agreement.largest(float(rank), dist.group.WORLD)
 
 
-def changes_memory_format(rank, world_size, name, optimizer, fused):
+def changes_memory_format(rank, world_size, name, precision):
     torch.manual_seed(0)
-    booster = Booster("cpu", "fp32", PLUGINS[name](), fused_optimizer=fused)
+    booster = Booster("cpu", precision, PLUGINS[name]())
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 6, 3), torch.nn.ReLU(), torch.nn.Conv2d(6, 4, 3))
-    made = OPTIMIZERS[optimizer](model.parameters())
-    model, made, *_ = booster.boost(model, made)
+    model, made, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     data = torch.Generator().manual_seed(rank)
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")  # of DistributedDataParallel
-    for step in range(6):
-        if step in (2, 4):
-            model.to(memory_format=torch.channels_last if step == 2 else torch.contiguous_format)
+    for step in range(2):
+        if step == 1:
+            model.to(memory_format=torch.channels_last)
         made.zero_grad()
-        booster.backward(model(torch.randn(2, 3, 8, 8, generator=data)).square().mean(), made)
-        made.clip_grad_by_norm(0.5)
-        made.step()
-    return [param.detach().clone() for param in model.parameters()]
+        booster.backward(model(torch.randn(2, 3, 8, 8, generator=data)).float().square().mean() * 1e-3, made)
+        before = [param.detach().clone() for param in model.parameters()]
+        try:
+            made.step()
+        except RuntimeError as error:
+            same = all(torch.equal(old, param) for old, param in zip(before, model.parameters(), strict=True))
+            return step, str(error), same
+    return None
 
 
-OPTIMIZERS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-}
-
-
-@pytest.mark.parametrize(("name", "optimizer"), [("ddp", "AdamW"), ("zero1", "SGD"), ("zero2", "AdamW")])
-def test_a_model_whose_memory_format_changes_trains_as_with_torch_s_default(ranks2, name, optimizer):
-    fused, default = (ranks2(changes_memory_format, name, optimizer, fused) for fused in (True, False))
-    for rank in (0, 1):
-        for ours, expected in zip(fused[rank], default[0], strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+def test_a_memory_format_changed_after_boost_is_refused_by_the_step(ranks2, name, precision):
+    # Averaged are then gradients of other elements: 3e-2 off after two steps of AdamW, in torch's own loop as well.
+    for step, error, same in ranks2(changes_memory_format, name, precision):
+        assert (step, same) == (1, True)
+        assert "0.weight changed its memory order after boost()" in error or "2.weight changed" in error
