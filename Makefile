@@ -1,5 +1,6 @@
 # make demo     train the example's vision transformer on two processes
-# make test     run the tests and print their coverage
+# make test     run the tests
+# make coverage  run them and print what they reach, which takes longer
 # make slow     run the tests that `make test` leaves out, such as those on eight processes
 # make fuzz     run random programs against hand-written ones: PROGRAMS= of each placement, from SEED= on, ARGS=--placement DDP
 # Each makes its own virtual environment on first use, from constraints.txt; later runs start at once.
@@ -11,7 +12,7 @@ DEMO := .venv-demo
 TEST := .venv-test
 INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo compare test slow fuzz lint clean
+.PHONY: demo compare test coverage slow fuzz lint clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -19,9 +20,13 @@ demo: $(DEMO)/.installed
 compare: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16 $(ARGS)
 
-# Files of tests are dealt to WORKERS processes. Parallel mode gives every process that is measured a file of its own;
-# `combine` adds them up. The report is printed also when tests fail, and the tests' own exit code is what make sees.
+# Files of tests are dealt to WORKERS processes.
 test: $(TEST)/.installed
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+
+# Parallel mode gives every process that is measured a file of its own; `combine` adds them up. The report is printed also
+# when tests fail, and the tests' own exit code is what make sees.
+coverage: $(TEST)/.installed
 	$(TEST)/bin/python -m coverage erase
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS); code=$$?; \
 	$(TEST)/bin/python -m coverage combine --quiet; $(TEST)/bin/python -m coverage report; exit $$code

@@ -116,7 +116,9 @@ def instance(name: str, value: Any, kind: type[T] | tuple[type[T], ...], what: s
 
 
 def group(name: str, value: Any) -> dist.ProcessGroup:
-    """Return `value`, a process group."""
+    """Return `value`, a process group, or what torch gives those outside one it makes: using it says so."""
+    if type(value) is int and value == dist.GroupMember.NON_GROUP_MEMBER:
+        return value  # type: ignore[return-value]
     return instance(name, value, dist.ProcessGroup, "a process group of torch.distributed, or None for the world")
 
 

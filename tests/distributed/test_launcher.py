@@ -301,7 +301,7 @@ print("done")
     write(tmp_path, "train.py", text)
     status, out, err = launch(tmp_path, "--nproc_per_node", "2", "--max_restarts", "3", "train.py")
     assert status == 0, err
-    assert out.split() == ["done", "done"]
+    assert out.count("done") == 2, out  # two ranks may write into one line
     assert [f"attempt {n} of 4 failed with status 7; relaunching the whole job" in err for n in (1, 2, 3)] == [
         True,
         True,
