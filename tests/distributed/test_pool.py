@@ -2,8 +2,10 @@
 
 import inspect
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -200,9 +202,10 @@ def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
         "if __name__ == '__main__':\n"
         "    RankPool(2).run(announce_and_hang, sys.argv[2])\n"
     )
-    folder, meeting = tmp_path / "pids", tmp_path / "meeting"
+    folder = tmp_path / "pids"
     folder.mkdir()
-    meeting.mkdir()
+    # The path of a socket holds about 100 characters, and that of a worker's tmp_path has most of them.
+    meeting = Path(tempfile.mkdtemp())
     folders = os.pathsep.join(str(Path(file).parent) for file in (__file__, inspect.getfile(RankPool)))
     command = [sys.executable, str(script), folders, str(folder)]
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(meeting)}) as parent:
@@ -210,3 +213,4 @@ def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
         parent.kill()
     assert wait_until(lambda: not any(alive(int(path.name)) for path in folder.iterdir()))
     assert not list(meeting.glob("booster-*"))
+    shutil.rmtree(meeting)
