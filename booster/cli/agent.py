@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REPORT_START", "Attempt", "Stopped", "run_attempt", "worker_command"]
+__all__ = ["PIDS_VARIABLE", "REPORT_START", "Attempt", "Stopped", "run_attempt", "worker_command"]
 
 REPORT_START = "booster run: rank"
+PIDS_VARIABLE = "BOOSTER_RUN_PIDS"  # read by worker.py, which imports nothing of this package
 
 # After this many seconds a process that ignores the closing signal is killed.
 _SHUTDOWN_SECONDS = 10
@@ -62,7 +63,7 @@ def run_attempt(attempt: Attempt) -> int:
         # has been started then, so the default action is right; the agent sets its own handlers before it starts any.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch, _noted_deaths() as deaths:
+    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch, _noted_deaths(Path(scratch, "pids")) as deaths:
         config = _config(attempt, scratch)
         try:
             elastic_launch(config, sys.executable)("-u", *attempt.command)
@@ -124,26 +125,38 @@ def _kill_groups(pids: list[int]) -> None:
 
 
 @contextmanager
-def _noted_deaths() -> Iterator[dict[int, int]]:
-    """Note when children of this process die, by pid in ns, while they are left for the agent to find some time later."""
+def _noted_deaths(pids: Path) -> Iterator[dict[int, int]]:
+    """Note when ranks die, by pid in ns, while they are left for the agent to find some time later.
+
+    Each rank leaves its pid as a file in the folder `pids` when it starts: a wait for any child would tell of one dead alone.
+    """
     deaths: dict[int, int] = {}
     done = threading.Event()
+    pids.mkdir()
+    os.environ[PIDS_VARIABLE] = str(pids)
 
     def watch() -> None:
         while not done.is_set():
-            try:
-                dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-            except ChildProcessError:  # none yet
-                dead = None
-            if dead is not None:
-                deaths.setdefault(dead.si_pid, time.time_ns())
-            done.wait(0.01)  # a child is reported again until the agent has found it
+            alive = [int(path.name) for path in pids.iterdir() if int(path.name) not in deaths]
+            dead = [pid for pid in alive if _is_dead(pid)]
+            deaths.update(dict.fromkeys(dead, time.time_ns()))
+            done.wait(0.01)
 
-    threading.Thread(target=watch, daemon=True).start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield deaths
     finally:
         done.set()
+        watcher.join()
+        del os.environ[PIDS_VARIABLE]
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # the agent was faster
+        return True
 
 
 def _report(failures: dict[int, Any], attempt: Attempt, deaths: dict[int, int]) -> int:
@@ -189,15 +202,17 @@ def _ended_well(failure: Any) -> bool:
     return failure.exitcode == -signal.SIGTERM and _extra(failure).get("status") == 0
 
 
-def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int]:
+def _moment(failure: Any, deaths: dict[int, int]) -> tuple[bool, int, bool]:
     """Order failures by when they happened: an exception or exit by its record, other deaths by when they were noted.
 
-    So count those, too, who raise because a peer is gone: their sockets tell them before the death of the peer is noted. A
-    death that was not noted is known to the agent in whole seconds, up to one late; what the agent stopped comes last.
+    So count those, too, who raise because a peer is gone: their sockets tell them before the death of the peer is noted, and
+    noted at the same time the peer was first. A death that was not noted is known to the agent in whole seconds, cut off: it
+    counts as the end of that second, so it never comes before what has a record. What the agent stopped comes last.
     """
     extra = _extra(failure)
-    if extra and not extra["is_cut_off"]:
-        return False, int(extra["timestamp_ns"])
+    is_cut_off = bool(extra and extra["is_cut_off"])
+    if extra and not is_cut_off:
+        return False, int(extra["timestamp_ns"]), False
     if failure.pid in deaths:
-        return False, deaths[failure.pid]
-    return failure.exitcode == -signal.SIGTERM, (failure.timestamp - 1) * 10**9
+        return False, deaths[failure.pid], is_cut_off
+    return failure.exitcode == -signal.SIGTERM, (failure.timestamp + 1) * 10**9, is_cut_off

@@ -32,6 +32,7 @@ _ADVICE = (
 
 def main() -> None:
     _end_with_launcher()
+    _leave_pid()
     arguments = sys.argv[1:]
     try:
         if arguments[0] == "-m":
@@ -68,6 +69,14 @@ def _end_with_launcher() -> None:
     """Have the kernel kill this process when the launcher dies, which a launcher that is killed cannot do. Linux alone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _leave_pid() -> None:
+    """Tell the launcher the pid of this rank, so that it can note when this one dies."""
+    folder = os.environ.pop("BOOSTER_RUN_PIDS", None)
+    if folder is not None:
+        with open(os.path.join(folder, str(os.getpid())), "x"):
+            pass
 
 
 def _end_well() -> None:

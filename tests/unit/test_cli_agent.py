@@ -1,0 +1,67 @@
+"""Who of several ranks that ended is said to have failed first."""
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from booster.cli.agent import Attempt, _report
+
+SECOND = 10**9
+
+
+def failure(rank, exitcode, record=None):
+    """What torchrun's agent tells of a rank it found dead in the second from 100 on; `record`: (ns, is_cut_off, status)."""
+    data = {}
+    if record is not None:
+        moment, is_cut_off, status = record
+        extra = {"py_callstack": "", "timestamp_ns": moment, "status": status, "is_cut_off": is_cut_off}
+        data = {"message": {"message": "", "extraInfo": extra}}
+    return SimpleNamespace(
+        local_rank=rank,
+        pid=1000 + rank,
+        exitcode=exitcode,
+        timestamp=100,
+        error_file_data=data,
+        signal_name=lambda: signal.Signals(-exitcode).name,
+    )
+
+
+@pytest.mark.parametrize(
+    ("failures", "noted", "blamed", "status"),
+    [
+        pytest.param(
+            [failure(0, 1, (100.6 * SECOND, True, 1)), failure(1, 5, (100.5 * SECOND, False, 5))],
+            {},
+            1,
+            5,
+            id="one who exits before one whose connection broke, neither death noted",
+        ),
+        pytest.param(
+            [failure(0, 1, (100.6 * SECOND, True, 1)), failure(1, -signal.SIGTERM)],
+            {1000: 100.7 * SECOND, 1001: 100.7 * SECOND},
+            1,
+            143,
+            id="one who is killed before one whose connection broke, noted together",
+        ),
+        pytest.param(
+            [failure(0, 1, (100.6 * SECOND, True, 1)), failure(1, -signal.SIGTERM)],
+            {1000: 100.7 * SECOND, 1001: 100.8 * SECOND},
+            0,
+            1,
+            id="one whose connection broke before one whom the agent stopped",
+        ),
+        pytest.param(
+            [failure(0, -signal.SIGABRT), failure(1, 1, (100.9 * SECOND, False, 1))],
+            {},
+            1,
+            1,
+            id="one who raised before one whose death was not noted",
+        ),
+    ],
+)
+def test_who_failed_first(failures, noted, blamed, status, capsys):
+    by_rank = {entry.local_rank: entry for entry in failures}
+    attempt = Attempt(command=("train.py",), nproc_per_node=2)
+    assert _report(by_rank, attempt, noted) == status
+    assert f"booster run: rank {blamed} (local rank {blamed}" in capsys.readouterr().err
