@@ -1,0 +1,199 @@
+"""Number formats of 4 to 19 bits: what they hold, and rounding float32 numbers to them, on any device.
+
+Sources: OCP 8-bit Floating Point Specification 1.0 (e4m3, e5m2), OCP Microscaling Formats 1.0 (e2m3, e3m2, e2m1, e8m0, int8),
+NVIDIA's A100 whitepaper (tf32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from booster import arguments
+
+_MANTISSA = 23  # bits, of float32
+_CARRIERS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A number format. A number is (-1)^sign * 2^(exponent - bias) * 1.mantissa, or subnormal where the exponent is 0.
+
+    exponent_bits: 0 means whole numbers in two's complement. mantissa_bits: without the hidden one. largest: the largest
+    finite number. has_inf: whether the largest exponent means inf and NaN, as in IEEE 754. has_nan: whether there is a NaN.
+    signed: False for scales, which have neither sign nor zero. dtype: the torch dtype of one number in a byte, if any.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    largest: float
+    has_inf: bool = False
+    has_nan: bool = False
+    signed: bool = True
+    dtype: torch.dtype | None = None
+
+    @property
+    def bits(self) -> int:
+        return self.exponent_bits + self.mantissa_bits + self.signed
+
+    @property
+    def lowest(self) -> float:
+        """The finite number furthest below zero; of a format without sign the smallest one."""
+        if not self.signed:
+            return 2.0**-self.bias
+        return -self.largest - (self.exponent_bits == 0)
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0 ** (1 - self.bias) if self.exponent_bits and self.signed else self.smallest
+
+    @property
+    def smallest(self) -> float:
+        """The smallest number above zero, subnormal where the format has subnormals."""
+        if not self.signed:
+            return 2.0**-self.bias
+        return 2.0 ** (1 - self.bias - self.mantissa_bits) if self.exponent_bits else 1.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = NumberFormat("e4m3fn", 4, 3, 7, 448.0, has_nan=True, dtype=torch.float8_e4m3fn)
+E5M2 = NumberFormat("e5m2", 5, 2, 15, 57344.0, has_inf=True, has_nan=True, dtype=torch.float8_e5m2)
+E2M3 = NumberFormat("e2m3", 2, 3, 1, 7.5)
+E3M2 = NumberFormat("e3m2", 3, 2, 3, 28.0)
+E2M1 = NumberFormat("e2m1", 2, 1, 1, 6.0)
+E8M0 = NumberFormat("e8m0", 8, 0, 127, 2.0**127, has_nan=True, signed=False, dtype=torch.float8_e8m0fnu)
+INT8 = NumberFormat("int8", 0, 7, 0, 127.0, dtype=torch.int8)
+TF32 = NumberFormat("tf32", 8, 10, 127, (2 - 2.0**-10) * 2.0**127, has_inf=True, has_nan=True)
+
+FORMATS = {each.name: each for each in (E4M3, E5M2, E2M3, E3M2, E2M1, E8M0, INT8, TF32)}
+
+
+def round_to(x: torch.Tensor, target: NumberFormat, *, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `x` with every number replaced by one of `target`, in the dtype of `x`, which holds them exactly but for tf32.
+
+    To the nearest, ties to the even one; what is beyond the largest number, inf included, becomes the largest. NaN stays NaN,
+    also where the format has none, so that it is seen. Zeros keep their sign. In TF32 inf stays, and what rounds beyond the
+    largest becomes inf. E8M0 has no even numbers, no zero and no sign: ties go up, zero becomes the smallest number, and what
+    is negative NaN.
+
+    noise: numbers from [0, 1) of the shape of `x`, which make the rounding stochastic: up, away from zero, with the chance
+    that makes the expected value `x`. `torch.rand(x.shape, generator=g)`, or `noise_of(x)`.
+    Raises ValueError for a dtype wider than float32, which would be rounded twice, and for noise with E8M0.
+    """
+    if x.dtype not in _CARRIERS:
+        raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
+    if noise is None and target.dtype is not None and target.exponent_bits and target.signed:
+        return x.clamp(target.lowest, target.largest).to(target.dtype).to(x.dtype)
+    wide = x.float()
+    if target is E8M0:
+        if noise is not None:
+            raise ValueError("e8m0 is a format of scales, which are not rounded stochastically; leave noise out")
+        rounded = _to_power_of_two(wide)
+    elif target is TF32:
+        rounded = _to_upper_bits(wide, target.mantissa_bits, noise)
+    else:
+        rounded = _to_multiples(wide, _spacing(wide, target), noise).clamp(target.lowest, target.largest)
+    return rounded.to(x.dtype)
+
+
+def noise_of(x: torch.Tensor) -> torch.Tensor:
+    """Return numbers from [0, 1) for stochastic rounding of `x`, a hash of all its bits, and of each number and its place.
+
+    The same tensor gets the same noise on every rank, in every recomputation and after a resume, and no generator moves. A
+    tensor that differs in a bit gets other noise everywhere. Cost: about 15 elementwise integer operations.
+    """
+    bits = x.contiguous().float().view(torch.int32).flatten()
+    place = torch.arange(bits.numel(), dtype=torch.int32, device=x.device)
+    whole = _mixed((bits.sum() & 0x7FFFFFFF).to(torch.int32))
+    mixed = _mixed(_mixed(place + whole) ^ bits)
+    return ((mixed & 0xFFFFFF).float() * 2.0**-24).view(x.shape)
+
+
+def encode(x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
+    """Return the bit patterns of `x`, whose numbers are of `target`, one in the low bits of each byte; uint8.
+
+    For formats of at most 8 bits. NaN is legal where the format has one.
+    """
+    _needs_byte(target)
+    if target.dtype is not None:
+        return x.to(target.dtype).view(torch.uint8)
+    bits = x.float().abs().view(torch.int32)
+    exponent = (bits >> _MANTISSA) - 127 + target.bias
+    normal = (exponent << target.mantissa_bits) + ((bits & 0x7FFFFF) >> (_MANTISSA - target.mantissa_bits))
+    code = torch.where(exponent > 0, normal, (x.float().abs() / target.smallest).to(torch.int32))
+    return (code + (torch.signbit(x).to(torch.int32) << (target.bits - 1))).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, source: NumberFormat) -> torch.Tensor:
+    """Return the numbers, float32, whose bit patterns are in the low bits of the bytes `codes`."""
+    _needs_byte(source)
+    if source.dtype is not None:
+        return codes.contiguous().view(source.dtype).float()
+    code = codes.to(torch.int32)
+    mantissa = (code & ((1 << source.mantissa_bits) - 1)).float()
+    exponent = (code >> source.mantissa_bits) & ((1 << source.exponent_bits) - 1)
+    power = (torch.clamp(exponent, min=1) - source.bias - source.mantissa_bits).float().exp2()
+    magnitude = (mantissa + (exponent > 0).float() * 2.0**source.mantissa_bits) * power
+    return torch.where((code >> (source.bits - 1)) & 1 == 1, -magnitude, magnitude)
+
+
+# ---------------------------------------------------------------------- inside
+
+
+def _needs_byte(target: NumberFormat) -> None:
+    if target.bits > 8:
+        raise ValueError(arguments.refusal("format", target.name, "a format of at most 8 bits"))
+
+
+def _spacing(x: torch.Tensor, target: NumberFormat) -> torch.Tensor | float:
+    """The distance between the numbers of `target` around each of `x`, powers of two; x: float32."""
+    if not target.exponent_bits:
+        return 1.0
+    lowest = 1 - target.bias + 127
+    exponent = ((x.view(torch.int32) >> _MANTISSA) & 0xFF).clamp(min=lowest)
+    return ((exponent - target.mantissa_bits) << _MANTISSA).view(torch.float32)
+
+
+def _to_multiples(x: torch.Tensor, spacing: torch.Tensor | float, noise: torch.Tensor | None) -> torch.Tensor:
+    if noise is None:
+        return torch.round(x / spacing) * spacing
+    size = x.abs() / spacing
+    below = size.floor()
+    up = noise < size - below
+    return torch.where(torch.isfinite(size), torch.copysign((below + up.float()) * spacing, x), x)
+
+
+def _to_upper_bits(x: torch.Tensor, mantissa_bits: int, noise: torch.Tensor | None) -> torch.Tensor:
+    """Keep the sign, the exponent and so many bits of the mantissa of float32 numbers; a carry runs into the exponent."""
+    dropped = _MANTISSA - mantissa_bits
+    bits = x.contiguous().view(torch.int32)
+    if noise is None:
+        more = ((bits >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
+    else:
+        more = (noise * (1 << dropped)).to(torch.int32)
+    rounded = ((bits + more) >> dropped << dropped).view(torch.float32)
+    return torch.where(torch.isfinite(x), rounded, x)
+
+
+def _to_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    bits = x.contiguous().view(torch.int32) + (1 << (_MANTISSA - 1))
+    normal = (bits >> _MANTISSA << _MANTISSA).view(torch.float32)
+    # Below 2**-126 float32 is subnormal, and its bits no longer begin with a hidden one.
+    tiny = torch.where(x < 1.5 * 2.0**-127, 2.0**-127, 2.0**-126)
+    rounded = torch.where(x < 2.0**-126, tiny, normal)
+    rounded = torch.where(x < E8M0.largest, rounded, E8M0.largest)
+    return torch.where((x < 0) | x.isnan(), torch.nan, rounded)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """A hash of int32 numbers, MurmurHash3's finaliser; products wrap."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * -2048144789
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * -1028477387
+    return x ^ ((x >> 16) & 0xFFFF)

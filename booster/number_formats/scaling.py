@@ -1,0 +1,119 @@
+"""Scales: one for a matrix, a row or a block, so that its largest number fits the format that it is rounded to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from booster import arguments
+from booster.number_formats.formats import E4M3, NumberFormat, round_to
+
+ScaleKind = Literal["float32", "power_of_two", "e4m3"]
+
+_TINY = 2.0**-126  # a scale below it is subnormal, and many devices take that for zero
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What shares a scale, and what kind of number the scale is.
+
+    over: "tensor", "row", or a block of (rows, columns), such as (1, 32) or (16, 16). Blocks at the end of a matrix that they
+    do not divide are smaller.
+    scale: "float32" is the largest magnitude over the largest number of the format. "power_of_two" rounds that up, so that
+    nothing is cut off (Mishra et al. 2025, arXiv 2506.08027). "e4m3", of blocks only, rounds it to an e4m3 number times one
+    float32 scale of the whole matrix, which makes the largest block scale the largest e4m3 number (arXiv 2509.25149).
+    """
+
+    over: Literal["tensor", "row"] | tuple[int, int]
+    scale: ScaleKind = "float32"
+
+    def __post_init__(self) -> None:
+        over = self.over
+        blocks = (
+            isinstance(over, tuple) and len(over) == 2 and all(arguments.is_whole(each) and each > 0 for each in over)
+        )
+        if not (blocks or over in ("tensor", "row")):
+            raise ValueError(
+                arguments.refusal("over", over, "'tensor', 'row' or a block such as (1, 32), of rows and columns")
+            )
+        arguments.choice("scale", self.scale, ("float32", "power_of_two", "e4m3"))
+        if self.scale == "e4m3" and not blocks:
+            raise ValueError(f"scale='e4m3' is for blocks, got over={self.over!r}; pass a block such as (1, 16)")
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix of m x n numbers in a format, and what to multiply them with.
+
+    values: in the torch dtype of the format, where it has one, else float32. scale: float32, of shape () for a tensor,
+    (m, 1) for rows, (blocks down, blocks across) for blocks. outer: of shape (), one more factor for all of it, or None.
+    block: rows and columns of a block, or None.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    outer: torch.Tensor | None = None
+    block: tuple[int, int] | None = None
+
+    def scale_of_each(self) -> torch.Tensor:
+        """`scale` for every number of a block, m x n; for a tensor or rows as it is, to be broadcast."""
+        if self.block is None:
+            return self.scale
+        rows, columns = self.values.shape
+        down, across = self.block
+        return self.scale.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :columns]
+
+    def wide(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The numbers that are meant, without `outer`: bfloat16 holds them exactly for scales of blocks and powers of two."""
+        return (self.values.float() * self.scale_of_each()).to(dtype)
+
+
+def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: torch.Tensor | None = None) -> Scaled:
+    """Round the matrix `x` to `target` under the scales of `scaling`.
+
+    noise: as for `round_to`. A scale of zeros is the smallest one. Where there is an inf or NaN under a scale, it and all
+    numbers under it become NaN.
+    """
+    if x.dim() != 2:
+        raise ValueError(
+            f"scales are for matrices, got a tensor of shape {tuple(x.shape)}; flatten all but the last dimension"
+        )
+    wide = x.float()
+    block = scaling.over if isinstance(scaling.over, tuple) else None
+    largest = _largest(wide, scaling.over) / target.largest
+    outer = None
+    if scaling.scale == "e4m3":
+        outer = (_largest(wide, "tensor") / target.largest / E4M3.largest).clamp(min=_TINY)
+        scale = round_to(largest / outer, E4M3).clamp(min=E4M3.smallest)
+    elif scaling.scale == "power_of_two":
+        mantissa, exponent = torch.frexp(largest)
+        power = exponent - (mantissa == 0.5).int()  # frexp has 0.5 <= mantissa < 1; exact powers of two stay
+        scale = torch.ldexp(torch.ones_like(largest), power.clamp(-126, 127))
+        scale = torch.where(torch.isfinite(largest), scale, torch.nan)
+    else:
+        scale = torch.where(torch.isfinite(largest), largest.clamp(min=_TINY), torch.nan)
+    scaled = Scaled(wide, scale, outer, block)
+    divisor = scaled.scale_of_each() if outer is None else scaled.scale_of_each() * outer
+    values = wide / divisor
+    low = target.dtype if target.exponent_bits and target.signed else None
+    if low is not None and noise is None:
+        values = values.clamp(target.lowest, target.largest).to(low)
+    else:
+        values = round_to(values, target, noise=noise)
+        values = values if low is None else values.to(low)
+    return Scaled(values, scale, outer, block)
+
+
+def _largest(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude under each scale."""
+    size = x.abs()
+    if isinstance(over, tuple):
+        (rows, columns), (down, across) = x.shape, over
+        padded = F.pad(size, (0, -columns % across, 0, -rows % down))
+        return padded.unflatten(1, (-1, across)).unflatten(0, (-1, down)).amax((1, 3))
+    if not x.numel():
+        return x.new_zeros(() if over == "tensor" else (x.shape[0], 1))
+    return size.amax() if over == "tensor" else size.amax(1, keepdim=True)
