@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from booster.pipelined import execute
 from booster.plugin import Plugin, SingleDevice
 from booster.update.backward import run_backward
 from booster.update.options import UpdateOptions
+
+if TYPE_CHECKING:
+    from booster.numerics import Record
 
 Optimizers = OptimizerWrapper | Sequence[OptimizerWrapper]
 
@@ -82,6 +85,7 @@ class Booster:
         self._background = Background()
         self._stop_requests = StopRequests()
         self._unsynchronised: list[Unsynchronised] = []
+        self._records: list[Record] = []
 
     @classmethod
     def from_config(
@@ -141,6 +145,8 @@ class Booster:
         for wrapper in [boosted_optimizer] if several is None else boosted_optimizer:
             if wrapper is not None:
                 self._optimizers[id(wrapper.unwrap())] = wrapper
+                for record in self._records:
+                    record.attach(wrapper)
         wrapped = [LRSchedulerWrapper(each, self._optimizers[id(owner)]) for each, owner in owners]
         schedulers = wrapped if isinstance(lr_scheduler, (list, tuple)) else next(iter(wrapped), None)
         return boosted, boosted_optimizer, boosted_criterion, loader, schedulers
@@ -259,6 +265,37 @@ class Booster:
         optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._own(model, "no_sync")
         return Unsynchronised(boosted, optimizers, self._unsynchronised, self.plugin.no_sync(boosted.module))
+
+    def record(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        tracker: Callable[[dict[str, float], int], Any] | None = None,
+    ) -> Record:
+        """Write down every optimizer step from now on, in `folder`: losses, scales, norms, clips, and skips with culprits.
+
+        Each rank appends to a file of its own there, so ranks exchange nothing, and a kill loses no line that was written.
+        Nothing in a step waits for a device: there, lines follow some steps later. `booster report FOLDER` shows it.
+        tracker: also called with the numbers of each step by name, and the number of the step; a tracker's own
+        `log(values, step)` will do. Returns the record, whose `close()` ends it; the end of the process does too.
+
+        Raises ValueError for a folder that this Booster writes to already, OSError where it cannot.
+        """
+        from booster.numerics.record import Record
+
+        root = arguments.path("folder", folder)
+        if tracker is not None:
+            arguments.function("tracker", tracker, "a function of the numbers by name and of the step", also="None")
+        self._records = [record for record in self._records if not record.closed]
+        if any(record.folder.resolve() == root.resolve() for record in self._records):
+            raise ValueError(
+                f"this Booster records in {root} already; close that record first, or choose another folder"
+            )
+        record = Record(root, precision=self.precision, plugin=self.plugin, device=self.device, tracker=tracker)
+        for wrapper in self._optimizers.values():
+            record.attach(wrapper)
+        self._records.append(record)
+        return record
 
     def save(
         self,

@@ -42,7 +42,7 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 class HostCopy:
-    """A 0-dim tensor, as a bool, on its way to the host; a call waits for that copy, not for what was queued later."""
+    """A tensor on its way to the host; reading it waits for that copy, not for what was queued later."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -55,6 +55,15 @@ class HostCopy:
             self._host = tensor.clone()
 
     def __call__(self) -> bool:
+        """Return the only element, as a bool."""
+        return bool(self.tensor())
+
+    def tensor(self) -> torch.Tensor:
+        """Return the copy, on the CPU."""
         if self._event is not None:
             self._event.synchronize()
-        return bool(self._host)
+        return self._host
+
+    def ready(self) -> bool:
+        """Return whether reading it would not wait."""
+        return self._event is None or self._event.query()

@@ -1,4 +1,5 @@
-"""The `booster` command: `run` starts jobs, `check` reports what this machine can do, `checkpoint` looks into checkpoints.
+"""The `booster` command: `run` starts jobs, `check` reports what this machine can do, `checkpoint` looks into checkpoints,
+`report` into what a run wrote down.
 
 Each subcommand is imported when it is called, so that help and option errors come without heavy imports.
 """
@@ -15,6 +16,7 @@ _COMMANDS = {
     "run": "start a training script on one or several machines",
     "check": "report versions, devices and the speed of each precision on this machine",
     "checkpoint": "list, verify and convert checkpoints",
+    "report": "show what a run did: losses, scales, skips and their culprits",
 }
 
 
@@ -34,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from booster.cli.checkpoint import checkpoint
 
             return checkpoint(arguments[1:])
+        if arguments and arguments[0] == "report":
+            from booster.cli.report import report
+
+            return report(arguments[1:])
         parser = _parser()
         parser.parse_args(arguments)
         parser.error(f"no command given; choose one of {', '.join(_COMMANDS)}")
@@ -47,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = "\n".join(f"  {name:<12}{text}" for name, text in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="booster",
-        usage="booster [-h] [--version] {run,check,checkpoint} ...",
+        usage=f"booster [-h] [--version] {{{','.join(_COMMANDS)}}} ...",
         description="Mixed-precision training for PyTorch.",
         epilog=f"commands:\n{listing}\n\n`booster COMMAND --help` describes one of them.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

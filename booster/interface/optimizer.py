@@ -19,6 +19,7 @@ from booster.update.backward import run_backward
 from booster.update.base import Job, Update
 from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
+from booster.update.listener import StepListener
 from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepResult
 
@@ -95,12 +96,16 @@ class OptimizerWrapper(Optimizer):
             self.clip_grad_by_norm(self._clip_grad_norm)
         if closure is None:
             self._update.shards.check_gradients()
+            for listener in self._update.listeners:
+                listener.before_step(self._update)
             result = self._update.step()
         else:
             result = self._step_with_closure(closure)
         # A user's autocast around the whole loop would go on with half copies of the weights as they were.
         torch.clear_autocast_cache()
         self._history.record(result)
+        for listener in self._update.listeners:
+            listener.after_step(self._update, self._history.num_steps, result)
         if self._after_step is not None:
             with torch.no_grad():
                 self._after_step(result.decision)
@@ -188,6 +193,10 @@ class OptimizerWrapper(Optimizer):
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
         self._history.when_settled(arguments.function("action", action, "a function without arguments"))
+
+    def listen(self, listener: StepListener) -> None:
+        """Tell `listener` of every backward pass and step from now on. A copy of this optimizer does not."""
+        self._update.listeners.append(listener)
 
     def settle(self) -> None:
         """Take the last step's outcome into the counters and run what waited for it. Waits for the device at most once.

@@ -26,6 +26,7 @@ from booster.shards import Shards
 from booster.update import agreement
 from booster.update.backward import BackwardPass, JointDecision
 from booster.update.fused import FusedKernel
+from booster.update.listener import StepListener
 from booster.update.options import UpdateOptions
 from booster.update.outcome import StepFields, StepResult
 
@@ -74,7 +75,12 @@ class Update(ABC):
         self._skip_nonfinite = job.options.skip_nonfinite
         self._scale: Any = None  # what .grad is multiplied by; None: no gradients that we know of
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
+        self.listeners: list[StepListener] = []
         self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not listened to: who listens, such as an open record, knows this one.
+        return {**self.__dict__, "listeners": []}
 
     def reset(self) -> None:
         """Forget what belongs to one step."""
@@ -128,6 +134,8 @@ class Update(ABC):
         self._num_backwards += 1
         if self._check and loss is not None:
             self.losses.append(loss.detach())
+        for listener in self.listeners:
+            listener.after_backward(None if loss is None else loss.detach())
 
     def abandon_backward(self) -> None:
         """The pass raised; `after_backward` is not called."""
@@ -167,6 +175,12 @@ class Update(ABC):
     @abstractmethod
     def clip_value(self, clip_value: float) -> None:
         """Clamp the unscaled gradients to [-clip_value, clip_value]. A step with non-finite gradients is skipped."""
+
+    @property
+    def carried(self) -> tuple[Any, Any, Any]:
+        """Before a step: what gradients are multiplied by, the clip factor that waits, and the scale of the last backward
+        pass. Floats, or 0-dim tensors where they live on a device."""
+        return self._known_scale, self._pending, self._loss_scale
 
     @abstractmethod
     def found(self) -> Any:

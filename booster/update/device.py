@@ -82,7 +82,9 @@ class DeviceUpdate(Update):
             reason, culprit = report()
             return fields._replace(skipped_reason=reason, culprit=culprit)
 
-        return StepResult(outcome, read)
+        numbers = {"loss_scale": loss_scale, "grad_norm": norm}
+        pending = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+        return StepResult(outcome, read, pending=pending)
 
     def _agreed(self) -> torch.Tensor:
         joint = self.joint

@@ -37,7 +37,7 @@ class StepResult:
     first read; until then nothing waits.
     """
 
-    __slots__ = ("_applied", "_fields", "loss")
+    __slots__ = ("_applied", "_fields", "loss", "pending")
 
     def __init__(
         self,
@@ -45,10 +45,13 @@ class StepResult:
         fields: StepFields | Callable[[bool], StepFields],
         *,
         loss: Any = None,
+        pending: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._applied = applied
         self._fields = fields
         self.loss = loss
+        self.pending = {} if pending is None else pending
+        """Numbers of the fields that live on a device, 0-dim, for those who want copies of them without waiting."""
 
     @property
     def applied(self) -> bool:
@@ -93,7 +96,7 @@ class StepResult:
 
     def without_loss(self) -> StepResult:
         """This result, or a copy that does not hold the loss of a closure, and with it a graph."""
-        return self if self.loss is None else StepResult(self._applied, self._fields)
+        return self if self.loss is None else StepResult(self._applied, self._fields, pending=self.pending)
 
     def _read(self) -> StepFields:
         if not isinstance(self._fields, StepFields):

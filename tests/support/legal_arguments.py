@@ -7,6 +7,7 @@ A new function, class or parameter needs a line here where its annotation does n
 """
 
 import math
+import random
 import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
@@ -215,6 +216,7 @@ RANGES: dict[str, Predicate] = {
     "Booster.reduce(tensor)": either(rows, one_of(["x"], [None])),  # labels in containers stay
     # checkpoints
     "folder": either(text, a(Path)),
+    "tracker": callable,
     "step": whole(0),
     "keep_last": whole(1),
     "prefix": text,
@@ -362,6 +364,7 @@ EXEMPT: dict[str, str] = {
     "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has tests of its own",
     "OptimizerWrapper.has_master()": "asked by checkpoints of a model's own parameters",
     "OptimizerWrapper.watch()": "called by boost",
+    "OptimizerWrapper.listen()": "called by Booster.record",
     "DataLoaderWrapper.load_state_dict()": "has tests of its own, with damaged states",
     "cast_parameters()": "called by plugins, with what they are given",
     "install_keep_fp32()": "called by plugins, with what they are given",
@@ -417,6 +420,7 @@ _half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
 
 EXAMPLES: dict[str, Examples] = {
     "Booster.save": [lambda w: {"folder": "run", "model": w.model, "optimizer": w.optimizer}],
+    "Booster.record": [lambda w: {"folder": f"record {random.random()}"}],
     "Booster.load": [lambda w: {"folder": "run", "model": w.model, "optimizer": w.optimizer}],
     "Booster.resume_or_start": [lambda w: {"folder": "none", "model": w.model}],
     "Booster.save_model": [lambda w: {"model": w.model, "path": "weights"}],

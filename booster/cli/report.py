@@ -1,0 +1,35 @@
+"""`booster report`: what a run did, from the record that it wrote."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["report"]
+
+
+def report(argv: Sequence[str]) -> int:
+    """Run `booster report` with the options `argv`; returns 0, or 1 where there is no record, or a damaged one."""
+    parser = argparse.ArgumentParser(
+        prog="booster report", description="Show what a run did, from the record of Booster.record.", allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder given to Booster.record")
+    options = parser.parse_args(list(argv))
+    from booster.numerics.run import read_run
+    from booster.numerics.summary import summarise
+    from booster.numerics.terminal import show
+
+    try:
+        run = read_run(options.folder)
+        if options.json:
+            print(json.dumps(summarise(run).as_dict(), indent=2))
+        else:
+            show(run)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"booster report: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,218 @@
+"""Writing down what a run does, step by step, without making it wait."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from booster.coordinator import DistCoordinator
+from booster.device import HostCopy
+from booster.installed import version_of
+from booster.interface.optimizer import OptimizerWrapper
+from booster.mixed_precision import MixedPrecision
+from booster.numerics.lines import SCHEMA, LineFile
+from booster.plugin import Plugin
+from booster.update.outcome import StepResult
+
+__all__ = ["Record"]
+
+Line = dict[str, Any]
+Tracker = Callable[[dict[str, float], int], Any]
+
+_MOST_WAITING = 64
+
+
+class Record:
+    """A record that is being written: `Booster.record` makes it, and every optimizer step adds to it.
+
+    Nothing in a step waits for a device: numbers that live on one are copied while training goes on, and their lines are
+    written some steps later. The reasons for a skip are read from the device when its line is written. A context manager:
+    leaving it closes the record.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        precision: MixedPrecision,
+        plugin: Plugin,
+        device: torch.device,
+        tracker: Tracker | None = None,
+    ) -> None:
+        self.folder = folder
+        ranks = DistCoordinator()
+        self._file = LineFile(folder, ranks.rank)
+        self._file.write([_header(ranks, precision, plugin, device)])
+        self._tracker = tracker
+        self._number = 0
+        self._waiting: deque[_Waiting] = deque()
+        self.latest: dict[str, float] = {}
+        """The numbers of the last step written, by name, as a tracker gets them."""
+        self._close = weakref.finalize(self, _finish, self._file, self._waiting)
+
+    def attach(self, optimizer: OptimizerWrapper) -> None:
+        """Write down what `optimizer` does from now on, under its number, from 0."""
+        optimizer.listen(_Track(self, str(self._number)))
+        self._number += 1
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
+    def flush(self) -> None:
+        """Write all steps made so far. Waits for the device."""
+        self._settle(wait=True)
+
+    def close(self) -> None:
+        """Write all steps made so far and close the file; later steps are not written. Waits for the device."""
+        if not self.closed:
+            self.flush()
+            self._close()
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def add(self, waiting: _Waiting) -> None:
+        """Write what is `waiting` as soon as its numbers are there."""
+        if self.closed:
+            return
+        self._waiting.append(waiting)
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        while self._waiting and (wait or len(self._waiting) > _MOST_WAITING or self._waiting[0].ready()):
+            lines = self._waiting.popleft().lines()
+            self._file.write(lines)
+            for line in lines:
+                if line["kind"] == "step":
+                    self.latest = flat(line)
+                    if self._tracker is not None:
+                        self._tracker(dict(self.latest), line["step"])
+
+
+class _Waiting:
+    """Lines of one step whose numbers may be on their way from a device.
+
+    line: what is known. numbers: 0-dim tensors by key. result: asked, once they are there, for what only a skip has.
+    """
+
+    def __init__(self, line: Line, numbers: Mapping[str, torch.Tensor], result: StepResult) -> None:
+        self._line = line
+        self._keys = list(numbers)
+        self._copies = [HostCopy(packed) for packed in _packed(list(numbers.values()))]
+        self._result = result
+
+    def ready(self) -> bool:
+        return all(copy.ready() for copy in self._copies)
+
+    def lines(self) -> list[Line]:
+        values = [value for copy in self._copies for value in copy.tensor().tolist()]
+        line = {**self._line, **dict(zip(self._keys, values, strict=True))}
+        result = self._result
+        line["applied"] = result.applied
+        for key in ("loss_scale", "grad_norm"):
+            if key not in line:
+                line[key] = getattr(result, key)
+        if result.num_zeros_in_grad is not None:
+            line["num_zeros_in_grad"] = result.num_zeros_in_grad
+        if not result.applied:
+            line["reason"], line["culprit"] = result.skipped_reason, list(result.culprit)
+        if line.get("clip") == 1.0:
+            del line["clip"]
+        return [line]
+
+
+class _Track:
+    """What listens to one optimizer; see `StepListener`."""
+
+    def __init__(self, record: Record, name: str) -> None:
+        self._record = record
+        self._name = name
+        self._losses: list[torch.Tensor] = []
+        self._before: dict[str, Any] = {}
+
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        if loss is not None and not self._record.closed:
+            self._losses.append(loss)
+
+    def before_step(self, update: Any) -> None:
+        self._before = {"clip": update.carried[1]}
+
+    def after_step(self, update: Any, number: int, result: StepResult) -> None:
+        losses, self._losses = self._losses, []
+        known, self._before = self._before, {}
+        if self._record.closed:
+            return
+        line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
+        numbers = {**known, **result.pending}
+        if losses:
+            numbers["loss"] = losses[0].double().reshape(()) if len(losses) == 1 else _mean(losses)
+        elif isinstance(result.loss, (float, torch.Tensor)):  # that of a closure
+            numbers["loss"] = result.loss
+        for key, value in list(numbers.items()):
+            if not isinstance(value, torch.Tensor):
+                line[key] = float(numbers.pop(key))
+            elif value.numel() != 1:
+                del numbers[key]
+        line["lr"] = [group.get("lr") for group in update.optimizer.param_groups]
+        if any(isinstance(rate, torch.Tensor) for rate in line["lr"]):
+            tensors = [rate for rate in line["lr"] if isinstance(rate, torch.Tensor)]
+            line["lr"] = [float(rate) for rate in line["lr"]] if not any(r.is_cuda for r in tensors) else None
+        self._record.add(_Waiting(line, numbers, result.without_loss()))
+
+
+def _header(ranks: DistCoordinator, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> Line:
+    return {
+        "kind": "run",
+        "schema": SCHEMA,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "time": time.time(),
+        "precision": repr(precision),
+        "plugin": type(plugin).__name__,
+        "device": str(device),
+        "booster": version_of("booster-amp"),
+        "torch": str(torch.__version__),
+    }
+
+
+def flat(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a step's line by name, for trackers: no texts, no lists; `applied` is 1 or 0."""
+    numbers = {
+        key: float(line[key]) for key in ("loss", "loss_scale", "grad_norm", "clip") if line.get(key) is not None
+    }
+    numbers["applied"] = float(line["applied"])
+    rates = line.get("lr") or []
+    numbers.update({"lr" if len(rates) == 1 else f"lr/{index}": float(rate) for index, rate in enumerate(rates)})
+    prefix = "" if line["optimizer"] == "0" else f"optimizer {line['optimizer']}/"
+    return {f"{prefix}{key}": value for key, value in numbers.items()}
+
+
+def _packed(numbers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`numbers` as few tensors, so that few copies leave a device."""
+    if not numbers:
+        return []
+    devices = {number.device for number in numbers}
+    if len(devices) > 1:
+        return [number.detach().double().reshape(1) for number in numbers]
+    return [torch.stack([number.detach().double().reshape(()) for number in numbers])]
+
+
+def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.double().reshape(()) for loss in losses]).mean()
+
+
+def _finish(file: LineFile, waiting: deque[_Waiting]) -> None:
+    """Write what waits and close, also where nobody closed the record before the interpreter ends."""
+    while waiting:
+        file.write(waiting.popleft().lines())
+    file.close()

@@ -1,0 +1,70 @@
+"""`booster report`: what it says of a run, as text and as JSON, and its exit statuses."""
+
+import builtins
+import json
+
+import pytest
+from prescribed import parameters, sgd, step_on
+from test_record import INF, recorded
+
+from booster.cli import main
+from booster.numerics.terminal import sparkline
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A record of ten steps, of which two were skipped and all others clipped."""
+    params = parameters(3, 2)
+    optimizer = sgd(params, scale=1024.0, clip_grad_norm=1.0)
+    with recorded(tmp_path, optimizer):
+        for step in range(10):
+            step_on(optimizer, params, 2.0, INF if step in (4, 5) else 1.0, value=10.0 - step)
+    return tmp_path
+
+
+def test_the_summary_names_losses_scales_skips_and_culprits(run, capsys):
+    pytest.importorskip("rich", reason="the summary is drawn by rich")
+    assert main(["report", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "steps 1 to 10, 2 skipped" in said
+    assert "clipped in 100.0% of the steps" in said
+    rows = {line.split("  ")[0]: line.split() for line in said.splitlines()}
+    assert rows["loss"][1:5] == ["10", "1", "1", "10"]
+    assert rows["loss scale"][2:6] == ["1024", "256", "256", "1024"]
+    assert rows["p1"] == ["p1", "2"]
+    assert "p0" not in rows
+    assert "nonfinite_grad 2" in said
+
+
+def test_json_has_the_same_numbers(run, capsys):
+    assert main(["report", "--json", str(run)]) == 0
+    (optimizer,) = json.loads(capsys.readouterr().out)["optimizers"]
+    assert (optimizer["num_steps"], optimizer["num_skipped"], optimizer["clipped"]) == (10, 2, 1.0)
+    assert optimizer["loss"] == [10.0, 1.0, 1.0, 10.0]
+    assert optimizer["skips_by_culprit"] == {"p1": 2}
+
+
+def test_no_record_is_status_1_with_the_reason(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 1
+    assert "booster report: there is no record in" in capsys.readouterr().err
+
+
+def test_without_rich_the_error_names_the_line_that_installs_it(run, capsys, monkeypatch):
+    real = builtins.__import__
+
+    def refuse(name, *arguments, **options):
+        if name.partition(".")[0] == "rich":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    assert main(["report", str(run)]) == 1
+    assert "pip install 'booster-amp[report]'" in capsys.readouterr().err
+    assert main(["report", "--json", str(run)]) == 0
+
+
+def test_a_sparkline_has_a_bar_for_each_stretch_of_steps():
+    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, None, INF, 1.0]) == "▁ ×▁"
+    assert len(sparkline([1.0] * 1000, width=32)) <= 32
+    assert sparkline([1.0, 2.0, 4.0, 8.0], logarithmic=True)[1] == "▃"
