@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PIDS_VARIABLE", "REPORT_START", "Attempt", "Stopped", "run_attempt", "worker_command"]
+from booster.cli.ranks import Ranks, kill_groups
+
+__all__ = ["REPORT_START", "STOPPED_STATUS", "Attempt", "Stopped", "run_attempt", "worker_command"]
 
 REPORT_START = "booster run: rank"
-PIDS_VARIABLE = "BOOSTER_RUN_PIDS"  # read by worker.py, which imports nothing of this package
 
-# After this many seconds a process that ignores the closing signal is killed.
+# With this exit status (EX_TEMPFAIL) a script says that it has stopped because it was asked to, before it had finished.
+STOPPED_STATUS = 75
+
+# After this many seconds a process is killed that ignores Ctrl-C, or the end of another.
 _SHUTDOWN_SECONDS = 10
 
 
@@ -36,51 +36,73 @@ class Attempt:
     master_port: int | None = None
     log_dir: str | None = None
     tee: str | None = None
+    grace_seconds: int = 30
 
 
 class Stopped(Exception):
-    """The launcher was told by signal `number` to end the job, and has ended it."""
+    """The launcher was told by signal `number` to end the job, and it has ended, with `status`: 128 + number by default."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, status: int | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+        self.status = 128 + number if status is None else status
 
 
 def run_attempt(attempt: Attempt) -> int:
     """Start the processes, wait, and return the exit status: 0, the first failing rank's, or 128 + its signal.
 
     On a failure the other processes are stopped and the first failing rank's traceback is the last thing on stderr.
-    Raises Stopped when a signal to this process ended the job.
-    Side effects: while it runs, torchrun's agent handles SIGINT, SIGTERM, SIGHUP and SIGQUIT in this process.
+    Raises Stopped when a signal to this process ended the job. SIGTERM and SIGUSR1 are passed on to the ranks, which may
+    save and stop: after SIGTERM within the grace time, after SIGUSR1 as soon as they like; the status is then theirs.
+    Side effects: while it runs, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are handled in this process.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    own = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    handlers = {number: signal.getsignal(number) for number in (*own, signal.SIGHUP, signal.SIGQUIT)}
     if attempt.nnodes > 1:
         # Waiting for other nodes happens inside the store's C++ code, where Python handlers do not run. No process
-        # has been started then, so the default action is right; the agent sets its own handlers before it starts any.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch, _noted_deaths(Path(scratch, "pids")) as deaths:
-        config = _config(attempt, scratch)
+        # has been started then, so the default action is right; handlers are set before any is started.
+        for number in own:
+            signal.signal(number, signal.SIG_DFL)
+    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch:
+        ranks = Ranks(Path(scratch, "pids"), attempt.grace_seconds)
+
+        def pass_signals_on() -> None:
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, ranks.tell)
+
+        config = _config(attempt, scratch, before_start=pass_signals_on)
+        status = 0
         try:
-            elastic_launch(config, sys.executable)("-u", *attempt.command)
-            return 0
+            with ranks.watched():
+                elastic_launch(config, sys.executable)("-u", *attempt.command)
         except ChildFailedError as error:
-            _kill_groups([failure.pid for failure in error.failures.values()])
-            return _report(error.failures, attempt, deaths)
+            kill_groups([failure.pid for failure in error.failures.values()])
+            if ranks.asked != signal.SIGTERM:
+                status = _report(error.failures, attempt, ranks.deaths)
         except SignalException as stop:
             raise Stopped(int(stop.sigval)) from None
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+        if ranks.asked is not None:
+            raise Stopped(ranks.asked, None if ranks.asked == signal.SIGTERM else status)
+        return status
 
 
-def _config(attempt: Attempt, scratch: str) -> Any:
+def _config(attempt: Attempt, scratch: str, *, before_start: Callable[[], None]) -> Any:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
+
+    class Logs(DefaultLogsSpecs):
+        """The agent asks where output goes when all nodes have met, and before it starts processes."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> Any:
+            before_start()
+            return super().reify(envs)
 
     # Kept logs hold all output; what `tee` names is shown on the console as well.
     tee = Std.from_str(attempt.tee) if attempt.tee is not None else (Std.ALL if attempt.log_dir else Std.NONE)
@@ -104,7 +126,8 @@ def _config(attempt: Attempt, scratch: str) -> Any:
         log_line_prefix_template="[rank${rank}]: ",
         max_restarts=0,  # torchrun's restart in place can hang; `booster run` relaunches the whole job instead
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=attempt.log_dir or scratch, redirects=redirects, tee=tee),
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT",  # those that are not passed on
+        logs_specs=Logs(log_dir=attempt.log_dir or scratch, redirects=redirects, tee=tee),
         **options,
     )
 
@@ -115,54 +138,17 @@ def worker_command(script: str, arguments: list[str], *, is_module: bool) -> tup
     return (worker, *(["-m"] if is_module else []), script, *arguments)
 
 
-def _kill_groups(pids: list[int]) -> None:
-    """End what dead ranks left behind in their sessions (data workers, subprocesses)."""
-    for pid in pids:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
-
-
-@contextmanager
-def _noted_deaths(pids: Path) -> Iterator[dict[int, int]]:
-    """Note when ranks die, by pid in ns, while they are left for the agent to find some time later.
-
-    Each rank leaves its pid as a file in the folder `pids` when it starts: a wait for any child would tell of one dead alone.
-    """
-    deaths: dict[int, int] = {}
-    done = threading.Event()
-    pids.mkdir()
-    os.environ[PIDS_VARIABLE] = str(pids)
-
-    def watch() -> None:
-        while not done.is_set():
-            alive = [int(path.name) for path in pids.iterdir() if int(path.name) not in deaths]
-            dead = [pid for pid in alive if _is_dead(pid)]
-            deaths.update(dict.fromkeys(dead, time.time_ns()))
-            done.wait(0.01)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield deaths
-    finally:
-        done.set()
-        watcher.join()
-        del os.environ[PIDS_VARIABLE]
-
-
-def _is_dead(pid: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the agent was faster
-        return True
-
-
 def _report(failures: dict[int, Any], attempt: Attempt, deaths: dict[int, int]) -> int:
     failures = {rank: failure for rank, failure in failures.items() if not _ended_well(failure)} or failures
     ordered = sorted(failures.items(), key=lambda item: _moment(item[1], deaths))
     rank, first = ordered[0]
+    if STOPPED_STATUS in (first.exitcode, _extra(first).get("status")):
+        print(
+            f"booster run: the job stopped on request before it had finished: status {STOPPED_STATUS} of rank {rank}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return STOPPED_STATUS
     if first.exitcode > 0:
         status, how = first.exitcode, f"exit code {first.exitcode}"
     elif _extra(first).get("status"):  # raised or left, and was stopped before it had ended by itself

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from booster.cli.agent import REPORT_START, Stopped
+from booster.cli.agent import REPORT_START, STOPPED_STATUS, Stopped
 
 __all__ = ["NodeCommand", "run_nodes", "ssh_command"]
 
-# A node needs its agent's shutdown time to end its processes before its connection is cut.
-_GRACE_SECONDS = 20.0
+# What a node needs, beyond the grace time of its ranks, to end its processes before its connection is cut.
+_NODE_SECONDS = 20.0
 _KEPT_LINES = 200
 _SSH_FAILED = 255
 
@@ -41,30 +41,40 @@ def ssh_command(
     return ["ssh", "-p", str(port), host, remote]
 
 
-def run_nodes(commands: Sequence[NodeCommand]) -> int:
+def run_nodes(commands: Sequence[NodeCommand], grace_seconds: float) -> int:
     """Run all nodes and return 0, or the exit status of the first that failed; the others are then ended.
 
     Each node watches its standard input and ends its processes when that closes; so the end of this process, for
-    whatever reason, ends the job. Raises Stopped after SIGINT or SIGTERM, when all nodes have ended.
+    whatever reason, ends the job. Raises Stopped after SIGINT or SIGTERM, when all nodes have ended, and with their status
+    after SIGUSR1, which is passed on to them.
     """
-    handlers = {number: signal.signal(number, _raise_stopped) for number in (signal.SIGINT, signal.SIGTERM)}
     nodes: list[_Node] = []
+    asked = False
+
+    def ask(number: int, frame: object) -> None:
+        nonlocal asked
+        asked = True
+        for node in nodes:
+            node.ask()
+
+    handlers = {number: signal.signal(number, _raise_stopped) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
     try:
         for command in commands:
             nodes.append(_Node.start(command))
+            if asked:
+                nodes[-1].ask()
         index = _first_failure(nodes)
-        if index is None:
-            return 0
     finally:
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the ending of the others
-        _end(nodes)
+        _end(nodes, grace_seconds)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    node = nodes[index]
-    _report(index, node)
-    status = node.process.returncode
-    return status if status > 0 else 128 - status
+    status = 0 if index is None else _report(index, nodes[index])
+    if asked:
+        raise Stopped(signal.SIGUSR1, status)
+    return status
 
 
 @dataclass
@@ -73,6 +83,7 @@ class _Node:
     process: subprocess.Popen[bytes]
     relay: threading.Thread
     report: list[bytes] = field(default_factory=list)
+    asked: bool = False
 
     @classmethod
     def start(cls, command: NodeCommand) -> _Node:
@@ -88,6 +99,16 @@ class _Node:
         relay = threading.Thread(target=_relay, args=(process.stderr, report), daemon=True)
         relay.start()
         return cls(command.host, process, relay, report)
+
+    def ask(self) -> None:
+        """Ask the node's ranks to stop, once."""
+        if not self.asked and self.process.stdin is not None:
+            self.asked = True
+            try:
+                self.process.stdin.write(b"stop\n")
+                self.process.stdin.flush()
+            except (BrokenPipeError, ValueError):  # it has ended
+                return
 
 
 def _relay(stream: BinaryIO, report: list[bytes]) -> None:
@@ -114,14 +135,14 @@ def _first_failure(nodes: Sequence[_Node]) -> int | None:
         time.sleep(0.1)
 
 
-def _end(nodes: Sequence[_Node]) -> None:
+def _end(nodes: Sequence[_Node], grace_seconds: float) -> None:
     for node in nodes:
         if node.process.stdin is not None:
             try:
                 node.process.stdin.close()
             except BrokenPipeError:
                 continue
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + grace_seconds + _NODE_SECONDS
     for node in nodes:
         for last_resort in (node.process.terminate, node.process.kill, None):
             try:
@@ -136,15 +157,18 @@ def _end(nodes: Sequence[_Node]) -> None:
             node.process.stderr.close()
 
 
-def _report(index: int, node: _Node) -> None:
+def _report(index: int, node: _Node) -> int:
     status = node.process.returncode
     how = f"exit status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
     lines = [f"booster run: node {index} ({node.host}) failed first: {how}; the other nodes were stopped"]
+    if status == STOPPED_STATUS:
+        lines = [f"booster run: the job stopped on request before it had finished: {how} of node {index} ({node.host})"]
     if status == _SSH_FAILED and not node.report:
         lines.append(f"booster run: 255 is ssh's own failure; does `ssh {node.host} true` work without a password?")
     print("\n" + "\n".join(lines), file=sys.stderr, flush=True)
     sys.stderr.buffer.write(b"".join(node.report))
     sys.stderr.buffer.flush()
+    return status if status > 0 else 128 - status
 
 
 def _raise_stopped(number: int, frame: object) -> None:

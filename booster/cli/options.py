@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     add("env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable on all nodes; may be repeated")
     add("max_restarts", type=_natural, default=0, metavar="N", help="relaunch the whole job up to N times (default: 0)")
     add(
+        "grace_seconds",
+        type=_natural,
+        default=30,
+        metavar="S",
+        help="seconds that ranks have to save and end after SIGTERM, before they are killed (default: 30)",
+    )
+    add(
         "log_dir",
         type=_directory,
         metavar="DIR",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from booster.cli.agent import Attempt, Stopped, run_attempt, worker_command
+from booster.cli.agent import STOPPED_STATUS, Attempt, Stopped, run_attempt, worker_command
 from booster.cli.hosts import Host, chosen_hosts, is_local
 from booster.cli.nodes import NodeCommand, run_nodes, ssh_command
 from booster.cli.options import DEFAULT_MASTER_PORT, parse
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
             while True:
                 attempt += 1
                 status = _on_hosts(hosts, options, environment) if hosts else _here(parser, options)
-                if status == 0 or attempt > options.max_restarts:
+                if status in (0, STOPPED_STATUS) or attempt > options.max_restarts:
                     return status
                 print(
                     f"\nbooster run: attempt {attempt} of {options.max_restarts + 1} failed with status {status}; "
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
                 )
     except Stopped as stop:
         print(f"booster run: {stop}; all processes of the job have ended", file=sys.stderr, flush=True)
-        return 128 + stop.number
+        return stop.status
 
 
 def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
@@ -89,6 +89,7 @@ def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 master_port=port,
                 log_dir=options.log_dir,
                 tee=options.tee,
+                grace_seconds=options.grace_seconds,
             )
         )
 
@@ -103,7 +104,7 @@ def _on_hosts(hosts: Sequence[Host], options: argparse.Namespace, environment: M
     for node_rank, host in enumerate(hosts):
         command = [sys.executable, "-m", "booster", "run", "--watch_stdin"]
         command += ["--nnodes", str(len(hosts)), "--node_rank", str(node_rank)]
-        command += ["--master_addr", address, "--master_port", port]
+        command += ["--master_addr", address, "--master_port", port, "--grace_seconds", str(options.grace_seconds)]
         nproc = options.nproc_per_node or host.slots
         for name, value in (("--nproc_per_node", nproc), ("--log_dir", options.log_dir), ("--tee", options.tee)):
             command += [name, str(value)] if value is not None else []
@@ -113,7 +114,7 @@ def _on_hosts(hosts: Sequence[Host], options: argparse.Namespace, environment: M
         else:
             argv = ssh_command(host.name, options.ssh_port, os.getcwd(), remote_environment, command)
             commands.append(NodeCommand(host.name, argv))
-    return run_nodes(commands)
+    return run_nodes(commands, options.grace_seconds)
 
 
 def _check_script(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -199,12 +200,12 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into Stopped while no agent has taken them over."""
+    """Turn SIGINT, SIGTERM and SIGUSR1 into Stopped while no attempt has taken them over."""
 
     def stop(number: int, frame: object) -> None:
         raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
@@ -213,14 +214,17 @@ def _stoppable() -> Iterator[None]:
 
 
 def _end_with_stdin() -> None:
-    """End this node when its standard input closes, which is how the launcher's end reaches it through ssh."""
+    """End this node when its standard input closes, which is how the launcher's end reaches it through ssh.
+
+    A line that comes before is a request to stop, SIGUSR1.
+    """
     watched = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)  # the script must not read what the watch waits for
 
     def watch() -> None:
         while os.read(watched, 4096):
-            pass
+            os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()

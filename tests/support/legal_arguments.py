@@ -594,6 +594,7 @@ OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "ssh_port": (digits(1, 65535), ("--host", "localhost")),
     "env": (nothing, ()),
     "max_restarts": (digits(0), ()),
+    "grace_seconds": (digits(0), ()),
     "log_dir": (lambda value: value.strip() != "", ()),
     "tee": (digits(0, 3), ()),
     "watch_stdin": (nothing, ()),

@@ -175,7 +175,7 @@ def test_bad_options_of_booster_run_are_usage_errors_that_name_them(monkeypatch,
     Path("train.py").touch()
     Path("hosts").write_text("node1\nnode2 slots=2\n")
     monkeypatch.setattr(run, "run_attempt", lambda attempt: 0)
-    monkeypatch.setattr(run, "run_nodes", lambda commands: 0)
+    monkeypatch.setattr(run, "run_nodes", lambda commands, grace_seconds: 0)
     monkeypatch.setattr(run, "_port_is_free", lambda port: True)
     outcomes = Outcomes()
     for action in options._parser()._actions:

@@ -52,6 +52,13 @@ def failure(rank, exitcode, record=None):
             id="one whose connection broke before one whom the agent stopped",
         ),
         pytest.param(
+            [failure(0, 75, (100.5 * SECOND, False, 75)), failure(1, 1, (100.6 * SECOND, True, 1))],
+            {},
+            0,
+            75,
+            id="one who stopped on request before one whose connection broke by that",
+        ),
+        pytest.param(
             [failure(0, -signal.SIGABRT), failure(1, 1, (100.9 * SECOND, False, 1))],
             {},
             1,
@@ -64,4 +71,5 @@ def test_who_failed_first(failures, noted, blamed, status, capsys):
     by_rank = {entry.local_rank: entry for entry in failures}
     attempt = Attempt(command=("train.py",), nproc_per_node=2)
     assert _report(by_rank, attempt, noted) == status
-    assert f"booster run: rank {blamed} (local rank {blamed}" in capsys.readouterr().err
+    told = f"status 75 of rank {blamed}" if status == 75 else f"booster run: rank {blamed} (local rank {blamed}"
+    assert told in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 import booster
 from booster.cli import main, run
+from booster.cli.agent import Stopped
 from booster.cli.hosts import Host, chosen_hosts, is_local, read_hostfile
 from booster.cli.nodes import ssh_command
 from booster.cli.options import parse
@@ -189,6 +191,23 @@ def test_a_failing_job_is_relaunched_as_often_as_asked_and_its_last_status_is_re
     assert capsys.readouterr().err.count("attempt 1 of 2 failed with status 3; relaunching the whole job") == 1
 
 
+def test_a_job_that_stopped_on_request_is_not_relaunched(script, monkeypatch):
+    statuses = [75, 0]
+    monkeypatch.setattr(run, "run_attempt", lambda attempt: statuses.pop(0))
+    assert main(["run", "--nproc_per_node", "1", "--max_restarts", "1", script]) == 75
+    assert statuses == [0]
+
+
+@pytest.mark.parametrize(("number", "status", "expected"), [(signal.SIGTERM, None, 143), (signal.SIGUSR1, 0, 0)])
+def test_nor_is_one_that_the_launcher_was_told_to_stop(script, monkeypatch, capsys, number, status, expected):
+    def stop(attempt):
+        raise Stopped(number, status)
+
+    monkeypatch.setattr(run, "run_attempt", stop)
+    assert main(["run", "--nproc_per_node", "1", "--max_restarts", "1", script]) == expected
+    assert f"stopped by {number.name}; all processes of the job have ended" in capsys.readouterr().err
+
+
 def test_the_hostfile_has_a_host_a_line_with_optional_slots_and_comments(hostfile):
     assert read_hostfile(hostfile) == [Host("node1", 4), Host("user@node2"), Host("10.0.0.3", 2)]
 
@@ -237,7 +256,7 @@ def test_the_own_machine_needs_no_ssh():
 
 def test_each_host_gets_its_rank_its_slots_and_only_the_named_variables(script, hostfile, monkeypatch):
     started = []
-    monkeypatch.setattr(run, "run_nodes", lambda commands: started.extend(commands) or 0)
+    monkeypatch.setattr(run, "run_nodes", lambda commands, grace_seconds: started.extend(commands) or 0)
     monkeypatch.setenv("PYTHONPATH", "/my libs")
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
     monkeypatch.setenv("WANTED", "it's")
