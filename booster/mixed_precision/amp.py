@@ -27,7 +27,9 @@ class AutocastMixedPrecision(MixedPrecision):
     cache_enabled: keep each weight's half copy for the rest of a forward pass. output_dtype: floating dtype of what the
     model returns; None leaves the dtypes that autocast produced. keep_fp32: modules that compute in float32, by type,
     name pattern or predicate (see `KeptModules`). sdpa_fp32: run scaled_dot_product_attention in float32 while
-    training; "auto" does so on CPU, where its half-precision backward is several times slower.
+    training; "auto" does so on CPU, where its half-precision backward is several times slower. gather_in_half: a plugin that
+    shards float32 weights gathers those in `dtype` that only products read: linear and convolution layers. Half the bytes, and
+    not a bit changes, but where a forward reads such a weight by itself; see `DtypePolicy.gather`.
     """
 
     dtype: torch.dtype
@@ -39,13 +41,15 @@ class AutocastMixedPrecision(MixedPrecision):
         output_dtype: torch.dtype | None = torch.float32,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
         sdpa_fp32: bool | Literal["auto"] = "auto",
+        gather_in_half: bool = False,
     ) -> None:
         if output_dtype is not None:
             arguments.floating_dtype("output_dtype", output_dtype)
         self._cache_enabled = arguments.flag("cache_enabled", cache_enabled)
         self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
-        self.policy = DtypePolicy(compute=self.dtype, output=output_dtype)
+        gather = self.dtype if arguments.flag("gather_in_half", gather_in_half) else None
+        self.policy = DtypePolicy(compute=self.dtype, gather=gather, output=output_dtype)
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)
@@ -113,10 +117,15 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
         keep_fp32: KeepFP32 | Iterable[KeepFP32] = (),
         sdpa_fp32: bool | Literal["auto"] = "auto",
         *,
+        gather_in_half: bool = False,
         scale: LossScaler | None = None,
     ) -> None:
         super().__init__(
-            cache_enabled=cache_enabled, output_dtype=output_dtype, keep_fp32=keep_fp32, sdpa_fp32=sdpa_fp32
+            cache_enabled=cache_enabled,
+            output_dtype=output_dtype,
+            keep_fp32=keep_fp32,
+            sdpa_fp32=sdpa_fp32,
+            gather_in_half=gather_in_half,
         )
         options: dict[str, Any] = {
             "init_scale": init_scale,

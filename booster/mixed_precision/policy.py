@@ -18,7 +18,9 @@ from booster.mixed_precision.keep_fp32 import (
     is_marked,
     normalise_keep_fp32,
 )
+from booster.mixed_precision.products import product_modules
 from booster.modules import bare
+from booster.names import parents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,9 @@ class DtypePolicy:
     param: what forward and backward read.
     compute: float16 or bfloat16, in which autocast has products made of whatever they read; `MixedPrecision.forward_context`
     sees to it, so plugins need not.
+    gather: what a plugin that shards weights gathers of them: `param`, or, where that is None, `compute`. Then those are meant
+    that only products read (`gathered_modules`), so that nothing is rounded that the products would not round; all others are
+    gathered as they are stored. Where nothing is gathered it changes nothing.
     store: parameters at rest; None means float32 where the plugin shards, otherwise `param`.
     reduce: dtype of the gradient collectives; None means the dtype of the parameters.
     output: floating dtype of what the model returns, and so of what the criterion receives.
@@ -38,6 +43,7 @@ class DtypePolicy:
 
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
+    gather: torch.dtype | None = None
     store: torch.dtype | None = None
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
@@ -49,6 +55,14 @@ class DtypePolicy:
                 arguments.floating_dtype(name, getattr(self, name))
         if self.compute is not None:
             arguments.choice("compute", self.compute, (None, torch.float16, torch.bfloat16))
+        if self.gather is not None and self.gather != (self.param or self.compute):
+            given, legal = (
+                arguments.shown(self.gather),
+                f"param={self.param} or, where that is None, compute={self.compute}",
+            )
+            raise ValueError(
+                f"gather={given} is not what is computed in, so weights would be rounded; choose {legal}, or None"
+            )
         names = self.keep_fp32
         if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
             raise TypeError(arguments.refusal("keep_fp32", names, "a frozenset of names of modules"))
@@ -115,6 +129,18 @@ def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
     inner = bare(module)
     for name in policy.keep_fp32:
         compute_in_fp32(inner.get_submodule(name), None, policy.param)
+
+
+def gathered_modules(model: nn.Module, policy: DtypePolicy) -> frozenset[str]:
+    """Return the names of modules of `model` whose weights, stored in float32, a plugin is to gather in `policy.gather`.
+
+    For plugins that shard weights, to be asked before they replace any. None where weights are computed in `policy.param`,
+    which is what such a plugin gathers anyway.
+    """
+    if policy.gather is None or policy.param is not None:
+        return frozenset()
+    names = product_modules(model)
+    return frozenset(name for name in names if policy.keep_fp32.isdisjoint((name, *parents(name))))
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

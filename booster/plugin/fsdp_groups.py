@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,12 +16,15 @@ class Group:
     """Parameters that travel together.
 
     modules: what `fully_shard` is called with. members: the modules whose own tensors belong to the group, children
-    first. pinned: kept in float32.
+    first. pinned: kept in float32. gathered: in the dtype that the policy has for products alone.
+    stays: was the model's own group, or a part of it, which stays gathered from forward to backward.
     """
 
     modules: list[nn.Module]
     members: list[nn.Module]
     pinned: bool = False
+    gathered: bool = False
+    stays: bool = False
 
 
 def plan_groups(
@@ -30,12 +33,14 @@ def plan_groups(
     blocks: Collection[str],
     pinned: Collection[str],
     dtype_of: Callable[[nn.Parameter, bool], torch.dtype],
+    gathered: Collection[str] = (),
 ) -> list[Group]:
     """Return the groups of `model`, in the order in which they are to be made; the last is that of the model itself.
 
     blocks: names of modules that get a group of their own, unless they share a parameter with something outside, which
     can belong to one group only: then they join the group around them. pinned: names of modules that share one group,
     or, where blocks are inside them, several. dtype_of: dtype of a parameter at rest, given whether it is pinned.
+    gathered: names of modules whose parameters are gathered in another dtype than all others, so in groups of their own.
 
     Raises ValueError for parameters without dimensions, for one that is both pinned and not, and where trainable
     parameters of several dtypes cannot be told apart by their modules.
@@ -65,8 +70,11 @@ def plan_groups(
         listed = [module for module in order if id(module) in in_fp32 and id(module) not in wrapped]
         groups.append(Group(listed, members[_PINNED], pinned=True))
     rest = [module for module in order if id(module) in wrapped and id(module) not in inside]
-    groups += [Group([module], members[id(module)]) for module in [*rest, model] if id(module) in members]
+    groups += [Group([module], members[id(module)]) for module in rest if id(module) in members]
+    groups.append(Group([model], members[id(model)], stays=True))
     names = {id(module): name for name, module in model.named_modules()}
+    products = {model.get_submodule(name) for name in gathered}
+    groups = [part for group in groups for part in _by_gather(group, products)]
     return [part for group in groups for part in _by_dtype(group, dtype_of, names)]
 
 
@@ -123,6 +131,39 @@ def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]
     return torn
 
 
+def _by_gather(group: Group, products: set[nn.Module]) -> Iterator[Group]:
+    """Yield the part of `group` that is in `products` and the rest. The part without the group's modules comes first.
+
+    That part is a list of leaves. fully_shard passes on the inputs of what it is called with as new tensors, and what has
+    children may ask which of its inputs are the same, as MultiheadAttention does, which computes otherwise then.
+    """
+    inside = [module for module in group.members if module in products]
+    owners = [module for module in group.members if module not in products and module._parameters]
+    leaves = [module for module in inside if not _has_children(module) and not _is_projection(module, inside)]
+    if group.pinned or not inside:
+        yield group
+    elif not owners:
+        yield replace(group, gathered=True)
+    elif not any(_has_children(module) or not _is_called(module) for module in owners):
+        # The group's modules stay with what is larger as a rule.
+        yield replace(group, modules=owners, members=owners)
+        yield replace(group, members=[module for module in group.members if module not in owners], gathered=True)
+    elif leaves:
+        yield replace(group, modules=leaves, members=leaves, gathered=True)
+        yield replace(group, members=[module for module in group.members if module not in leaves])
+    else:
+        yield group
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _is_projection(module: nn.Module, modules: list[nn.Module]) -> bool:
+    """Return whether `module` is read by one of `modules` that holds it, and not called."""
+    return any(module is not other and module in other.children() for other in modules)
+
+
 def _by_dtype(
     group: Group, dtype_of: Callable[[nn.Parameter, bool], torch.dtype], names: dict[int, str]
 ) -> Iterator[Group]:
@@ -146,16 +187,20 @@ def _by_dtype(
         modules = owners[dtype]
         below = [child for module in modules for child in module.modules() if child in group.members]
         mixed = [m for other in owners if other != dtype for m in owners[other] if m in below]
-        never_called = [m for m in modules if type(m).forward is nn.Module.forward]
+        never_called = [m for m in modules if not _is_called(m)]
         for module in mixed or never_called:
             raise ValueError(
                 f"the trainable parameters in {names[id(module)] or 'the model'!r} have several dtypes "
                 f"({', '.join(sorted(map(str, sizes)))}), and their gradients cannot be reduced together; cast them to one "
                 "dtype, or put those of each dtype into a module of their own that has a forward"
             )
-        yield Group(modules, [m for m in left if m in below], group.pinned)
+        yield replace(group, modules=modules, members=[m for m in left if m in below])
         left = [m for m in left if m not in below]
-    yield Group(group.modules, left, group.pinned)
+    yield replace(group, members=left)
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _children_first(model: nn.Module) -> Iterator[nn.Module]:

@@ -45,6 +45,7 @@ def shard_module(
     reduce_dtype: torch.dtype | None = None,
     synchronise: Synchronise | None = None,
     shard_placement: ShardPlacement | None = None,
+    gathered: Collection[str] = (),
 ) -> nn.Module:
     """Shard the parameters of `module` over `mesh`, in place, and return it.
 
@@ -57,6 +58,8 @@ def shard_module(
     half precision, or the dtype of the parameters. synchronise: called with the tensors of one group after the other,
     before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
     shard_placement: along which dimension a parameter is divided; None, or where it says None, the first.
+    gathered: names of modules whose parameters are gathered in `policy.gather`, see `policy.gathered_modules`; one more group
+    for each group that holds such and others.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
     gathered parameters and buffers are `policy.param`; modules of `policy.keep_fp32` are float32 throughout, see
@@ -81,6 +84,7 @@ def shard_module(
         blocks=blocks,
         pinned=policy.keep_fp32,
         dtype_of=lambda param, pinned: _at_rest(param, policy, pinned),
+        gathered=gathered,
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     memo: dict[int, torch.Tensor] = {}
@@ -93,13 +97,12 @@ def shard_module(
         _cast(group, policy, memo, held)
         for child in group.modules:
             child.register_forward_hook(_own_outputs)  # before those of fully_shard, which runs its own after it
-        is_root = group.modules == [model]
         fully_shard(
             group.modules[0] if len(group.modules) == 1 else group.modules,
             mesh=mesh,
-            # None keeps the root's own parameters until backward, which wants them first.
-            reshard_after_forward=None if is_root and reshard_after_forward else reshard_after_forward,
-            mp_policy=_mixed_precision(policy, group.pinned, reduce_dtype),
+            # Backward wants first what the model itself holds.
+            reshard_after_forward=False if group.stays else reshard_after_forward,
+            mp_policy=_mixed_precision(policy, group, reduce_dtype),
             offload_policy=offload,
             shard_placement_fn=shard_placement,
         )
@@ -149,13 +152,13 @@ def _at_rest(param: torch.Tensor, policy: DtypePolicy, pinned: bool) -> torch.dt
     return torch.float32 if param.requires_grad else param.dtype
 
 
-def _mixed_precision(policy: DtypePolicy, pinned: bool, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    if pinned:
+def _mixed_precision(policy: DtypePolicy, group: Group, reduce_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    if group.pinned:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    read = policy.param or policy.store
-    default = torch.float32 if read in HALF_DTYPES else None
+    gathered = policy.gather if group.gathered else policy.param
+    default = torch.float32 if (gathered or policy.store) in HALF_DTYPES else None
     return MixedPrecisionPolicy(
-        param_dtype=policy.param, reduce_dtype=reduce_dtype or policy.reduce or default, cast_forward_inputs=False
+        param_dtype=gathered, reduce_dtype=reduce_dtype or policy.reduce or default, cast_forward_inputs=False
     )
 
 

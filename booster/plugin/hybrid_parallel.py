@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from booster import arguments
 from booster.communicate import align
 from booster.launch import environment_world_size
-from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
 from booster.modules import bare
 from booster.plugin.base import Pipeline, Plugin, world
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
@@ -203,7 +203,7 @@ class HybridParallelPlugin(Plugin):
         }
         check_tensor_parallel(model, **tensor_parallel)
         check_meta(model)
-        blocks = block_names(model, self._wrap_policy)
+        blocks, gathered = block_names(model, self._wrap_policy), gathered_modules(model, policy)
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         arrive(module, device)
         self.synchronise(model)
@@ -218,6 +218,7 @@ class HybridParallelPlugin(Plugin):
                 mesh=mesh["replicate", "shard"],
                 device=device,
                 blocks=_with_parameters(root, blocks),
+                gathered=_with_parameters(root, gathered),
                 reshard_after_forward=False,
                 reduce_dtype=self._reduce_dtype,
                 shard_placement=fsdp_placement,

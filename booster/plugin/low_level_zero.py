@@ -77,6 +77,11 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         self._layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        if policy.gather not in (None, policy.store or policy.param):
+            raise ValueError(
+                f"LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather={policy.gather} "
+                "would round the weights themselves; leave it None (gather_in_half=False), or use TorchFSDPPlugin"
+            )
         if self._stage == 1 or self.group is None:
             placed = super().place(module, policy, device)
         else:

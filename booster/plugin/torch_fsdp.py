@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.communicate import align
-from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
 from booster.modules import bare
 from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
@@ -125,6 +125,7 @@ class TorchFSDPPlugin(Plugin):
             mesh=self._mesh(device.type),
             device=device,
             blocks=blocks,
+            gathered=gathered_modules(model, policy),
             synchronise=lambda tensors: align(map(local_of, tensors), self.group),
             **self._options,
         )

@@ -285,6 +285,7 @@ RANGES: dict[str, Predicate] = {
     "max_scale": number(2.0**16, infinite=True),
     "param": floating,
     "compute": one_of(torch.float16, torch.bfloat16),
+    "DtypePolicy(gather)": nothing,  # it follows another field
     "store": floating,
     "reduce": floating,
     "output": floating,

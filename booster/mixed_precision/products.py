@@ -1,0 +1,76 @@
+"""Weights that only autocast's products read, so that rounding them to half before they are gathered changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.mixed_precision.keep_fp32 import Float32Forward
+from booster.tied import places_of
+
+# Of each, the forward that hands these parameters of its own to functions which autocast runs in half, and to no others.
+_PRODUCTS: tuple[tuple[Any, frozenset[str]], ...] = (
+    *(
+        (kind, frozenset({"weight", "bias"}))
+        for kind in (
+            nn.Linear,
+            nn.Conv1d,
+            nn.Conv2d,
+            nn.Conv3d,
+            nn.ConvTranspose1d,
+            nn.ConvTranspose2d,
+            nn.ConvTranspose3d,
+        )
+    ),
+    (
+        nn.MultiheadAttention,
+        frozenset({"in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias"}),
+    ),
+)
+
+
+def product_modules(model: nn.Module) -> frozenset[str]:
+    """Return the names of modules of `model` whose own parameters nothing reads but the products that autocast runs in half.
+
+    Linear and convolution layers, MultiheadAttention, and Conv1D of transformers, whose forward is that of their class; with
+    float32 parameters that belong to no other kind of module as well. Not those inside a module that leaves autocast by
+    `keep_fp32`. A forward that reads the weight of such a module by itself, or leaves autocast by itself, is not seen.
+    """
+    places = [(tensor, place) for tensor, found in places_of(model).items() for place in found]
+    refused = {
+        place.holder
+        for tensor, place in places
+        if tensor.dtype != torch.float32
+        or not _is_product(place.holder, place.own)
+        or any(isinstance(vars(module).get("forward"), Float32Forward) for module in place.path)
+    }
+    while True:
+        # A parameter that two modules share follows the stricter one, and takes what else that module holds along.
+        strict = {tensor for tensor, place in places if place.holder in refused}
+        more = {place.holder for tensor, place in places if tensor in strict} | _projections(model, refused)
+        if more <= refused:
+            break
+        refused |= more
+    holders = {place.holder for _, place in places} - refused
+    return frozenset(name for name, module in model.named_modules() if module in holders)
+
+
+def _is_product(module: nn.Module, own: str) -> bool:
+    kind = type(module)
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return own in {"weight", "bias"}
+    for base, names in _PRODUCTS:
+        if isinstance(module, base):
+            same = kind.forward is base.forward
+            same &= getattr(kind, "_conv_forward", None) is getattr(base, "_conv_forward", None)
+            return same and "forward" not in vars(module) and own in names
+    return False
+
+
+def _projections(model: nn.Module, refused: set[nn.Module]) -> set[nn.Module]:
+    """Return output projections of attention that stays in float32: it reads their weights, and does not call them."""
+    return {
+        module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention) and module in refused
+    }
