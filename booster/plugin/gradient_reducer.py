@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +22,29 @@ from booster.trees import tensors
 # torch 2.13 renamed the collective and warns about the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Buckets that are being reduced at one time: a work holds what it sends until it is waited for, so without a bound all whole
+# gradients are there when backward ends. Two follow each other without a gap; the third is being filled meanwhile.
+MOST_IN_FLIGHT = 2
+
+
+@dataclass
+class _Reduction:
+    """A bucket whose gradients are being reduced by `works`; `own` will be this rank's slice, perhaps a part of what is sent."""
+
+    bucket: FlatParameters
+    own: torch.Tensor
+    works: list[Any]
+
+    def wait(self) -> torch.Tensor:
+        """Return this rank's slice in memory of its own."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+        return self.own.to(self.bucket.dtype, copy=not self.bucket.even)
+
 
 class GradientReducer:
-    """Averages the gradients of `layout` over its group, bucket by bucket while backward goes on.
+    """Averages the gradients of `layout` over its group, bucket by bucket while backward goes on, a few at a time.
 
     A bucket is sent once all its gradients are there and all buckets before it are sent, so that ranks send in one order;
     what is left when backward ends, of parameters that it did not reach, is sent as zeros. `.grad` is None afterwards:
@@ -53,7 +75,8 @@ class GradientReducer:
     def abandon(self) -> None:
         """Forget a backward pass that raised."""
         if self._task is not None:
-            self._wait()
+            self._settle(0)
+            self._reduced.clear()
             self._task = None
 
     # ------------------------------------------------------------------ one backward
@@ -64,8 +87,8 @@ class GradientReducer:
         self._bucket = {param: index for index, params in enumerate(self._missing) for param in params}
         self._next = 0
         self._reached = torch.zeros(len(self._index))
-        self._sent: list[tuple[FlatParameters, torch.Tensor]] = []
-        self._works: list[Any] = []
+        self._in_flight: deque[_Reduction] = deque()
+        self._reduced: list[tuple[FlatParameters, torch.Tensor]] = []
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         if not self.synchronises:
@@ -86,27 +109,35 @@ class GradientReducer:
     def _send(self, index: int) -> None:
         self._next = index + 1
         bucket, group = self._layout.buckets[index], self._layout.group
-        values = torch.zeros(bucket.size, dtype=self._dtype or bucket.dtype, device=bucket.device)
+        self._settle(MOST_IN_FLIGHT - 1)
+        values = torch.empty(bucket.size, dtype=self._dtype or bucket.dtype, device=bucket.device)
+        bucket.clear_gaps(values)
+        # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
+        ratio = 1.0 / self._layout.world_size
         for position, param in enumerate(bucket.params):
+            place = bucket.view(values, position)
             if param.grad is None:
+                place.zero_()
                 continue
             if param.grad.is_sparse:
                 raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
-            bucket.view(values, position).copy_(flat_like(param.grad.detach(), param))
+            torch.mul(flat_like(param.grad.detach(), param), ratio, out=place)
             self._reached[self._index[param]] = 1.0
             param.grad = None
-        # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
-        values.mul_(1.0 / self._layout.world_size)
         if bucket.even:
             own = torch.empty(bucket.size // self._layout.world_size, dtype=values.dtype, device=values.device)
-            self._works.append(_reduce_scatter(own, values, group=group, async_op=True))
+            works = [_reduce_scatter(own, values, group=group, async_op=True)]
         else:
             own = bucket.slice_of(values, self._layout.rank)
-            for rank in range(self._layout.world_size):
-                if bucket.slice_of(values, rank).numel():
-                    part = bucket.slice_of(values, rank)
-                    self._works.append(dist.reduce(part, group=group, group_dst=rank, async_op=True))
-        self._sent.append((bucket, own))
+            parts = [(rank, bucket.slice_of(values, rank)) for rank in range(self._layout.world_size)]
+            works = [dist.reduce(p, group=group, group_dst=rank, async_op=True) for rank, p in parts if p.numel()]
+        self._in_flight.append(_Reduction(bucket, own, works))
+
+    def _settle(self, number: int) -> None:
+        """Wait for the oldest reductions until `number` are left."""
+        while len(self._in_flight) > number:
+            reduction = self._in_flight.popleft()
+            self._reduced.append((reduction.bucket, reduction.wait()))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -115,24 +146,18 @@ class GradientReducer:
         device = self._layout.params[0].device
         reached = self._reached.to(device)
         unreached = not bool(self._reached.all())
-        self._works.append(dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._layout.group, async_op=True))
-        self._wait()
+        work: Any = dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._layout.group, async_op=True)
+        self._settle(0)
+        work.wait()
         # Every parameter that this rank reached counts; for the others, ask whether another rank did.
         found = reached.tolist() if unreached else [1.0] * len(self._index)
-        for bucket, own in self._sent:
+        for bucket, own in self._reduced:
             now = {index for index, param in enumerate(bucket.params) if found[self._index[param]]}
             if not now:
                 continue
-            own = own.to(bucket.dtype, copy=not bucket.even)
-            bucket.gradient = own if bucket.gradient is None else bucket.gradient.add_(own)
-            bucket.reduced |= now
-        self._sent = []
+            bucket.add_gradient(own, now, self._layout.rank)
+        self._reduced.clear()
         self._task = None
-
-    def _wait(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
 
 
 class ReducedModule(PlacedModule):
@@ -161,8 +186,7 @@ class ReducedModule(PlacedModule):
         super().zero_grad(set_to_none)
         for bucket in self.layout.buckets:
             if set_to_none:
-                bucket.gradient = None
-                bucket.reduced.clear()
+                bucket.clear_gradients()
             elif bucket.gradient is not None:
                 bucket.gradient.zero_()
 

@@ -294,7 +294,7 @@ class ZeroShards(Shards):
         if not self._reduced:
             param.grad = None
         elif holding is not None:
-            holding.bucket.clear_gradient(holding.position, self._rank)
+            holding.bucket.clear_gradient(holding.position)
 
 
 def check_parts(optimizer: Optimizer) -> Kind:

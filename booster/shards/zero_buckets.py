@@ -45,6 +45,7 @@ class FlatParameters:
         self._views: list[torch.Tensor] = []
         self.gradient: torch.Tensor | None = None
         self.reduced: set[int] = set()
+        self._stale: set[int] = set()  # not in `reduced`, with what a gradient left behind
 
     def overlap(self, index: int, rank: int) -> tuple[int, int]:
         """Return (start, stop) of the elements of `params[index]`, in memory order, that lie in the slice of `rank`."""
@@ -59,6 +60,13 @@ class FlatParameters:
     def view(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """Return the elements of a flat `tensor` of this size that stand for `params[index]`, 1-dim."""
         return tensor[self.offsets[index] : self.offsets[index] + self.params[index].numel()]
+
+    def clear_gaps(self, tensor: torch.Tensor) -> None:
+        """Zero the elements of a flat `tensor` of this size that stand for no parameter."""
+        ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
+        for end, start in zip(ends, [*self.offsets[1:], self.size], strict=True):
+            if end < start:
+                tensor[end:start].zero_()
 
     @torch.no_grad()
     def lay_down(self) -> list[torch.Tensor]:
@@ -89,25 +97,47 @@ class FlatParameters:
 
     def part_of_gradient(self, index: int, rank: int) -> torch.Tensor | None:
         """Return this rank's part of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
-        if index not in self.reduced:
-            return None
-        start, stop = (self.offsets[index] + edge - self.bounds[rank] for edge in self.overlap(index, rank))
-        return self.gradient[max(start, 0) : max(stop, 0)]  # type: ignore[index]
+        return self._part(index, rank) if index in self.reduced else None
+
+    def add_gradient(self, own: torch.Tensor, indices: set[int], rank: int) -> None:
+        """Add `own`, this rank's slice, which is zero outside of the parameters at `indices`; it may be kept and written to."""
+        if self.gradient is None:
+            self.gradient = own
+        else:
+            self._clear(self._stale, rank)
+            self.gradient.add_(own)
+        self.reduced |= indices
 
     def start_gradient(self, index: int, rank: int) -> None:
         """Give `params[index]`, which has none, a gradient of zeros."""
         if self.gradient is None:
             size = self.bounds[rank + 1] - self.bounds[rank]
             self.gradient = torch.zeros(size, dtype=self.dtype, device=self.device)
+        self._clear(self._stale & {index}, rank)
         self.reduced.add(index)
 
-    def clear_gradient(self, index: int, rank: int) -> None:
-        """Drop the gradient of `params[index]`, and the memory with the last one."""
-        part = self.part_of_gradient(index, rank)
-        if part is not None:
-            part.zero_()
+    def clear_gradient(self, index: int) -> None:
+        """Drop the gradient of `params[index]`, and the memory with the last one. Writes nothing."""
+        if index in self.reduced:
             self.reduced.remove(index)
-            self.gradient = self.gradient if self.reduced else None
+            self._stale.add(index)
+            if not self.reduced:
+                self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Drop all gradients, and their memory."""
+        self.gradient = None
+        self.reduced.clear()
+        self._stale.clear()
+
+    def _clear(self, indices: set[int], rank: int) -> None:
+        for index in indices:
+            self._part(index, rank).zero_()
+        self._stale = self._stale - indices
+
+    def _part(self, index: int, rank: int) -> torch.Tensor:
+        start, stop = (self.offsets[index] + edge - self.bounds[rank] for edge in self.overlap(index, rank))
+        return self.gradient[max(start, 0) : max(stop, 0)]  # type: ignore[index]
 
     def gather(self, group: dist.ProcessGroup) -> list[Any]:
         """Give every rank the slices of all others, asynchronously; returns what to wait for."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import booster
 from booster import Booster
@@ -345,6 +346,32 @@ def accumulating(rank, world_size, precision, stage, how):
 def test_accumulated_gradients_equal_ddp_to_the_bit(ranks2, stage, how):
     for precision in ("fp32", "fp16_naive"):
         ranks2(accumulating, precision, stage, how)
+
+
+def peaking(rank, world_size):
+    """Return how many bytes are allocated at most during a backward, and those of the parameters and of a bucket."""
+    layers, dim = 16, 64
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(layers)])
+    bucket = 4 * dim * dim
+    plugin = LowLevelZeroPlugin(stage=2, bucket_cap_mb=bucket / 2**20)
+    b = Booster(plugin=plugin)
+    model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters()))
+    loss = model(torch.ones(1, dim)).sum()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        b.backward(loss, optimizer)
+    level = highest = 0
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            highest = max(highest, level)
+    return highest, layers * bucket, bucket
+
+
+def test_in_stage_2_few_whole_buckets_of_gradients_are_there_at_one_time(ranks2):
+    for highest, parameters, bucket in ranks2(peaking):
+        # This rank's slices, two buckets under way and gloo's copies of them, the one that is filled and a gradient not in it.
+        assert parameters / 2 + 2 * bucket < highest <= parameters / 2 + 6.5 * bucket
 
 
 def zeroing(rank, world_size, stage):

@@ -1,0 +1,54 @@
+"""Flat stretches of parameters, and the slice of their gradients that a rank keeps."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from booster.shards.zero_buckets import FlatParameters
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def bucket_with_gradient(value):
+    bucket = FlatParameters([torch.zeros(5), torch.zeros(3)], world_size=1)
+    bucket.add_gradient(torch.full((bucket.size,), value), {0, 1}, 0)
+    return bucket
+
+
+def test_a_gradient_that_is_dropped_is_not_added_to_later_ones():
+    bucket = bucket_with_gradient(2.0)
+    bucket.clear_gradient(0)
+    assert bucket.part_of_gradient(0, 0) is None
+    bucket.add_gradient(torch.full((bucket.size,), 3.0), {0, 1}, 0)
+    assert bucket.part_of_gradient(0, 0).tolist() == [3.0] * 5
+    assert bucket.part_of_gradient(1, 0).tolist() == [5.0] * 3
+
+
+def test_a_gradient_that_is_dropped_and_started_again_is_zero():
+    bucket = bucket_with_gradient(2.0)
+    bucket.clear_gradient(0)
+    bucket.start_gradient(0, 0)
+    assert bucket.part_of_gradient(0, 0).tolist() == [0.0] * 5
+
+
+def test_dropping_all_gradients_frees_their_memory_and_writes_nothing():
+    bucket = bucket_with_gradient(2.0)
+    with Calls() as calls:
+        for index in range(2):
+            bucket.clear_gradient(index)
+    assert (calls.names, bucket.gradient) == ([], None)
+
+
+def test_gaps_between_parameters_are_cleared_and_nothing_else():
+    bucket = FlatParameters([torch.zeros(5), torch.zeros(64), torch.zeros(3)], world_size=3)
+    values = torch.ones(bucket.size)
+    bucket.clear_gaps(values)
+    assert [bucket.view(values, index).sum().item() for index in range(3)] == [5.0, 64.0, 3.0]
+    assert values.sum().item() == 72.0
