@@ -73,8 +73,8 @@ class Kernel:
         """Update everything in place, `group` and `state` included. `weights` and `grads`: flat, half."""
         rate = group.get("lr")
         if isinstance(rate, (int, float)):  # a number would be compiled in
-            rate = torch.tensor(rate, dtype=torch.float32, device=weights.device)
-        ratio = torch.tensor(grad_scale_inverse, dtype=torch.float32, device=weights.device)
+            rate = torch.full((), rate, dtype=torch.float32, device=weights.device)
+        ratio = torch.full((), grad_scale_inverse, dtype=torch.float32, device=weights.device)
         entries = read_entries(group)
         written, after = self._update(entries, dict(state), rate, ratio, rest, weights, grads)
         for key, value in after.items():

@@ -150,7 +150,7 @@ class MasterStep:
         if grad_scale == 1.0:
             _bare_step(optimizer)
         elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer):
-            optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=grads[0].device)
+            optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=grads[0].device)
             try:
                 _bare_step(optimizer)
             finally:

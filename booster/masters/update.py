@@ -14,7 +14,7 @@ from booster.casting import HALF_DTYPES
 from booster.grads import gradient_values
 from booster.masters.compiled import CompiledMasterStep, half_norms
 from booster.masters.loaded import LoadedWeights
-from booster.masters.masters import Masters, Weights
+from booster.masters.masters import Masters, Weights, may_have_master
 from booster.masters.step import MasterStep
 from booster.update.base import Job
 from booster.update.checkpoint import IN_MODEL
@@ -71,7 +71,7 @@ class MasterUpdate(HostUpdate):
         zeros = self._num_zeros() if self._count_zeros else None
         result = super()._decide_and_apply()
         if result.applied:
-            self._scale = carried
+            self._scale = carried if self._keeps_any() else self._scale
             result = StepResult(True, result._read()._replace(num_zeros_in_grad=zeros))
         if self._verbose and zeros is not None and result.applied:
             _logger.info("%d elements of the gradients were zero", zeros)
@@ -89,10 +89,21 @@ class MasterUpdate(HostUpdate):
         return scale
 
     def _apply(self, grad_scale: float) -> None:
-        self._step.step(grad_scale)
+        if self._keeps_any():
+            self._step.step(grad_scale)
+        else:
+            super()._apply(grad_scale)
 
     def _step_optimizer(self) -> None:
-        self._step.step()
+        if self._keeps_any():
+            self._step.step()
+        else:
+            super()._step_optimizer()
+
+    def _keeps_any(self) -> bool:
+        """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
+        lists = (group["params"] for group in self.optimizer.param_groups)
+        return bool(self.masters.buckets) or any(p.requires_grad and may_have_master(p) for ps in lists for p in ps)
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         same = len({value.device for value in values}) == 1 and all(value.dtype in HALF_DTYPES for value in values)

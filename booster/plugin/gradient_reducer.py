@@ -29,7 +29,7 @@ MOST_IN_FLIGHT = 2
 
 @dataclass
 class _Reduction:
-    """A bucket whose gradients are being reduced by `works`; `own` will be this rank's slice, perhaps a part of what is sent."""
+    """A bucket whose gradients are being reduced by `works`; `own` will be this rank's slice, maybe part of what is sent."""
 
     bucket: FlatParameters
     own: torch.Tensor

@@ -50,8 +50,8 @@ class CompiledUpdate(HostUpdate):
         try:
             for group, rate in zip(groups, rates, strict=True):
                 if not isinstance(rate, torch.Tensor):
-                    group["lr"] = torch.tensor(rate, dtype=dtype, device=device)
-            self._compiled_step(torch.tensor(1.0 / grad_scale, dtype=dtype, device=device))
+                    group["lr"] = torch.full((), rate, dtype=dtype, device=device)
+            self._compiled_step(torch.full((), 1.0 / grad_scale, dtype=dtype, device=device))
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

@@ -97,7 +97,7 @@ class HostUpdate(Update):
         if grad_scale == 1.0 or not params:
             self._step_optimizer()
         elif grad_scale <= _FLOAT32_MAX and self._kernel_divides(params):
-            optimizer.grad_scale = torch.tensor(grad_scale, dtype=torch.float32, device=params[0].device)
+            optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=params[0].device)
             try:
                 self._step_optimizer()
             finally:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
 from booster.mixed_precision import (
@@ -861,3 +862,35 @@ def test_norms_of_every_order_where_a_rank_holds_nothing_of_a_parameter(ranks2, 
     expected = [float(nn.utils.clip_grad_norm_(model.parameters(), 1e6, order)) for order in (1.0, 2.0, 3.0, math.inf)]
     for norms in ranks2(norms_of_short_parameters, precision):
         assert norms == pytest.approx(expected, rel=0.02 if precision != "fp32" else 1e-5)
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_a_step(rank, world_size, precision):
+    """Return the operations of a clipped step on shards."""
+    booster = Booster("cpu", PRECISIONS[precision](), TorchFSDPPlugin())
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        booster.backward(model(torch.ones(2, 8)).square().mean(), optimizer)
+        optimizer.clip_grad_by_norm(1e-3)
+        with Calls() as calls:
+            assert optimizer.step().applied
+        optimizer.zero_grad()
+    return calls.names
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive", "bf16_naive"])
+def test_float32_shards_are_stepped_in_one_call_without_copies_of_gradients(ranks2, precision):
+    for names in ranks2(calls_of_a_step, precision):
+        assert names.count("aten._fused_adamw_") == 1
+        assert not {"aten.clone", "aten._to_copy", "aten._foreach_mul_"} & set(names)
