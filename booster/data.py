@@ -311,7 +311,7 @@ class DataLoaderWrapper:
         inside = newest is not None and not newest.at_end and newest.epoch + 1 == self._epoch
         state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
         if inside and newest is not None:
-            state |= {"epoch": newest.epoch, "batches": newest.count, "samples": newest.num_samples}
+            state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}
         if _is_stateful(self._loader):
             state["loader"] = self._loader.state_dict()  # type: ignore[attr-defined]
         return state
@@ -371,7 +371,7 @@ class DataLoaderWrapper:
 
 
 class _Iteration:
-    """One pass over a loader. count: batches yielded; at_end: whether the last of them was the loader's last.
+    """One pass over a loader. count: batches yielded since `start_after`; at_end: whether the last was the loader's last.
 
     position: where to begin in the epoch; None means at its start. num_samples: of the epoch's order over all ranks, how
     many were yielded; 0 where that cannot be known.
@@ -390,12 +390,12 @@ class _Iteration:
             self._length = None
         batch_size = getattr(loader, "batch_size", None)
         self._stride = batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
-        self._start = 0
+        self._start, self._before = 0, 0
         seen = position["batches"] if position is not None else 0
         skips = seen and callable(getattr(loader, "start_after", None))
         if skips:
             assert position is not None  # it says what was seen
-            self._start = position["samples"]
+            self._start, self._before = position["samples"], seen
             loader.start_after(self._start)
             self._length = loader.num_batches_after(self._start)
         self._batches = iter(loader)
@@ -404,6 +404,11 @@ class _Iteration:
             if position is not None and "loader" not in position:
                 for _ in range(seen):
                     next(self._batches)
+
+    @property
+    def num_batches(self) -> int:
+        """Of the epoch, whoever yielded them before a resume."""
+        return self._before + self.count
 
     @property
     def num_samples(self) -> int:

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from booster.casting import HALF_DTYPES
 from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
 from booster.checkpoint.folder import checkpoints, damage, latest, standing
 from booster.checkpoint.layout import empty_like_whole, placed_like
@@ -30,6 +31,8 @@ from booster.checkpoint.weights import weights_for
 from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
+from booster.masters.loaded import LoadedWeights
+from booster.modules import bare
 from booster.trees import map_tensors
 from booster.update.checkpoint import PARAMETERS, STATE_KEY
 from booster.update.loading import Reading
@@ -160,7 +163,7 @@ class _Reading:
         if saved is None:
             return
         current = module.state_dict()
-        wide = self._masters_of_models() if kind == "models" else {}
+        sources = self._sources(kind, module, saved, current)
         missing = [key for key in current if key not in saved]
         # A rank of a pipeline holds some layers; what no rank wants cannot be seen from here.
         partial = getattr(getattr(module, "module", None), "is_partial", False)
@@ -175,12 +178,12 @@ class _Reading:
             if reference is None or not isinstance(value, torch.Tensor):
                 self._want_all(reference)
                 continue
-            entry = self._entry(wide.get(key, _reference(reference)))
+            entry = self._entry(sources[key])
             if entry is None or entry.shape != tuple(value.shape):
                 shape = "no tensor" if entry is None else f"shape {entry.shape}"
                 yield f"{kind} {name!r}: {key} has {shape} in the checkpoint and shape {tuple(value.shape)} here"
                 continue
-            self._want(wide.get(key, _reference(reference)), value)
+            self._want(sources[key], value)
 
     def _compare_optimizer(self, name: str, optimizer: OptimizerWrapper) -> Iterator[str]:
         saved = self.tree["optimizers"][name]
@@ -225,17 +228,16 @@ class _Reading:
 
     def prepare(self) -> None:
         """Make of what was read the state dicts that the objects take."""
-        wide = self._masters_of_models()
         self._module_states: list[tuple[nn.Module, dict[str, Any]]] = []
         for kind, modules in (("models", self.parts.models), ("criteria", self.parts.criteria)):
             for name, module in modules.items():
-                saved, state = self.tree[kind][name], {}
-                for key, value in module.state_dict().items():
+                saved, current, state = self.tree[kind][name], module.state_dict(), {}
+                sources = self._sources(kind, module, saved, current)
+                for key, value in current.items():
                     if key not in saved:
                         continue
                     if isinstance(value, torch.Tensor):
-                        source = (wide if kind == "models" else {}).get(key, _reference(saved[key]))
-                        state[key] = placed_like(self.targets[str(source)], value)
+                        state[key] = placed_like(self.targets[str(sources[key])], value)
                     else:
                         state[key] = decode(saved[key], self.targets)
                 self._module_states.append((module, state))
@@ -341,6 +343,23 @@ class _Reading:
     def _want_all(self, tree: Any) -> None:
         for name in _references(tree):
             self._want(name, None)
+
+    def _sources(
+        self, kind: str, module: nn.Module, saved: Mapping[str, Any], current: Mapping[str, Any]
+    ) -> dict[str, str | None]:
+        """Which tensor of the checkpoint each entry of a module is read from: where float32 numbers stand behind it, these.
+
+        Not if the module wants just the half weights that were saved: rounded anew, ties could become others.
+        """
+        sources = {key: _reference(value) for key, value in saved.items()}
+        wide = self._masters_of_models() if kind == "models" else {}
+        watched = LoadedWeights.watched(bare(module.module)) if isinstance(module, ModelWrapper) else set()
+        for key in wide.keys() & sources.keys() & current.keys():
+            entry = self._entry(sources[key])
+            same = entry is not None and dtype_of(entry) in HALF_DTYPES and current[key].dtype == dtype_of(entry)
+            if key in watched or not same:
+                sources[key] = wide[key]
+        return sources
 
     def _masters_of_models(self) -> dict[str, str]:
         """The float32 numbers behind half weights, by the model's key; where several models share a name, none."""

@@ -239,6 +239,12 @@ def round_nearest(working: Views, values: torch.Tensor, spare: torch.Tensor) -> 
         torch._foreach_copy_(list(working), pieces_like(values, working))
 
 
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return float32 or float64 `values` as the half weights that a step would make of such masters; NaN stays NaN."""
+    values = values.float()
+    return torch.where(values.isnan(), values.to(dtype), _round(values, dtype))
+
+
 def plain_nan_(values: torch.Tensor) -> None:
     """Turn every NaN into the plain one where others come up: CUDA's, 0x7fffffff, would round up to minus zero.
 

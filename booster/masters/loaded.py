@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.masters.formats import rounded
 from booster.shards.base import is_dtensor
 
 _WIDE = (torch.float32, torch.float64)
@@ -16,8 +17,10 @@ _WIDE = (torch.float32, torch.float64)
 class LoadedWeights:
     """What `load_state_dict` of one model brought in float32 for half parameters, until their masters take it over.
 
-    A hook of the model's load. values: by parameter name; given: whose last load was in float32. Float32 weights that half
-    precision holds exactly, all of them, are half weights that somebody widened, and have nothing for a master.
+    A hook of the model's load, which rounds them to half as a step does. Torch's cast rounds ties otherwise, and the ranks of
+    ZeRO, each of which has a part of the masters, would come to disagree. values: by parameter name; given: whose last load
+    was in float32. Float32 weights that half precision holds exactly, all of them, are half weights that somebody widened,
+    and have nothing for a master.
     """
 
     def __init__(self) -> None:
@@ -28,13 +31,23 @@ class LoadedWeights:
     @classmethod
     def of(cls, model: nn.Module, names: Iterable[str]) -> LoadedWeights:
         """That of `model`, which from now on watches for the parameters `names`, too."""
-        hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
-        found = next((hook for hook in hooks if isinstance(hook, cls)), None)
+        found = cls._of(model)
         if found is None:
             found = cls()
             model.register_load_state_dict_pre_hook(found)
         found._wanted |= set(names)
         return found
+
+    @classmethod
+    def watched(cls, model: nn.Module) -> set[str]:
+        """The names of the parameters of `model` whose masters take over what is loaded."""
+        found = cls._of(model)
+        return set() if found is None else set(found._wanted)
+
+    @classmethod
+    def _of(cls, model: nn.Module) -> LoadedWeights | None:
+        hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
+        return next((hook for hook in hooks if isinstance(hook, cls)), None)
 
     def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The values for `names`, which are forgotten."""
@@ -51,6 +64,9 @@ class LoadedWeights:
             self.given.discard(name)
             if value.dtype in _WIDE and value.shape == params[name].shape:
                 brought[name] = value.detach()
+                if not is_dtensor(value):
+                    # This is the load's own dict, not the user's.
+                    state_dict[prefix + name] = rounded(brought[name], params[name].dtype)
         self.given |= brought.keys()
         if not all(holds(value, params[name].dtype) for name, value in brought.items()):
             self.values |= brought

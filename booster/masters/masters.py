@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from booster.casting import HALF_DTYPES
 from booster.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.bucket import Bucket, State
-from booster.masters.formats import Format, Stochastic
+from booster.masters.formats import Format, Stochastic, rounded
 from booster.masters.formats_compiled import compiled_format
 from booster.masters.options import MasterOptions
 from booster.masters.states import signature, state_of_bucket, state_of_params
@@ -112,7 +112,7 @@ class Masters:
             for piece, working, master in zip(bucket.pieces, bucket.working(), bucket.pieces_of(masters), strict=True):
                 if piece.param in values:
                     value = flat_like(values[piece.param], piece.param)[piece.start : piece.stop].to(master)
-                    torch.where(working == value.to(working.dtype), value, master, out=master)
+                    torch.where(working == rounded(value, working.dtype), value, master, out=master)
             bucket.save(masters, bucket.scratch())
 
     def divide_by_gradients(self) -> None:

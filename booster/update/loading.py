@@ -84,6 +84,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
     def take_over() -> None:
         with update.shards.local():
             take_over_states()
+        update.shards.publish()  # masters round the weights of their own part anew
         with torch.no_grad():
             for param, weight in weights.items():
                 param.copy_(weight)

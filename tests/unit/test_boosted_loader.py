@@ -165,3 +165,31 @@ def test_nothing_is_known_of_the_rows_of_another_loader():
     loader = DataLoaderWrapper(DataLoader(numbers()), "cpu")
     next(iter(loader))
     assert loader.share is None
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["prepared", "foreign"])
+def test_a_position_survives_being_saved_again(kind, drawn):
+    """drawn: batches between the first resume and the second save."""
+
+    def make():
+        data = torch.arange(12.0)
+        prepared = prepare_dataloader(TensorDataset(data), 2, rank=0, world_size=1, shuffle=True)
+        return DataLoaderWrapper(prepared if kind == "prepared" else list(data.split(2)), "cpu")
+
+    def values(batches):
+        return [torch.as_tensor(batch[0]).flatten().tolist() for batch in batches]
+
+    first = make()
+    batches = iter(first)
+    next(batches), next(batches)
+    second, third = make(), make()
+    second.load_state_dict(first.state_dict())
+    resumed = iter(second)
+    for _ in range(drawn):
+        assert values([next(resumed)]) == values([next(batches)])
+    state = second.state_dict()
+    assert state == first.state_dict()
+    third.load_state_dict(state)
+    assert values(third) == values(batches)
+    assert len(list(third)) == 6, "the next epoch is whole"
