@@ -33,7 +33,7 @@ from booster.update.backward import run_backward
 from booster.update.options import UpdateOptions
 
 if TYPE_CHECKING:
-    from booster.numerics import Record
+    from booster.numerics import Diagnosis, Record
 
 Optimizers = OptimizerWrapper | Sequence[OptimizerWrapper]
 
@@ -78,6 +78,7 @@ class Booster:
             max_consecutive_skips=max_consecutive_skips,
         )
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._criteria: weakref.WeakSet[ModelWrapper] = weakref.WeakSet()
         self._loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
         # By id of the user's optimizer, which the wrapper keeps alive.
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
@@ -140,6 +141,8 @@ class Booster:
             model, optimizer if several is None else several, criterion, placement=self.plugin, options=self._options
         )
         self._models |= {model, boosted}
+        if isinstance(boosted_criterion, ModelWrapper):
+            self._criteria.add(boosted_criterion)
         if loader is not None:
             self._loaders.add(loader)
         for wrapper in [boosted_optimizer] if several is None else boosted_optimizer:
@@ -296,6 +299,27 @@ class Booster:
             record.attach(wrapper)
         self._records.append(record)
         return record
+
+    def diagnose(self, forward: Callable[[], Any], optimizer: Optimizers) -> Diagnosis:
+        """Replay a step that went bad, and say which operation made the first inf or NaN, why, and what helps.
+
+        forward: computes the loss and returns it, `lambda: criterion(model(x), y)`; or runs a whole step but for
+        `optimizer.step()`, by `backward` or `execute_pipeline`, and returns the loss. It is called several times, with
+        the random states of now. The loss scale is that of the last step where it was skipped, else the present one.
+
+        Nothing changes: weights, buffers, gradients, loss scale and random states are as before, and nothing is hooked.
+        What `forward` does besides, such as reading the next batch or printing, is done each time. A collective: all ranks
+        call it alike. Cost: about three steps for a replay; one to some ten of them, and a copy of what they write to.
+        Raises what `forward` raises, and TypeError for a `forward` that returns no loss.
+        """
+        # Imported here: most scripts never need it.
+        from booster.numerics.diagnose import diagnose
+        from booster.numerics.replay import Replay, replayed_scale
+
+        arguments.function("forward", forward, "a function that computes and returns the loss")
+        optimizers = checks.check_boosted_optimizers(optimizer, "diagnose")
+        replay = Replay(forward, optimizers, self._labelled_models(), list(self._criteria), replayed_scale(optimizers))
+        return diagnose(replay, group=self.plugin.group, device=self.device)
 
     def save(
         self,
@@ -529,6 +553,17 @@ class Booster:
     def reduce(self, tensor: Any, op: Literal["mean", "sum", "max", "min"] = "mean") -> Any:
         """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective."""
         return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
+
+    def _labelled_models(self) -> dict[str, ModelWrapper]:
+        """The boosted models, by what tells them apart in messages; "" for a single one."""
+        boosted = [model for model in self._models if isinstance(model, ModelWrapper)]
+        if len(boosted) == 1:
+            return {"": boosted[0]}
+        labelled: dict[str, ModelWrapper] = {}
+        for model in boosted:
+            name = type(model.unwrap()).__name__
+            labelled[f"{name}-{len(labelled)}" if name in labelled else name] = model
+        return labelled
 
     def _own(self, model: nn.Module, method: str) -> ModelWrapper:
         wrapper = boosted_wrapper(model, method)

@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as RunningNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "RunningNorm",
     "StridedShard",
+    "TorchDispatchMode",
     "pytree",
 ]
 
@@ -76,6 +79,22 @@ def engine_backward(*args: Any, **kwargs: Any) -> Any:
     return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
 
 
+def node_number() -> tuple[str, int] | None:
+    """Return the autograd node that runs in this thread, as its class's name and its number; None outside a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def newest_node_number() -> int:
+    """Return the number of the autograd node that was made last in this thread: inside an operator, if it records, its own."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def starts_backward(frame: FrameType) -> bool:
+    """Return whether `frame`, one of Python's stack, is where a backward pass was handed to the engine."""
+    return frame.f_code in (torch.autograd.graph._engine_run_backward.__code__, engine_backward.__code__)
+
+
 # ---------------------------------------------------------------------- torch function modes
 
 
@@ -110,6 +129,11 @@ def is_view(tensor: torch.Tensor) -> bool:
 def version(tensor: torch.Tensor) -> int:
     """Return how often `tensor` was written in place; writes through `.data` do not count."""
     return tensor._version
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of `tensor` from that of all others, as long as it lives."""
+    return tensor.untyped_storage()._cdata
 
 
 def multiply_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, ratio: torch.Tensor) -> None:
@@ -186,6 +210,11 @@ def compile_graph() -> Callable[..., Any]:
 # ---------------------------------------------------------------------- modules
 
 
+def called_module(frame: FrameType) -> nn.Module | None:
+    """Return the module that is being called in `frame`, a frame of Python's stack, hooks included; None in any other."""
+    return frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None
+
+
 def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
     """Call `hook(module, state_dict, prefix, local_metadata)` after `module.state_dict()`, once however often this is asked."""
     if all(entry is not hook for entry in module._state_dict_hooks.values()):
@@ -233,6 +262,12 @@ def gathered(param: Any) -> Any | None:
 NAMES: Mapping[str, Callable[[], Any]] = {
     "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
     "torch.autograd.Variable._execution_engine": lambda: torch.autograd.Variable._execution_engine,
+    "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
+    "Node._sequence_nr": lambda: torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr,  # type: ignore[union-attr]
+    "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
+    "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward.__code__,
+    "UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage()._cdata,
+    "Module._call_impl": lambda: nn.Module._call_impl.__code__.co_varnames.index("self"),
     "torch._C._get_function_stack_at": lambda: torch._C._get_function_stack_at,
     "torch._C._len_torch_function_stack": lambda: torch._C._len_torch_function_stack,
     "torch._GLOBAL_DEVICE_CONTEXT": lambda: torch._GLOBAL_DEVICE_CONTEXT,

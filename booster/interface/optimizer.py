@@ -163,6 +163,11 @@ class OptimizerWrapper(Optimizer):
         return last is not None and not last.applied
 
     @property
+    def last_step(self) -> StepResult | None:
+        """What the last `step()` returned, without a closure's loss; None before the first."""
+        return self._history.last
+
+    @property
     def num_applied(self) -> int:
         """Steps that updated the parameters."""
         self.settle()

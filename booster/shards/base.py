@@ -87,6 +87,10 @@ class Shards:
     def clear_gradients(self, set_to_none: bool) -> None:
         """Forget gradients that are kept elsewhere than in the `.grad` of parameters."""
 
+    def without_gradients(self) -> AbstractContextManager[Any]:
+        """Return a context inside which gradients kept elsewhere than in `.grad` are gone; afterwards they are back."""
+        return nullcontext()
+
     def name_of(self, param: torch.Tensor) -> str:
         """Return what messages call `param`."""
         return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")

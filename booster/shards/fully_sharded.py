@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, MutableSet
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,6 +57,20 @@ class FullyShardedShards(DTensorShards):
         super().clear_gradients(set_to_none)
         for module in self._alive():
             forget_unreduced_gradients(module)
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        params = [param for module in self._alive() for param in _fsdp_params(module)]
+        held = [(param, param.unsharded_accumulated_grad, _grad_of_gathered(param)) for param in params]
+        for module in self._alive():
+            forget_unreduced_gradients(module)
+        try:
+            yield
+        finally:
+            for param, accumulated, grad in held:
+                param.unsharded_accumulated_grad = accumulated
+                if grad is not None:
+                    gathered(param).grad = grad  # type: ignore[union-attr]
 
     def _alive(self) -> list[nn.Module]:
         return [module for module in (ref() for ref in self._modules) if module is not None]

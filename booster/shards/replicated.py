@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -45,6 +46,15 @@ class Replica:
         if self._unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
             self._unsynchronised = False
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Return a context whose passes are forgotten."""
+        before = self._unsynchronised
+        try:
+            yield
+        finally:
+            self._unsynchronised = before
+
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         averages = getattr(module, "require_backward_grad_sync", True)
         if (averages and not self._watches) or not torch.is_grad_enabled():
@@ -77,6 +87,13 @@ class ReplicatedShards(Shards):
     def clear_gradients(self, set_to_none: bool) -> None:
         for replica in self._replicas.values():
             replica.forget()
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for replica in self._replicas.values():
+                stack.enter_context(replica.kept())
+            yield
 
 
 def check_replicas(shards: Shards, replicas: Iterable[Replica]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -161,6 +161,21 @@ class ZeroShards(Shards):
                 part = self._reduced_part(param)
                 if part is not None:
                     part.zero_()
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        buckets = [bucket for layout in self._layouts for bucket in layout.buckets]
+        held = [(bucket, bucket.gradient, bucket.reduced) for bucket in buckets]
+        for bucket in buckets:
+            bucket.gradient, bucket.reduced = None, set()
+        try:
+            with ExitStack() as stack:
+                for replica in self._replicas.values():
+                    stack.enter_context(replica.kept())
+                yield
+        finally:
+            for bucket, gradient, reduced in held:
+                bucket.gradient, bucket.reduced = gradient, reduced
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -97,6 +97,28 @@ class Update(ABC):
             self.joint = JointDecision([self])
         self.joint.found = None
 
+    @contextmanager
+    def set_aside(self, scale: float) -> Iterator[None]:
+        """Inside, the update is as before any pass, nobody listens, and losses are multiplied by `scale`; afterwards
+        it is what it was."""
+        before, found = dict(self.__dict__), self.joint.found
+        self.joint = JointDecision([self])
+        self.reset()
+        self._scale = None
+        self.listeners = []
+        self.__dict__["scale_for"] = lambda loss_id: scale
+        try:
+            yield
+        finally:
+            self.__dict__.clear()
+            self.__dict__.update(before)
+            self.joint.found = found
+
+    @property
+    def num_backwards(self) -> int:
+        """How many backward passes there were since the last step."""
+        return self._num_backwards
+
     decides_on_device = False
 
     keeps_masters = False

@@ -202,6 +202,7 @@ RANGES: dict[str, Predicate] = {
     "lr_scheduler": one_of(None, [], ()),
     "loss": nothing,
     "loss_id": one_of(0),
+    "forward": callable,
     "inputs": lambda v: v is None,
     "data_iter": nothing,
     "num_micro_batches": whole(1),
@@ -437,6 +438,7 @@ EXAMPLES: dict[str, Examples] = {
         lambda w: {"model": nn.Linear(2, 2)},
         lambda w: {"criterion": nn.functional.mse_loss, **_to_train()},
     ],
+    "Booster.diagnose": [lambda w: {"forward": lambda: w.loss, "optimizer": w.optimizer}],
     "Booster.backward": [lambda w: {"loss": w.loss, "optimizer": w.optimizer}],
     "Booster.execute_pipeline": [
         lambda w: {

@@ -1,0 +1,148 @@
+"""Where an inf or NaN began: back from a bad loss or gradient, operation by operation, to what made it of sound numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from booster.numerics.numbers import Numbers
+from booster.numerics.replay import Outcome
+from booster.numerics.watch import Event, Leaf, is_intended
+
+_ORDER = ("forward", "loss", "backward")
+_TRANSPARENT = frozenset({"mean", "sum", "view", "reshape", "_to_copy", "clone", "detach", "squeeze", "_unsafe_view"})
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The first operation that made a bad number, as one rank saw it; what ranks tell each other.
+
+    kind: "data", "weights", "loss", "overflow" or "operation"; too large a loss scale is not told from an overflow here.
+    foreign: the number came from another rank. index, key: what `Watch` can repair. exact: see `Event`. chain: the modules, the
+    outermost first. passed: modules that the bad number went through afterwards, in order.
+    """
+
+    rank: int
+    kind: str
+    module: str
+    operation: str
+    direction: str
+    dtype: str
+    inputs: tuple[Numbers, ...]
+    output: Numbers
+    rows: tuple[int, ...]
+    chain: tuple[str, ...]
+    passed: tuple[str, ...]
+    source: str
+    node: str
+    of: str
+    name: str
+    micro_batch: int
+    exact: float | None
+    foreign: bool
+    index: int
+    key: int
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What sorts the causes that ranks found: those made there first, then by the course of a step."""
+        return self.foreign, _ORDER.index(self.direction), self.micro_batch, self.rank
+
+    def dump(self) -> bytes:
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def read(cls, data: bytes) -> Cause:
+        fields: dict[str, Any] = json.loads(data)
+        fields["inputs"] = tuple(Numbers.read(each) for each in fields["inputs"])
+        fields["output"] = Numbers.read(fields["output"])
+        for name in ("rows", "chain", "passed"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+def cause_of(outcome: Outcome, rank: int) -> Cause | None:
+    """Return the earliest cause of the bad numbers in `outcome`; None if there are none, or none can be traced."""
+    waiting = [sink for sink in outcome.sinks if isinstance(sink, Event)]
+    seen: set[Event] = set()
+    found: list[tuple[Event, Leaf | None]] = []
+    while waiting:
+        event = waiting.pop()
+        if event in seen:
+            continue
+        seen.add(event)
+        worse = [parent for parent in event.parents if not event.intended and not is_intended(parent, event.name)]
+        leaves = [parent for parent in worse if isinstance(parent, Leaf)]
+        if leaves:
+            found.append((event, leaves[0]))
+        elif not worse and not event.intended:
+            found.append((event, None))
+        waiting += [parent for parent in worse if isinstance(parent, Event)]
+    if found:
+        # What collectives brought comes last: it was made elsewhere, or an operation here fed it.
+        event, leaf = min(found, key=lambda pair: (pair[0].foreign, pair[0].index))
+        return _cause(outcome, event, leaf, rank)
+    return _cause(outcome, _where_masks_came_out(outcome.sinks), None, rank) if seen else None
+
+
+def _where_masks_came_out(sinks: Sequence[Event | Leaf]) -> Event:
+    """Of infinities that were meant for a mask all the way: the operation that chose them."""
+    event = next(sink for sink in sinks if isinstance(sink, Event))
+    while True:
+        parents = [parent for parent in event.parents if isinstance(parent, Event)]
+        if not parents or (event.name not in _TRANSPARENT and not _all_bad(parents[0])):
+            return event
+        event = parents[0]
+
+
+def _all_bad(event: Event) -> bool:
+    return event.output.num_bad == math.prod(event.output.shape)
+
+
+def _cause(outcome: Outcome, event: Event, leaf: Leaf | None, rank: int) -> Cause:
+    place = event.place
+    last = outcome.watch.last_in_model
+    direction = "backward" if place.backward else "loss" if not place.inside and event.index > last else "forward"
+    chain = place.modules
+    if leaf is not None:
+        kind = "weights" if leaf.name else "data"
+    elif event.exact is not None and math.isfinite(event.exact):
+        kind = "overflow"
+    else:
+        # The backward of what the loss is made of is the loss's doing too.
+        kind = "loss" if not place.inside and direction != "forward" else "operation"
+    name = leaf.name if leaf is not None else ""
+    module = name.rpartition(".")[0] or (chain[-1] if chain else "")
+    passed: dict[str, None] = {}
+    reached: set[Event | Leaf] = {event}
+    for later in outcome.watch.events:
+        if not reached.isdisjoint(later.parents):
+            reached.add(later)
+            if later.place.modules and later.place.modules[-1] != module:
+                passed[later.place.modules[-1]] = None
+    return Cause(
+        rank=rank,
+        kind=kind,
+        module=module,
+        operation=event.operation,
+        direction=direction,
+        dtype=leaf.numbers.dtype if leaf is not None else event.output.dtype,
+        inputs=tuple(event.inputs),
+        output=leaf.numbers if leaf is not None else event.output,
+        rows=tuple(leaf.rows if leaf is not None else event.rows),
+        chain=chain,
+        passed=tuple(passed),
+        source=place.source,
+        node=place.node,
+        of=place.of,
+        name=name,
+        micro_batch=event.micro_batch,
+        exact=event.exact,
+        foreign=event.foreign,
+        index=event.index,
+        key=leaf.key if leaf is not None else 0,
+    )

@@ -1,0 +1,92 @@
+"""Where an operation comes from: the modules that are being called, and the line of the user's code."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+import torch
+from torch import nn
+
+from booster import torch_internals
+from booster.torch_internals import called_module, graph_task, newest_node_number, node_number, starts_backward
+
+
+@dataclass(frozen=True)
+class Place:
+    """modules: names of those called, the outermost first. inside: whether one of them is of the boosted model. source:
+    "file:line in function" of the user's code, "" if there is none. backward: inside autograd's engine, and not a forward
+    pass that it computes again. node: the class of the autograd node then. of: the operation that made the node."""
+
+    modules: tuple[str, ...] = ()
+    inside: bool = False
+    source: str = ""
+    backward: bool = False
+    node: str = ""
+    of: str = ""
+
+
+class Places:
+    """Tells where each operation of one replay comes from.
+
+    Python's own stack says which modules are being called, in order and with what their hooks do, so nothing is hooked. Of a
+    backward pass it says nothing: there, the number of the autograd node leads back to the operation that made it.
+
+    names: of the modules of boosted models. criteria: of those of boosted criteria. end: the code that starts the replay; what
+    called it is not part of it.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str], criteria: Mapping[nn.Module, str], end: CodeType) -> None:
+        self._names = {id(module): name for module, name in names.items()}
+        self._criteria = {id(module): name for module, name in criteria.items()}
+        self._end = end
+        self._made: dict[int, tuple[Place, str]] = {}  # by number of the autograd node
+
+    def of(self, operation: str) -> Place:
+        """Return the place of the operation that runs now, which is called `operation`; to be asked once for every one."""
+        node = node_number() if graph_task() != -1 else None
+        place = self._of_stack(node is not None)
+        if node is None or place.modules:
+            # An operation without a node reads the number of an older one, which has its maker already.
+            self._made.setdefault(newest_node_number(), (place, operation))
+        if node is None or place.modules:  # with modules, activations are computed again
+            return place
+        name, number = node
+        made, of = self._made.get(number, (Place(), ""))
+        return Place(made.modules, made.inside, place.source or made.source, True, name, of)
+
+    def _of_stack(self, in_engine: bool) -> Place:
+        modules: list[str] = []
+        inside, source = False, ""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code is not self._end and not (in_engine and starts_backward(frame)):
+            module = called_module(frame)
+            if module is not None:
+                name, of_model = self._name(module)
+                inside = inside or of_model
+                if not modules or modules[-1] != name:
+                    modules.append(name)
+            elif not source and _is_users(frame.f_code):
+                source = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            frame = frame.f_back
+        return Place(tuple(reversed(modules)), inside, source)
+
+    def _name(self, module: nn.Module) -> tuple[str, bool]:
+        name = self._names.get(id(module))
+        if name is not None:
+            return name, True
+        return self._criteria.get(id(module)) or type(module).__name__, False
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(code: CodeType) -> bool:
+    file = code.co_filename
+    return not file.startswith(("<", *_LIBRARIES)) and (not file.startswith(_STANDARD) or "site-packages" in file)
+
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, torch_internals))

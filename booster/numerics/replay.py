@@ -1,0 +1,167 @@
+"""A training step run once more under watch, with nothing left changed."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster import arguments
+from booster.cast_regions import backward_region
+from booster.casting import HALF_DTYPES
+from booster.interface.model import ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.modules import bare
+from booster.numerics.places import Places
+from booster.numerics.unchanged import Memory, unchanged
+from booster.numerics.watch import Event, Leaf, Watch
+from booster.shards.base import is_dtensor
+from booster.torch_internals import storage_key
+
+Forward = Callable[[], Any]
+
+
+@dataclass
+class Outcome:
+    """What one replay found.
+
+    sinks: what made the inf or NaN in the loss, or, where that is finite, in gradients. bad: whether either holds one. loss:
+    None where this rank has none. largest_gradient: of this rank, with its loss scale.
+    """
+
+    watch: Watch
+    sinks: list[Event | Leaf]
+    bad: bool
+    loss: float | None
+    largest_gradient: float
+
+
+class Replay:
+    """Runs `forward` and its backward pass under `Watch`, as often as asked, each time from the same state.
+
+    forward: computes and returns the loss; or runs backward passes too, by boosted optimizers, and returns the loss, or the
+    dictionary of `execute_pipeline`. models: boosted ones, by the label that tells them apart, "" for a single one. criteria:
+    boosted modules. scale: of the loss.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimizers: Sequence[OptimizerWrapper],
+        models: Mapping[str, ModelWrapper],
+        criteria: Sequence[nn.Module],
+        scale: float,
+    ) -> None:
+        self.scale = scale
+        self.modules: dict[str, nn.Module] = {}
+        self._forward = forward
+        self._context = optimizers[0].backward_context
+        self._updates = updates_of(optimizers)
+        self._wrappers: list[nn.Module] = [*models.values(), *criteria]
+        self._names: dict[nn.Module, str] = {}
+        for label, model in models.items():
+            inner = model.unwrap()
+            own = label or type(inner).__name__
+            layer: nn.Module = model
+            while layer is not inner:  # what this library, plugins and torch.compile wrap around it
+                self._names[layer] = own
+                layer = layer._modules.get("_orig_mod") or layer.module  # type: ignore[assignment]
+            named = {(f"{label}.{name}" if label else name) if name else own: m for name, m in inner.named_modules()}
+            self._names |= {module: name for name, module in named.items()}
+            self.modules |= named
+        self._criteria = {
+            module: ".".join(filter(None, ("criterion", name)))
+            for criterion in criteria
+            for name, module in bare(getattr(criterion, "module", criterion)).named_modules()
+        } | dict.fromkeys(criteria, "criterion")
+        self._memory_names = _names_of_memory([*models.items(), *(("criterion", each) for each in criteria)])
+
+    def run(
+        self,
+        *,
+        scale: float | None = None,
+        repair: Collection[int] = (),
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> Outcome:
+        """Replay the step. scale: of the loss; None means its own. repair: see `Watch`. within: what it is computed in."""
+        scale = self.scale if scale is None else scale
+        with unchanged(self._wrappers, self._updates, scale) as memory, within():
+            return self._run(scale, repair, memory)
+
+    def _run(self, scale: float, repair: Collection[int], memory: Memory) -> Outcome:
+        counted = self._updates[0]
+        watch = Watch(
+            Places(self._names, self._criteria, _call.__code__),
+            self._memory_names,
+            memory.keep,
+            repair=repair,
+            micro_batch=lambda: counted.num_backwards,
+        )
+        loss = _call(watch, self._forward)
+        if isinstance(loss, Mapping):
+            loss = loss.get("loss")
+        if not counted.num_backwards:
+            _call(watch, lambda: self._backward(loss, scale))
+        value = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+        bad_loss = value is not None and not math.isfinite(value)
+        gradients = self._gradients()
+        bad = [grad for grad in gradients if not bool(grad.isfinite().all())]
+        largest = max((float(grad.abs().max()) for grad in gradients if grad.numel()), default=0.0)
+        made_by = [watch.origin_of(tensor) for tensor in ([loss] if bad_loss else bad)]
+        sinks = [origin for origin in made_by if origin is not None]
+        if not sinks and (bad_loss or bad):  # it reached them by ways that no operation shows
+            sinks = [event for event in watch.events if event.place.backward is not bad_loss] or [*watch.events]
+        return Outcome(watch, sinks, bad_loss or bool(bad), value, largest)
+
+    def _backward(self, loss: Any, scale: float) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            legal = "the loss, a tensor of one element that requires gradients, unless it runs backward passes itself"
+            raise TypeError(arguments.refusal("what forward() returned", loss, legal))
+        loss = loss.float() if loss.dtype in HALF_DTYPES else loss
+        gradient = None if scale == 1.0 else torch.full_like(loss, scale, requires_grad=False)
+        with backward_region(self._context):
+            torch.autograd.backward(loss, gradient)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for update in self._updates:
+            with update.shards.local():
+                found += [grad.detach() for grad in update.gradients()]
+        return [_local(grad) for grad in found]
+
+
+def replayed_scale(optimizers: Sequence[OptimizerWrapper]) -> float:
+    """The loss scale to replay at: that of the last step where it was skipped, else the next one's; the smallest of them."""
+    scales = []
+    for optimizer in optimizers:
+        optimizer.settle()
+        last = optimizer.last_step
+        scales.append(optimizer.loss_scale if last is None or last.applied else last.loss_scale)
+    return min(scales)
+
+
+def _call(watch: Watch, function: Callable[[], Any]) -> Any:
+    """Call `function` under `watch`; what is above this on Python's stack is not the user's computation."""
+    # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with watch, eager:
+        return function()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _names_of_memory(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
+    """Names of parameters and buffers, by the key of their memory on this rank."""
+    names: dict[int, str] = {}
+    for label, module in modules:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            names.setdefault(storage_key(_local(tensor)), f"{label}.{name}" if label else name)
+    return names

@@ -1,0 +1,303 @@
+"""Every operation of a replay, and of those whose result holds an inf or NaN, where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from booster.numerics.numbers import Numbers, bad_rows, numbers_of
+from booster.numerics.places import Place, Places
+from booster.torch_internals import TorchDispatchMode, storage_key
+from booster.trees import map_tensors, tensors
+
+# What makes infinities on purpose, for masks; and what takes them for such.
+_FILLS = frozenset(
+    {"full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "lift_fresh"}
+    | {"where", "constant_pad_nd", "add", "add_", "sub", "sub_", "index_put", "index_put_", "zero_", "copy_"}
+)
+_MASKING = _FILLS | {
+    "_softmax",
+    "_safe_softmax",
+    "_log_softmax",
+    "logsumexp",
+    "maximum",
+    "max",
+    "amax",
+    "topk",
+    "sort",
+    "_to_copy",
+    "clone",
+    "cat",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_attention_math",
+}
+_UNINITIALISED = frozenset(
+    {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_"}
+)
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
+
+
+@dataclass(eq=False)
+class Leaf:
+    """A tensor with an inf or NaN that the replay found and did not make.
+
+    name: of a parameter or buffer, else "". masking: it holds -inf and nothing else that is bad, as a mask does. rows: along
+    the first dimension, where it is bad.
+    """
+
+    key: int
+    name: str
+    numbers: Numbers
+    masking: bool
+    rows: list[int]
+
+
+@dataclass(eq=False)
+class Event:
+    """An operation whose result holds an inf or NaN.
+
+    index: its place among all operations of the replay. parents: what made the inf or NaN in its inputs. intended: only
+    infinities that masks are made of. exact: the largest magnitude of the result in float64, inf if that is not finite
+    either, None if nobody knows; asked where the inputs were sound. foreign: made by a collective.
+    """
+
+    index: int
+    operation: str
+    place: Place
+    output: Numbers
+    inputs: list[Numbers]
+    rows: list[int]
+    micro_batch: int
+    parents: list[Event | Leaf] = field(default_factory=list)
+    intended: bool = False
+    exact: float | None = None
+    foreign: bool = False
+
+    @property
+    def name(self) -> str:
+        """The operation without its namespace."""
+        return self.operation.partition(".")[2]
+
+
+class Watch(TorchDispatchMode):
+    """Looks at the result of every operation, forward and backward, in the thread that runs them.
+
+    names: of parameters and buffers, by the key of their memory. before_write: called with a tensor whose memory the replay
+    did not make, before it is written to. repair: numbers of operations, and keys of memory, whose inf and NaN become zero.
+    micro_batch: says which backward pass is under way, or comes next.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        names: Mapping[int, str],
+        before_write: Callable[[torch.Tensor], None],
+        *,
+        repair: Collection[int] = (),
+        micro_batch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self.num_operations = 0
+        self.last_in_model = -1  # the last operation of a forward pass inside the model
+        self._places = places
+        self._names = names
+        self._before_write = before_write
+        self._repair = repair
+        self._micro_batch = micro_batch
+        self._made: set[int] = set()  # memory that the replay made
+        self._bad: dict[int, Event] = {}  # who wrote an inf or NaN to a memory last
+        self._leaves: dict[int, Leaf] = {}
+
+    def origin_of(self, tensor: torch.Tensor) -> Event | Leaf | None:
+        """Return what made the inf or NaN in `tensor`; None where it has none or nobody knows."""
+        return self._bad.get(storage_key(tensor)) or self._leaves.get(storage_key(tensor))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, torch.Tensor) and kind is not torch.Tensor and _has_own(kind) for kind in types):
+            return NotImplemented  # a DTensor, say; its own operations on plain tensors come here
+        name = func.overloadpacket.__name__
+        operation = f"{func.namespace}.{name}"
+        place = self._places.of(operation)
+        index, self.num_operations = self.num_operations, self.num_operations + 1
+        if place.inside and not place.backward:
+            self.last_in_model = index
+        collective = func.namespace in _COLLECTIVES
+        given = [tensor for tensor in tensors((args, kwargs)) if _is_plain(tensor)]
+        written = given if collective else [t for t in _written(func, args, kwargs) if _is_plain(t)]
+        for tensor in written:
+            if storage_key(tensor) not in self._made:
+                self._before_write(tensor)
+        parents = self._bad_inputs(given)
+        if collective:
+            return self._collective(func, args, kwargs, operation, place, index, given, parents)
+        kept = (args, kwargs)
+        if written:
+            copies = {id(tensor): tensor.clone() for tensor in written}
+            kept = map_tensors(lambda tensor: copies.get(id(tensor), tensor), kept)
+        result = func(*args, **kwargs)
+        results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
+        self._made.update(storage_key(t) for t in results if storage_key(t) not in {storage_key(g) for g in given})
+        if name in _UNINITIALISED:
+            for tensor in results:
+                self._bad.pop(storage_key(tensor), None)
+            return result
+        for tensor in results:
+            if index in self._repair and tensor.is_floating_point():
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+        for tensor in [*results, *(t for t in written if all(t is not r for r in results))]:
+            self._look(tensor, func, name, kept, parents, place, operation, index)
+        return result
+
+    # ------------------------------------------------------------------ inside
+
+    def _look(
+        self,
+        tensor: torch.Tensor,
+        func: Any,
+        name: str,
+        kept: tuple[tuple[Any, ...], dict[str, Any]],
+        parents: list[Event | Leaf],
+        place: Place,
+        operation: str,
+        index: int,
+    ) -> None:
+        key = storage_key(tensor)
+        if not tensor.is_floating_point() or not tensor.numel():
+            return
+        if _is_finite(tensor):
+            if tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
+                self._bad.pop(key, None)
+            return
+        if func.is_view and (parents or key in self._bad):
+            return  # whoever reads the view finds what made its memory bad
+        inputs = [numbers_of(each) for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
+        event = Event(
+            index, operation, place, numbers_of(tensor), inputs, bad_rows(tensor), self._micro_batch(), list(parents)
+        )
+        self.events.append(event)
+        self._bad[key] = event
+        sound = all(is_intended(parent, name) for parent in parents)
+        if not sound:
+            return
+        if parents or (name in _FILLS and _holds_inf(kept)):
+            event.intended = event.output.num_nan == 0
+        if not event.intended:
+            event.exact = _exact(func, name, kept)
+
+    def _bad_inputs(self, given: list[torch.Tensor]) -> list[Event | Leaf]:
+        found: list[Event | Leaf] = []
+        for tensor in given:
+            key = storage_key(tensor)
+            known = self._bad.get(key)
+            if not tensor.is_floating_point() or not tensor.numel() or (known is None and key in self._made):
+                continue
+            if _is_finite(tensor):
+                continue
+            origin = known or self._leaf(tensor, key)
+            if origin is not None and all(origin is not other for other in found):
+                found.append(origin)
+        return found
+
+    def _leaf(self, tensor: torch.Tensor, key: int) -> Leaf | None:
+        if key in self._repair:
+            self._before_write(tensor)
+            tensor.detach().nan_to_num_(0.0, 0.0, 0.0)
+            return None
+        if key not in self._leaves:
+            name, numbers = self._names.get(key, ""), numbers_of(tensor)
+            masking = not name and not numbers.num_nan and not bool(tensor.isposinf().any())
+            self._leaves[key] = Leaf(key, name, numbers, masking, bad_rows(tensor))
+        return self._leaves[key]
+
+    def _collective(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operation: str,
+        place: Place,
+        index: int,
+        given: list[torch.Tensor],
+        parents: list[Event | Leaf],
+    ) -> Any:
+        # What it brings is there later; whoever reads it looks.
+        result = func(*args, **kwargs)
+        results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
+        for tensor in [*given, *results]:
+            if not tensor.is_floating_point():
+                continue
+            empty = Numbers(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 0.0, 0.0, 0, 0)
+            event = Event(index, operation, place, empty, [], [], self._micro_batch(), list(parents), foreign=True)
+            self._bad[storage_key(tensor)] = event
+        return result
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _has_own(kind: type) -> bool:
+    return getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            yield from tensors(value)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = tensor.detach()
+    return bool((values.float() if values.element_size() == 1 else values).isfinite().all())
+
+
+def is_intended(parent: Event | Leaf, name: str) -> bool:
+    """Return whether the inf in `parent` is for a mask, as far as the operation `name` goes."""
+    return parent.intended if isinstance(parent, Event) else parent.masking and name in _MASKING
+
+
+def _holds_inf(tree: Any) -> bool:
+    found = []
+
+    def look(value: Any) -> Any:
+        found.append(isinstance(value, float) and value in (float("inf"), float("-inf")))
+        return NotImplemented
+
+    map_tensors(lambda tensor: found.append(tensor.dim() == 0 and bool(tensor.isinf())), tree, instead=look)
+    return any(found)
+
+
+def _exact(func: Any, name: str, kept: tuple[tuple[Any, ...], dict[str, Any]]) -> float | None:
+    """The largest magnitude that the operation has in float64 from the same inputs."""
+    wide = {torch.float16, torch.bfloat16, torch.float32}
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().double() if tensor.dtype in wide else tensor.detach().clone()
+
+    def dtypes(value: Any) -> Any:
+        return torch.float64 if isinstance(value, torch.dtype) and value in wide else NotImplemented
+
+    args, kwargs = map_tensors(widen, kept, instead=dtypes)
+    devices = {tensor.device for tensor in tensors((args, kwargs)) if tensor.is_cuda}
+    try:
+        with torch.random.fork_rng(devices):
+            result = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    largest = 0.0
+    for tensor in tensors(result):
+        if tensor.is_floating_point() and tensor.numel():
+            if not _is_finite(tensor):
+                return float("inf")
+            largest = max(largest, float(tensor.abs().max()))
+    return largest
