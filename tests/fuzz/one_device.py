@@ -186,11 +186,6 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def local(param):
-    """What this rank holds of a parameter."""
-    return param.detach().to_local() if hasattr(param, "to_local") else param.detach()
-
-
 def loss_of(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -249,9 +244,10 @@ class Run:
     """One program under way: the boosted objects, and the oracle."""
 
     make_model = staticmethod(make_model)
+    defaults = DEFAULTS
 
     def __init__(self, program):
-        self.setting = setting = {**DEFAULTS, **program.setting}
+        self.setting = setting = {**self.defaults, **program.setting}
         self.tol_dtype = HALF.get(setting["precision"])
         if any(number >= len(setting["parts"]) for number in (*setting["frozen"], *setting["late"])):
             raise Invalid
@@ -317,6 +313,10 @@ class Run:
 
     def params(self):
         return dict(self.model.named_parameters())
+
+    def held(self):
+        """What this process holds of each parameter."""
+        return self.params()
 
     def compare(self):
         dtype = self.tol_dtype
@@ -467,7 +467,7 @@ class Run:
     def step(self):
         self.fresh()
         self.stepped = True
-        before = {name: local(param).clone() for name, param in self.params().items()}
+        before = {name: param.detach().clone() for name, param in self.held().items()}
         if self.setting["clip_grad_norm"]:
             self.oracle.clip_norm(self.setting["clip_grad_norm"])
         wanted = self.oracle.step()
@@ -475,8 +475,8 @@ class Run:
         if result.applied != wanted:
             raise Disagreement(f"applied is {result.applied}, wanted {wanted}")
         if not wanted:
-            for name, param in self.params().items():
-                if not torch.equal(local(param), before[name]):
+            for name, param in self.held().items():
+                if not torch.equal(param, before[name]):
                     raise Disagreement(f"{name} changed in a skipped step")
         self.applied_since = self.applied_since or wanted
         self.compare()

@@ -3,7 +3,7 @@
 import pprint
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 Operation = tuple[Any, ...]  # a name and its arguments, all of them literals
 
@@ -31,15 +31,27 @@ class Program:
         return f"Program(\n    {self.placement!r},\n    {setting},\n    [\n{operations}    ],\n)"
 
 
-def failure_of(run: Callable[[Program], None], program: Program) -> str | None:
-    """Return what goes wrong in `program`, in one line; None if nothing does."""
+class Outcome(NamedTuple):
+    """valid: whether the program makes sense. failure: what goes wrong in it, in one line; None if nothing does."""
+
+    valid: bool
+    failure: str | None
+
+
+def outcome_of(run: Callable[[Program], None], program: Program) -> Outcome:
     try:
         run(program)
     except Invalid:
-        return None
+        return Outcome(False, None)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return None
+        text = str(error).strip()
+        return Outcome(True, f"{type(error).__name__}: {text.splitlines()[0] if text else ''}")
+    return Outcome(True, None)
+
+
+def failure_of(run: Callable[[Program], None], program: Program) -> str | None:
+    """Return what goes wrong in `program`, in one line; None if nothing does."""
+    return outcome_of(run, program).failure
 
 
 def shrink(run: Callable[[Program], None], program: Program, defaults: dict[str, Any], limit: int = 200) -> Program:

@@ -5,11 +5,13 @@ import zlib
 
 import torch
 import torch.distributed as dist
-from matrix import BATCH, BLOCKS, LENGTH, TP_PLAN, VOCABULARY, Transformer, loss_of
+from matrix import BATCH, DIM, LENGTH, TP_PLAN, VOCABULARY, Block, loss_of
 from one_device import DEFAULTS as ONE_DEVICE
 from one_device import OF_PATH, OPTIMIZERS, PASSES, PRECISIONS, ROUNDING, Run, make_optimizer, make_precision
+from parts import local, positions
 from pool import RanksFailed
 from program import Disagreement, Invalid, Program
+from torch import nn
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -18,7 +20,8 @@ from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlu
 def hybrid(tp_size, pp_size, **options):
     if pp_size > 1:
         options = {"num_microbatches": 2, **options}
-    return lambda: HybridParallelPlugin(tp_size=tp_size, pp_size=pp_size, tp_plan=TP_PLAN, **options)
+    plan = {name.replace("blocks", "parts"): style for name, style in TP_PLAN.items()}
+    return lambda: HybridParallelPlugin(tp_size=tp_size, pp_size=pp_size, tp_plan=plan, **options)
 
 
 # Ranks, and what makes the plugin on each.
@@ -38,18 +41,25 @@ PLACEMENTS = {
     "ZeRO-1 on 4": (4, lambda: LowLevelZeroPlugin(stage=1)),
 }
 
-DEFAULTS = {**ONE_DEVICE, "parts": ["block"] * BLOCKS}
+DEFAULTS = {**ONE_DEVICE, "parts": ["block"] * 2}
 
 
-class Net(Transformer):
-    def __init__(self, tied):
+class Net(nn.Module):
+    """Tokens to logits, by way of blocks."""
+
+    def __init__(self, num_blocks, tied):
         super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.position = nn.Parameter(torch.randn(LENGTH, DIM) * 0.1)
+        self.parts = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCABULARY)
         if tied:
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens, fails=False):
         x = self.embedding(tokens) + self.position
-        for block in self.blocks:
+        for block in self.parts:
             x = block(x)
         if fails:
             raise ArithmeticError("as told")
@@ -58,9 +68,9 @@ class Net(Transformer):
 
 def make_model(setting):
     torch.manual_seed(setting["seed"])
-    model = Net(setting["tied"])
+    model = Net(len(setting["parts"]), setting["tied"])
     for number in setting["frozen"]:
-        model.blocks[number].requires_grad_(False)
+        model.parts[number].requires_grad_(False)
     return model
 
 
@@ -70,6 +80,11 @@ def make_batch(seed):
     return tokens, torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
 
 
+def least_parts(placement):
+    """How many blocks a model needs at least, one for each stage."""
+    return {"PP interleaved": 4}.get(placement, 2 if placement.startswith("PP") else 1)
+
+
 def is_whole(placement):
     """Whether a rank can call the model."""
     return not placement.startswith("PP")
@@ -77,9 +92,12 @@ def is_whole(placement):
 
 class RankRun(Run):
     make_model = staticmethod(make_model)
+    defaults = DEFAULTS
 
     def __init__(self, program):
         self.placement = program.placement
+        if len(program.setting.get("parts", DEFAULTS["parts"])) < least_parts(self.placement):
+            raise Invalid
         super().__init__(program)
 
     def boost(self, model, groups):
@@ -120,54 +138,68 @@ class RankRun(Run):
                 failure = str(error)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-            failures = [None] * dist.get_world_size()
-            dist.all_gather_object(failures, failure)
-            told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
-            if told:
+            failed = torch.tensor(failure is not None, dtype=torch.int32)
+            dist.all_reduce(failed)
+            if failed:
+                failures = [None] * dist.get_world_size()
+                dist.all_gather_object(failures, failure)
+                told = [f"rank {rank}: {text}" for rank, text in enumerate(failures) if text]
                 raise Disagreement(f"operation {position}, {operation}: {'; '.join(told)}")
             if self.diverged:
                 return
 
     # ------------------------------------------------------------------ comparing
 
-    def whole(self):
-        """The weights that this rank holds, each of them whole."""
-        found = {}
-        for name, param in self.params().items():
-            value = param.detach()
-            if self.setting["tied"] and name == "head.weight":
-                name = "embedding.weight"  # the last stage of a pipeline has no other name for it
-            found[name] = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return found
+    def held(self):
+        """What this rank holds of each parameter, flat."""
+        return {name: local(param).reshape(-1) for name, param in self.params().items()}
 
     def compare(self):
         dtype = self.tol_dtype
         longest = max(self.oracle.path.values())
-        for name, own in self.whole().items():
-            wanted = self.oracle.params[name]
-            allowed = 1e-6 + OF_PATH[dtype] * (self.oracle.path[name] + 0.6 * longest)
-            if own.dtype == torch.float32 and wanted.dtype != torch.float32:
-                wanted = self.oracle.masters[name]  # a float32 shard is the master
+        own, wanted, allowed = [], [], []
+        for (name, param), part in zip(self.params().items(), self.held().items(), strict=True):
+            name, part = self.name_of(name), part[1]
+            whole = self.oracle.params[name]
+            if param.requires_grad != whole.requires_grad:
+                raise Disagreement(f"{name}.requires_grad is {param.requires_grad}")
+            if part.dtype == torch.float32 and whole.dtype != torch.float32:
+                whole = self.oracle.masters[name]  # a float32 shard is the master
+            limit = 1e-6 + OF_PATH[dtype] * (self.oracle.path[name] + 0.6 * longest)
             if self.oracle.half_weights:
-                allowed += 2.01 * ROUNDING[dtype] * float(wanted.abs().max())
-            self.near(f"weight {name}", own, wanted, allowed)
+                limit += 2.01 * ROUNDING[dtype] * float(whole.detach().abs().max())
+            own.append(part.float())
+            wanted.append(whole.detach().reshape(-1)[positions(param)].float())
+            allowed.append(limit)
+        limits = torch.tensor(allowed).repeat_interleave(torch.tensor([part.numel() for part in own]))
+        own_values, wanted_values = torch.cat(own), torch.cat(wanted)
+        alike = ((own_values - wanted_values).abs() <= limits) | (own_values == wanted_values)
+        if not bool((alike | (own_values.isnan() & wanted_values.isnan())).all()):
+            for name, a, b, limit in zip(self.params(), own, wanted, allowed, strict=True):
+                self.near(f"weight {name}", a, b, limit)
         if self.optimizer.loss_scale != self.oracle.scale:
             raise Disagreement(f"loss scale {self.optimizer.loss_scale}, wanted {self.oracle.scale}")
         rates = {group["lr"] for group in self.optimizer.param_groups}
-        wanted = {group["lr"] for group in self.oracle.optimizer.param_groups}
-        if any(min(abs(a - b) for b in wanted) > 1e-9 for a in rates):
-            raise Disagreement(f"learning rates {rates}, wanted {wanted}")
+        rates_wanted = {group["lr"] for group in self.oracle.optimizer.param_groups}
+        if any(min(abs(a - b) for b in rates_wanted) > 1e-9 for a in rates):
+            raise Disagreement(f"learning rates {rates}, wanted {rates_wanted}")
+
+    def name_of(self, name):
+        """The oracle's name of a parameter: the last stage of a pipeline has no other for a tied one than its own."""
+        return "embedding.weight" if self.setting["tied"] and name == "head.weight" else name
 
     def compare_ranks(self):
-        sums = {
-            name: zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy())
-            for name, value in self.whole().items()
-        }
-        each = [None] * dist.get_world_size()
-        dist.all_gather_object(each, sums)
-        for name in sums:
-            if len({other[name] for other in each if name in other}) > 1:
-                raise Disagreement(f"{name} differs among ranks")
+        """Ranks that hold the same part of a parameter hold the same bits."""
+        sums = dict.fromkeys(self.oracle.params, (-1, -1))
+        for (name, param), part in zip(self.params().items(), self.held().values(), strict=True):
+            sums[self.name_of(name)] = (checksum(positions(param)), checksum(part))
+        own = torch.tensor(list(sums.values()))
+        each = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(each, own)
+        for name, mine, *others in zip(sums, own, *each, strict=True):
+            for other in others:
+                if mine[0] == other[0] and mine[1] != other[1]:
+                    raise Disagreement(f"{name} differs among ranks")
 
     def compare_state(self):
         self.compare_ranks()
@@ -262,7 +294,7 @@ class RankRun(Run):
     def write(self, number, how):
         self.part(number)
         for name in self.oracle.params:
-            if name.startswith(f"blocks.{number}."):
+            if name.startswith(f"parts.{number}."):
                 param = self.params().get(name)
                 self.oracle.write(name, self.oracle.params[name].detach() * 0.875)
                 if param is None:
@@ -277,6 +309,12 @@ class RankRun(Run):
         """One rank's weights move by about a rounding; no program draws this, it shows that ranks are compared."""
         if dist.get_rank() == rank:
             self.params()["norm.bias"].data.add_(1e-7)
+
+    def spoil(self, rank):
+        """One rank's weight is wrong; no program draws this either."""
+        if dist.get_rank() == rank:
+            name = next(name for name in self.params() if name.startswith("parts."))
+            local(self.params()[name]).add_(0.1)
 
     def evaluate(self, seed):
         for model in (self.oracle.model, self.model):
@@ -339,6 +377,10 @@ class RankRun(Run):
         self.applied_since = False
 
 
+def checksum(values):
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy())
+
+
 def run_on_rank(rank, world_size, program):
     """Return what goes wrong in `program`, or None, on one rank."""
     try:
@@ -375,12 +417,14 @@ class OnRanks:
 def draw(placement, seed):
     rng = random.Random(f"{placement} {seed}")
     precision = rng.choice(PRECISIONS)
+    num_blocks = max(least_parts(placement), rng.choice([2, 2, 3]))
     setting = {
         "seed": rng.randrange(1000),
         "precision": precision,
         "scale": 2.0 ** rng.randint(4, 9),
+        "parts": ["block"] * num_blocks,
         "tied": rng.random() < 0.15,
-        "frozen": [n for n in range(BLOCKS) if rng.random() < 0.1],
+        "frozen": [n for n in range(num_blocks) if rng.random() < 0.1],
         "optimizer": rng.choice([name for name in OPTIMIZERS if name != "Adafactor"]),
         "implementation": rng.choice([{}, {}, {"foreach": True}, {"foreach": False}]),
         "fused_optimizer": rng.random() < 0.8,
@@ -409,7 +453,7 @@ def operations(rng, setting, placement):
     for _ in range(rng.randint(2, 5)):
         between = [
             ("evaluate", seed()),
-            ("write", rng.randrange(BLOCKS), rng.choice(["no_grad", "data"])),
+            ("write", rng.randrange(len(setting["parts"])), rng.choice(["no_grad", "data"])),
             ("load_weights", seed()),
             ("reload",),
             ("resume", rng.random() < 0.5),

@@ -54,10 +54,14 @@ class _Job(NamedTuple):
 class RankPool:
     """`world_size` processes in one gloo group; `run` sends one function to all of them."""
 
-    def __init__(self, world_size: int, *, case_timeout: float = CASE_TIMEOUT, grace: float = GRACE) -> None:
+    def __init__(
+        self, world_size: int, *, case_timeout: float = CASE_TIMEOUT, grace: float = GRACE, num_cases: int = CASES
+    ) -> None:
+        """num_cases: after how many a fresh group begins."""
         self.world_size = world_size
         self.case_timeout = case_timeout
         self.grace = grace
+        self.num_cases = num_cases
         self._group: _Group | None = None
         self._num_cases = 0
 
@@ -69,7 +73,7 @@ class RankPool:
         Raises RanksFailed with the traceback of every failed rank; ranks that hang show where they hang.
         """
         job = _Job(list(sys.path), _filters(), _dumps((fn, args)))
-        if self._num_cases == CASES:
+        if self._num_cases == self.num_cases:
             self.close()
         if self._group is None:
             self._group = _Group(self.world_size)
