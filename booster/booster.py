@@ -273,9 +273,13 @@ class Booster:
         self,
         folder: str | os.PathLike[str],
         *,
+        every: int | None = 100,
         tracker: Callable[[dict[str, float], int], Any] | None = None,
     ) -> Record:
         """Write down every optimizer step from now on, in `folder`: losses, scales, norms, clips, and skips with culprits.
+
+        every: in the first step and in every so many, gradients and weights are looked at too, parameter by parameter: how
+        their magnitudes are spread, what underflows, which weights stand still; None never looks.
 
         Each rank appends to a file of its own there, so ranks exchange nothing, and a kill loses no line that was written.
         Nothing in a step waits for a device: there, lines follow some steps later. `booster report FOLDER` shows it.
@@ -287,6 +291,7 @@ class Booster:
         from booster.numerics.record import Record
 
         root = arguments.path("folder", folder)
+        every = None if every is None else arguments.count("every", every, what="of steps", also="None for never")
         if tracker is not None:
             arguments.function("tracker", tracker, "a function of the numbers by name and of the step", also="None")
         self._records = [record for record in self._records if not record.closed]
@@ -294,7 +299,9 @@ class Booster:
             raise ValueError(
                 f"this Booster records in {root} already; close that record first, or choose another folder"
             )
-        record = Record(root, precision=self.precision, plugin=self.plugin, device=self.device, tracker=tracker)
+        record = Record(
+            root, precision=self.precision, plugin=self.plugin, device=self.device, every=every, tracker=tracker
+        )
         for wrapper in self._optimizers.values():
             record.attach(wrapper)
         self._records.append(record)

@@ -97,7 +97,7 @@ class OptimizerWrapper(Optimizer):
         if closure is None:
             self._update.shards.check_gradients()
             for listener in self._update.listeners:
-                listener.before_step(self._update)
+                listener.before_step(self._update, self._history.num_steps + 1)
             result = self._update.step()
         else:
             result = self._step_with_closure(closure)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from booster.coordinator import DistCoordinator
 from booster.device import HostCopy
@@ -17,7 +18,9 @@ from booster.installed import version_of
 from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.lines import SCHEMA, LineFile
+from booster.numerics.samples import Sample
 from booster.plugin import Plugin
+from booster.update.base import Update
 from booster.update.outcome import StepResult
 
 __all__ = ["Record"]
@@ -43,9 +46,13 @@ class Record:
         precision: MixedPrecision,
         plugin: Plugin,
         device: torch.device,
+        every: int | None = None,
         tracker: Tracker | None = None,
     ) -> None:
         self.folder = folder
+        self.every = every
+        self._policy = precision.policy
+        self._group = plugin.group
         ranks = DistCoordinator()
         self._file = LineFile(folder, ranks.rank)
         self._file.write([_header(ranks, precision, plugin, device)])
@@ -60,6 +67,25 @@ class Record:
         """Write down what `optimizer` does from now on, under its number, from 0."""
         optimizer.listen(_Track(self, str(self._number)))
         self._number += 1
+
+    def looks_at(self, update: Update, number: int, first: bool) -> bool:
+        """Whether gradients and weights are sampled in this step. Where all ranks hold the same, one of them does it."""
+        if self.closed or self.every is None or not (first or number % self.every == 0):
+            return False
+        return update.shards.sharded or self._group is None or dist.get_rank(self._group) == 0
+
+    def format_of(self, update: Update, param: torch.Tensor) -> torch.dtype:
+        """The dtype in which backward passes compute the gradient of `param`, as far as the precision tells."""
+        policy = self._policy
+        if param.dtype != torch.float32:
+            return param.dtype
+        if policy.compute is not None:
+            return policy.compute
+        if (
+            policy.param is not None
+        ):  # a float32 weight under it is a kept one, or the shard of one that is gathered in half
+            return policy.param if update.shards.sharded else param.dtype
+        return torch.float16 if update.scaler.enabled else param.dtype
 
     @property
     def closed(self) -> bool:
@@ -103,16 +129,20 @@ class _Waiting:
     """Lines of one step whose numbers may be on their way from a device.
 
     line: what is known. numbers: 0-dim tensors by key. result: asked, once they are there, for what only a skip has.
+    sample: of this step, if there is one.
     """
 
-    def __init__(self, line: Line, numbers: Mapping[str, torch.Tensor], result: StepResult) -> None:
+    def __init__(
+        self, line: Line, numbers: Mapping[str, torch.Tensor], result: StepResult, sample: Sample | None
+    ) -> None:
         self._line = line
         self._keys = list(numbers)
         self._copies = [HostCopy(packed) for packed in _packed(list(numbers.values()))]
         self._result = result
+        self._sample = sample
 
     def ready(self) -> bool:
-        return all(copy.ready() for copy in self._copies)
+        return all(copy.ready() for copy in self._copies) and (self._sample is None or self._sample.ready())
 
     def lines(self) -> list[Line]:
         values = [value for copy in self._copies for value in copy.tensor().tolist()]
@@ -128,7 +158,10 @@ class _Waiting:
             line["reason"], line["culprit"] = result.skipped_reason, list(result.culprit)
         if line.get("clip") == 1.0:
             del line["clip"]
-        return [line]
+        if self._sample is None:
+            return [line]
+        place = {key: line[key] for key in ("optimizer", "step")}
+        return [line, *({**sample, **place} for sample in self._sample.lines(line["applied"]))]
 
 
 class _Track:
@@ -138,22 +171,31 @@ class _Track:
         self._record = record
         self._name = name
         self._losses: list[torch.Tensor] = []
-        self._before: dict[str, Any] = {}
+        self._clip: Any = None
+        self._sample: Sample | None = None
+        self._first = True
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         if loss is not None and not self._record.closed:
             self._losses.append(loss)
 
-    def before_step(self, update: Any) -> None:
-        self._before = {"clip": update.carried[1]}
+    def before_step(self, update: Update, number: int) -> None:
+        self._clip = update.carried[1]
+        record = self._record
+        if record.looks_at(update, number, self._first):
+            self._sample = Sample(update, lambda param: record.format_of(update, param))
+        self._first = False
 
-    def after_step(self, update: Any, number: int, result: StepResult) -> None:
+    def after_step(self, update: Update, number: int, result: StepResult) -> None:
         losses, self._losses = self._losses, []
-        known, self._before = self._before, {}
+        clip, self._clip = self._clip, None
+        sample, self._sample = self._sample, None
         if self._record.closed:
             return
+        if sample is not None:
+            sample.after(result.decision)
         line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
-        numbers = {**known, **result.pending}
+        numbers: dict[str, Any] = {**({} if clip is None else {"clip": clip}), **result.pending}
         if losses:
             numbers["loss"] = losses[0].double().reshape(()) if len(losses) == 1 else _mean(losses)
         elif isinstance(result.loss, (float, torch.Tensor)):  # that of a closure
@@ -167,7 +209,7 @@ class _Track:
         if any(isinstance(rate, torch.Tensor) for rate in line["lr"]):
             tensors = [rate for rate in line["lr"] if isinstance(rate, torch.Tensor)]
             line["lr"] = [float(rate) for rate in line["lr"]] if not any(r.is_cuda for r in tensors) else None
-        self._record.add(_Waiting(line, numbers, result.without_loss()))
+        self._record.add(_Waiting(line, numbers, result.without_loss(), sample))
 
 
 def _header(ranks: DistCoordinator, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> Line:

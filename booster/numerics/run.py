@@ -10,6 +10,7 @@ from typing import Any
 
 from booster import arguments
 from booster.numerics.lines import Torn, rank_files, read_lines
+from booster.numerics.underflow import Underflow, merge
 
 __all__ = ["Run", "Step", "read_run"]
 
@@ -36,13 +37,13 @@ class Step:
 
 @dataclass
 class Run:
-    """What `read_run` found. steps: by optimizer, in order. about: of the last process that wrote. notes: what is not as it
-    should be, such as a line that a kill cut short, as sentences."""
+    """What `read_run` found. steps, samples: by optimizer, in order. about: of the last process that wrote. notes: what is not
+    as it should be, such as a line that a kill cut short, as sentences."""
 
     folder: Path
     about: dict[str, Any]
     steps: dict[str, list[Step]] = field(default_factory=dict)
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    samples: dict[str, list[Underflow]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -70,7 +71,12 @@ def read_run(folder: Any) -> Run:
             for number, line in rank.steps.get(name, {}).items():
                 lines.setdefault(number, []).append(line)
         run.steps[name] = [_merged(number, lines[number]) for number in sorted(lines)]
-    run.samples = [sample for rank in ranks for sample in rank.samples.values()]
+    parts: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        for key, line in rank.samples.items():
+            parts.setdefault(key, []).append(line)
+    for key in sorted(parts, key=lambda key: (*key[:3], parts[key][0].get("place", 0))):
+        run.samples.setdefault(key[0], []).append(merge(parts[key]))
     return run
 
 

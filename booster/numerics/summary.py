@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from booster.numerics.run import Run, Step
+from booster.numerics.underflow import Underflow, best_scale
 
-__all__ = ["OptimizerSummary", "Summary", "summarise"]
+__all__ = ["OptimizerSummary", "Summary", "TensorSummary", "by_tensor", "summarise"]
 
 
 @dataclass
@@ -19,6 +20,8 @@ class OptimizerSummary:
 
     loss, grad_norm: (first, last, smallest, largest) of the finite ones, or None. scale: the same of the loss scale.
     skips_by_culprit: how often each parameter's gradient was not finite when a step was skipped, most often first.
+    num_samples: steps in which gradients and weights were looked at. groups: norms of each parameter group in the last one.
+    tensors: each parameter (and activation) over all samples. best_scale: see `underflow.best_scale`, over all samples.
     """
 
     name: str
@@ -33,6 +36,30 @@ class OptimizerSummary:
     clipped: float | None
     skips_by_reason: dict[str, int]
     skips_by_culprit: dict[str, int]
+    num_samples: int = 0
+    groups: list[dict[str, float | None]] = field(default_factory=list)
+    tensors: list[TensorSummary] = field(default_factory=list)
+    best_scale: float | None = None
+
+
+@dataclass
+class TensorSummary:
+    """One tensor over the samples of a run. Shares are means; headroom: the smallest, in bits; best_scale: of this tensor.
+
+    wider: kept in a wider format than `format`, so that nothing of it underflowed there.
+    """
+
+    name: str
+    of: str
+    format: str
+    stored: str | None
+    zeros: float
+    lost: float
+    subnormal: float
+    still: float | None
+    headroom: float | None
+    best_scale: float | None
+    wider: bool
 
 
 @dataclass
@@ -51,11 +78,50 @@ class Summary:
 
 def summarise(run: Run) -> Summary:
     """Summarise a record that was read back."""
-    optimizers = [_of_optimizer(name, steps) for name, steps in run.steps.items() if steps]
+    optimizers = [_of_optimizer(name, steps, run.samples.get(name, [])) for name, steps in run.steps.items() if steps]
     return Summary(str(run.folder), run.about, optimizers, list(run.notes))
 
 
-def _of_optimizer(name: str, steps: Sequence[Step]) -> OptimizerSummary:
+def by_tensor(samples: Sequence[Underflow]) -> dict[tuple[str, str], list[Underflow]]:
+    """Samples by what they are of and the name, each in the order of steps."""
+    found: dict[tuple[str, str], list[Underflow]] = {}
+    for sample in samples:
+        found.setdefault((sample.of, sample.name), []).append(sample)
+    return found
+
+
+def _of_tensor(samples: Sequence[Underflow]) -> TensorSummary:
+    last = samples[-1]
+    still = [sample.still for sample in samples if sample.still is not None]
+    return TensorSummary(
+        name=last.name,
+        of=last.of,
+        format=last.format,
+        stored=next((sample.stored for sample in samples if sample.stored is not None), None),
+        zeros=sum(sample.zeros for sample in samples) / len(samples),
+        lost=sum(sample.lost for sample in samples) / len(samples),
+        subnormal=sum(sample.subnormal for sample in samples) / len(samples),
+        still=sum(still) / len(still) if still else None,
+        headroom=min((sample.headroom for sample in samples if sample.headroom is not None), default=None),
+        best_scale=best_scale(samples),
+        wider=any(sample.wider for sample in samples),
+    )
+
+
+def _groups(samples: Sequence[Underflow]) -> list[dict[str, float | None]]:
+    """Norms of the parameters of each group, by those of its parameters."""
+    found = []
+    for group in sorted({sample.group for sample in samples if sample.group is not None}):
+        own = [sample for sample in samples if sample.group == group]
+        norms: dict[str, float | None] = {}
+        for name in ("norm", "update_norm", "weight_norm"):
+            values = [getattr(sample, name) for sample in own if getattr(sample, name) is not None]
+            norms["grad_norm" if name == "norm" else name] = math.hypot(*values) if values else None
+        found.append(norms)
+    return found
+
+
+def _of_optimizer(name: str, steps: Sequence[Step], samples: Sequence[Underflow]) -> OptimizerSummary:
     applied = [step for step in steps if step.applied]
     between = sorted(b.time - a.time for a, b in zip(steps, steps[1:], strict=False) if b.time > a.time)
     looked = [step for step in applied if step.grad_norm is not None]
@@ -72,6 +138,10 @@ def _of_optimizer(name: str, steps: Sequence[Step]) -> OptimizerSummary:
         clipped=sum(step.clip is not None for step in looked) / len(looked) if looked else None,
         skips_by_reason=dict(Counter(step.reason or "unknown" for step in steps if not step.applied)),
         skips_by_culprit=dict(Counter(name for step in steps for name in step.culprit).most_common()),
+        num_samples=len({sample.step for sample in samples}),
+        groups=_groups([sample for sample in samples if sample.step == samples[-1].step]),
+        tensors=[_of_tensor(own) for own in by_tensor(samples).values()],
+        best_scale=best_scale([sample for sample in samples if sample.of != "activation"]),
     )
 
 

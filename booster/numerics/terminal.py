@@ -13,7 +13,8 @@ __all__ = ["show"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
-_MOST_CULPRITS = 8
+_MOST_ROWS = 8
+_WORTH_SAYING = 0.001
 
 
 def show(run: Run, console: Any = None) -> None:
@@ -74,13 +75,65 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
         culprits = Table(box=None, pad_edge=False, header_style="dim")
         culprits.add_column("culprit")
         culprits.add_column("skips", justify="right")
-        for name, count in list(summary.skips_by_culprit.items())[:_MOST_CULPRITS]:
+        for name, count in list(summary.skips_by_culprit.items())[:_MOST_ROWS]:
             culprits.add_row(Text(name), str(count))
-        rest = len(summary.skips_by_culprit) - _MOST_CULPRITS
         if summary.skips_by_culprit:
             console.print(culprits)
-        if rest > 0:
-            console.print(f"and {rest} more parameters", style="dim", highlight=False)
+            _rest(console, len(summary.skips_by_culprit))
+    if summary.num_samples:
+        _show_tensors(console, summary)
+
+
+def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
+    """What underflows, has little room or stands still, the worst first; a table of tensors without any of it says nothing."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print()
+    rooms = [tensor.headroom for tensor in summary.tensors if tensor.headroom is not None and tensor.of != "activation"]
+    if rooms and summary.scale[3] != 1.0:
+        console.print(
+            f"In {summary.num_samples} samples gradients came within {min(rooms):.1f} bits of overflow. "
+            f"Of constant loss scales {summary.best_scale:g} would have lost least to underflow.",
+            highlight=False,
+        )
+    small = sorted(summary.tensors, key=lambda tensor: (-tensor.lost, -tensor.subnormal))
+    small = [tensor for tensor in small if max(tensor.lost, tensor.subnormal) >= _WORTH_SAYING]
+    if small:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading in ("underflow", "of", "format", "zero", "of it lost", "subnormal", "headroom"):
+            table.add_column(heading, justify="left" if heading in ("underflow", "of", "format") else "right")
+        for tensor in small[:_MOST_ROWS]:
+            room = "" if tensor.headroom is None else f"{tensor.headroom:.1f} bits"
+            shares = (f"{share:.2%}" for share in (tensor.zeros, tensor.lost, tensor.subnormal))
+            table.add_row(Text(tensor.name), tensor.of, tensor.format, *shares, room)
+        console.print(table)
+        _rest(console, len(small))
+    still = sorted((t for t in summary.tensors if (t.still or 0) >= _WORTH_SAYING), key=lambda t: -(t.still or 0))
+    if still:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("stands still")
+        table.add_column("stored as")
+        table.add_column("weights that steps did not change", justify="right")
+        for tensor in still[:_MOST_ROWS]:
+            table.add_row(Text(tensor.name), tensor.stored or "", f"{tensor.still:.1%}")
+        console.print(table)
+        _rest(console, len(still))
+    if summary.groups:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading in ("group", "gradient norm", "weight norm", "update norm", "update / weight"):
+            table.add_column(heading, justify="left" if heading == "group" else "right")
+        for index, norms in enumerate(summary.groups):
+            grad, weight, update = norms["grad_norm"], norms["weight_norm"], norms["update_norm"]
+            ratio = update / weight if update is not None and weight else None
+            numbers = ("" if value is None else f"{value:.3g}" for value in (grad, weight, update, ratio))
+            table.add_row(str(index), *numbers)
+        console.print(table)
+
+
+def _rest(console: Any, count: int) -> None:
+    if count > _MOST_ROWS:
+        console.print(f"and {count - _MOST_ROWS} more", style="dim", highlight=False)
 
 
 def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, width: int = _WIDTH) -> str:

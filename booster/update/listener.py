@@ -15,8 +15,8 @@ class StepListener(Protocol):
     def after_backward(self, loss: torch.Tensor | None) -> None:
         """A pass is complete. loss: detached, of one element, not scaled; None where another pipeline stage has it."""
 
-    def before_step(self, update: Any) -> None:
+    def before_step(self, update: Any, number: int) -> None:
         """Gradients are there, as `update.carried` says, and nothing is decided yet. Not before a step with a closure."""
 
     def after_step(self, update: Any, number: int, result: StepResult) -> None:
-        """The step is made or skipped. number: from 1, over all runs of the optimizer."""
+        """The step is made or skipped. number: of the step, from 1; a checkpoint keeps count."""

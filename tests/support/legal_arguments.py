@@ -217,6 +217,7 @@ RANGES: dict[str, Predicate] = {
     "Booster.reduce(tensor)": either(rows, one_of(["x"], [None])),  # labels in containers stay
     # checkpoints
     "folder": either(text, a(Path)),
+    "every": whole(1),
     "tracker": callable,
     "step": whole(0),
     "keep_last": whole(1),

@@ -220,7 +220,7 @@ def test_a_kill_loses_no_step(tmp_path):
 
 def test_a_last_line_that_was_cut_short_is_left_out_and_said(tmp_path):
     booster, model, optimizer = boost("fp16")
-    with booster.record(tmp_path):
+    with booster.record(tmp_path, every=None):
         train(booster, model, optimizer, steps=3)
     file = tmp_path / "rank-00000.jsonl"
     file.write_bytes(file.read_bytes()[:-30])
@@ -231,7 +231,7 @@ def test_a_last_line_that_was_cut_short_is_left_out_and_said(tmp_path):
 
 def test_a_resumed_run_goes_on_in_the_same_file_and_steps_made_again_count_as_made_last(tmp_path):
     booster, model, optimizer = boost("fp16")
-    with booster.record(tmp_path):
+    with booster.record(tmp_path, every=None):
         train(booster, model, optimizer, steps=2)
         state = copy.deepcopy(optimizer.state_dict())
         train(booster, model, optimizer, steps=2)
@@ -239,7 +239,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_steps_made_again_count_as_ma
     file.write_bytes(file.read_bytes()[:-30])  # step 4
     booster, model, optimizer = boost("fp16")
     optimizer.load_state_dict(state)
-    with booster.record(tmp_path):
+    with booster.record(tmp_path, every=None):
         losses = train(booster, model, optimizer, steps=3, first=7)
     run = read_run(tmp_path)
     assert [step.number for step in run.steps["0"]] == [1, 2, 3, 4, 5]
