@@ -31,7 +31,7 @@ def name_of(step: int) -> str:
 
 def staging_folder(final: Path) -> Path:
     """Make the folder that a save into `final` writes, after clearing what earlier saves left unfinished beside it."""
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent)
     clear_unfinished(final.parent)
     staging = final.parent / f".{final.name}{_WRITING}{secrets.token_hex(6)}"
     staging.mkdir()
@@ -52,7 +52,12 @@ def publish(staging: Path, final: Path) -> None:
         if replaced.exists():  # an earlier save ended before its clean-up
             remove(replaced)
         final.rename(replaced)
-    staging.rename(final)
+    try:
+        staging.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
     sync_folder(final.parent)
     if replaced.exists():
         remove(replaced)
@@ -122,13 +127,27 @@ def remove(folder: Path) -> None:
 
 
 def clear_unfinished(root: Path) -> None:
-    """Remove what interrupted saves left in `root`, and checkpoints whose replacement is complete."""
+    """Remove what interrupted saves left in `root`, and checkpoints whose replacement is complete.
+
+    What cannot be removed is a WARNING: it is in nobody's way.
+    """
     for path in list(root.iterdir()):
         superseded = (
             path.name.endswith(_REPLACED) and (path.with_name(path.name.removesuffix(_REPLACED)) / MANIFEST).exists()
         )
         if path.is_dir() and (_UNFINISHED.fullmatch(path.name) or (superseded and (path / MANIFEST).exists())):
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                _logger.warning("%s, which an interrupted save left, could not be removed: %s", path, error)
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and those above it that are missing, and wait until the disk has their names."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 def write_synced(path: Path, data: bytes) -> None:

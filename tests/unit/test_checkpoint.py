@@ -2,13 +2,6 @@
 
 import json
 import math
-import multiprocessing
-import os
-import random
-import resource
-import shutil
-import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from booster import Booster
-from booster.checkpoint import CheckpointError, damage, latest
+from booster.checkpoint import CheckpointError, latest
 from booster.checkpoint.plain import decode, encode
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
@@ -309,144 +302,3 @@ def test_an_empty_folder_says_that_it_is_one(tmp_path):
     first = job()
     with pytest.raises(CheckpointError, match="there is no valid checkpoint in .*: it holds no folder"):
         first.booster.load(tmp_path / "nowhere", *first.parts)
-
-
-# ---- corruption ----
-
-
-def corruptions(folder, draw):
-    """One random damage to the checkpoint in `folder`."""
-    files = sorted(folder.iterdir())
-    path = draw.choice(files)
-    data = bytearray(path.read_bytes())
-    kind = draw.choice(["flip", "truncate", "swap", "remove", "pickle", "extend", "zero"])
-    if kind == "flip":
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    elif kind == "truncate":
-        del data[draw.choice([0, 1, 8, len(data) // 2, len(data) - 1]) :]
-    elif kind == "swap":
-        other = draw.choice([f for f in files if f != path])
-        data = other.read_bytes()
-    elif kind == "pickle":
-        data = b"cos\nsystem\n(S'touch pwned'\ntR."
-    elif kind == "extend":
-        data += b"\0"
-    elif kind == "zero":
-        start = draw.randrange(len(data))
-        data[start : start + 64] = bytes(len(data[start : start + 64]))
-    if kind == "remove":
-        path.unlink()
-    else:
-        path.write_bytes(data)
-    return f"{kind} {path.name}"
-
-
-@pytest.mark.parametrize("number", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_damage_is_an_error_or_the_right_state(tmp_path, number):
-    first = job()
-    first.train(2)
-    whole = first.booster.save(tmp_path / "whole", *first.parts, step=2)
-    target = job(seed=1)
-    caught = 0
-    for seed in range(number):
-        folder = tmp_path / "bad" / whole.name
-        shutil.copytree(whole, folder)
-        before = {key: value.clone() for key, value in target.state().items()}
-        done = corruptions(folder, random.Random(seed))
-        try:
-            target.booster.load(folder, *target.parts)
-        except CheckpointError:
-            caught += 1
-            assert same(target.state(), before), f"seed {seed}: {done} was refused and changed something"
-        else:
-            assert same(target.state(), first.state()), f"seed {seed}: {done} was loaded"
-            target = job(seed=1)
-        shutil.rmtree(folder)
-    assert caught > 0.9 * number, "a few damages change nothing, such as zeros over zeros"
-
-
-# ---- faults ----
-
-
-@pytest.mark.parametrize("function", ["fsync", "rename", "mkdir", "open"])
-def test_a_fault_at_every_system_call_leaves_the_old_checkpoint(tmp_path, monkeypatch, function):
-    """function: of `os`; the first, the second, ... call of one save fails."""
-    first = job()
-    first.booster.save(tmp_path, *first.parts, step=1)
-    first.train(1)
-    real, calls = getattr(os, function), 0
-    for fail_at in range(1, 50):
-        calls = 0
-
-        def faulty(*args, fail_at=fail_at, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == fail_at:
-                raise OSError(28, "No space left on device")
-            return real(*args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, function, faulty)
-            message = ""
-            try:
-                first.booster.save(tmp_path, *first.parts, step=1)
-            except CheckpointError as error:
-                message = str(error)
-        assert message == "" or "No space left on device" in message
-        assert damage(latest(tmp_path)) == []
-        if calls < fail_at:
-            break
-    assert fail_at > 1, f"save never calls os.{function}"
-    assert calls < fail_at, "every call failed once"
-    first.booster.save(tmp_path, *first.parts, step=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
-
-
-def test_a_full_disk_is_an_error_that_leaves_the_old_checkpoint(tmp_path):
-    first = job()
-    first.booster.save(tmp_path, *first.parts, step=1)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "step-0000000001").iterdir()}
-    first.train(1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    largest = max(len(data) for data in before.values())
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        for limit in (0, 100, largest // 2, largest - 1):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            try:
-                with pytest.raises(CheckpointError, match="File too large"):
-                    first.booster.save(tmp_path, *first.parts, step=1)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            assert {p.name: p.read_bytes() for p in (tmp_path / "step-0000000001").iterdir()} == before
-            assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
-    finally:
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-def _save_again_and_again(folder):
-    running = job()
-    for _ in range(1000):
-        running.train(1)
-        running.booster.save(
-            folder, *running.parts, step=7, extra=[float(running.parts[0][0].weight.detach().float().sum())]
-        )
-
-
-@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_killed_while_saving_over_a_checkpoint_one_of_the_two_loads(tmp_path, number):
-    target = job(seed=1)
-    draw = random.Random(0)
-    context = multiprocessing.get_context("fork")  # torch is imported already
-    for _ in range(number):
-        process = context.Process(target=_save_again_and_again, args=(str(tmp_path),))
-        process.start()
-        until = time.monotonic() + 60.0
-        while latest(tmp_path) is None and time.monotonic() < until:
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0.0, 0.1))
-        process.kill()
-        process.join()
-        loaded = target.booster.load(tmp_path, *target.parts)
-        assert loaded.step == 7
-        assert loaded.extra == [float(target.parts[0][0].weight.detach().float().sum())], "never mixed"
