@@ -115,6 +115,15 @@ def shard_module(
     return module
 
 
+def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
+    """Do for `module` what `shard_module` does beside sharding, where there is no other rank to shard it with.
+
+    For policies that leave weights as they are stored. Parameters may be DTensors of tensor parallelism.
+    """
+    install_keep_fp32(bare(module), policy)
+    bare(module).register_load_state_dict_pre_hook(ShardLoaded(policy))
+
+
 def without_reduction(
     module: nn.Module, held: MutableSet[nn.Module], unreduced: MutableSet[nn.Module]
 ) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathere
 from booster.modules import bare
 from booster.plugin.base import Pipeline, Plugin, world
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
-from booster.plugin.fully_sharded import ShardLoaded, shard_module, without_reduction
+from booster.plugin.fully_sharded import ShardLoaded, keep_whole, shard_module, without_reduction
 from booster.plugin.meta import arrive, check_meta
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
@@ -212,9 +212,13 @@ class HybridParallelPlugin(Plugin):
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
         for root in roots:
             # What lies on other stages has stand-ins without parameters here.
+            own = dataclasses.replace(policy, keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32)))
+            if self.data_parallel_size == 1 and policy.param is None and policy.store is None:
+                keep_whole(root, own)  # a group of one rank has nothing to gather or to reduce
+                continue
             shard_module(
                 root,
-                dataclasses.replace(policy, keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32))),
+                own,
                 mesh=mesh["replicate", "shard"],
                 device=device,
                 blocks=_with_parameters(root, blocks),

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from matrix import BATCH, DIM, LENGTH, TP_PLAN, VOCABULARY, Transformer, loss_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -358,3 +359,27 @@ def built_once(make):
 @pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc")
 def test_plugins_of_equal_shape_share_threads_and_descriptors(ranks4):
     assert ranks4(resources_of_plugins) == [[[0, 0]] * 3] * 4
+
+
+class Gathers(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fsdp":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_of_a_step(rank, world_size, precision, options):
+    booster, model, optimizer, criterion = built(rank, world_size, precision, **options)
+    with Gathers() as gathers:
+        steps(booster, model, optimizer, criterion, 0, 1)
+    return gathers.names
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_without_data_parallelism_no_weight_is_gathered_from_a_group_of_one(ranks2, precision, tp_size, pp_size):
+    assert ranks2(gathers_of_a_step, precision, {"tp_size": tp_size, "pp_size": pp_size}) == [[], []]
