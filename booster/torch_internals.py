@@ -200,6 +200,11 @@ def unwrapped(function: Any) -> Any:
             return function
 
 
+def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of two int8 matrices, in int32."""
+    return torch._int_mm(a, b)
+
+
 def compile_graph() -> Callable[..., Any]:
     """Return inductor's `compile(graph, example_inputs)`; imports it, which torch.compile does anyway."""
     import torch._inductor
@@ -275,6 +280,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Tensor._is_view": lambda: torch.Tensor._is_view,
     "Tensor._version": lambda: torch.Tensor._version,
     "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
+    "torch._int_mm": lambda: torch._int_mm,
     "torch._C._dispatch_has_kernel_for_dispatch_key": lambda: torch._C._dispatch_has_kernel_for_dispatch_key,
     "optimizer._global_optimizer_pre_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks,
     "optimizer._global_optimizer_post_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_post_hooks,

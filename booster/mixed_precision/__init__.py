@@ -8,6 +8,13 @@ from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecisi
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision
 from booster.mixed_precision.keep_fp32 import KeptModules, is_batch_norm, set_fp32_attr_to_module
+from booster.mixed_precision.low_precision.strategy import (
+    FP8MixedPrecision,
+    Int8MixedPrecision,
+    LowPrecision,
+    MXFP8MixedPrecision,
+    NVFP4MixedPrecision,
+)
 from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
 from booster.mixed_precision.naive_model import NaiveAMPModel
 from booster.mixed_precision.placement import Placement
@@ -23,10 +30,15 @@ __all__ = [
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "FP32",
+    "FP8MixedPrecision",
+    "Int8MixedPrecision",
     "KeptModules",
     "LossScaler",
+    "LowPrecision",
+    "MXFP8MixedPrecision",
     "MixedPrecision",
     "NaiveAMPModel",
+    "NVFP4MixedPrecision",
     "NaiveMixedPrecision",
     "NoScale",
     "Placement",
@@ -47,6 +59,10 @@ _REGISTRY: dict[str, type[MixedPrecision]] = {
     "fp16_naive": FP16NaiveMixedPrecision,
     "bf16_naive": BF16NaiveMixedPrecision,
     "fp16_apex": FP16ApexMixedPrecision,
+    "fp8": FP8MixedPrecision,
+    "mxfp8": MXFP8MixedPrecision,
+    "nvfp4": NVFP4MixedPrecision,
+    "int8": Int8MixedPrecision,
 }
 
 

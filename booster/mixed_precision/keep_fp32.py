@@ -28,19 +28,23 @@ class KeptModules:
 
     keep_fp32: one or several of: a module type; a name or glob pattern matched against the whole qualified name, where
     `*` matches within one part and `**` across parts ("blocks.*.norm1"); a predicate `(name, module) -> bool`.
-    names: of those that it selects; a module inside a selected one is not listed again.
+    names: of those that it selects; a module inside a selected one is not listed again. option: what a strategy calls its
+    argument, for messages.
     Raises ValueError for a type or pattern that selects nothing: a typo would change the precision silently.
     """
 
-    def __init__(self, model: nn.Module, keep_fp32: KeepFP32 | Iterable[KeepFP32]) -> None:
+    def __init__(
+        self, model: nn.Module, keep_fp32: KeepFP32 | Iterable[KeepFP32], *, option: str = "keep_fp32"
+    ) -> None:
         arguments.instance("model", model, nn.Module, "a torch.nn.Module")
+        arguments.text("option", option, "the name of the option, for messages")
         names: set[str] = set()
-        for entry in normalise_keep_fp32(keep_fp32):
+        for entry in normalise_keep_fp32(keep_fp32, option):
             selects = _selects(entry)
             chosen = {name for name, module in model.named_modules() if name and selects(name, module)}
             if not chosen and (isinstance(entry, (str, type))):
                 raise ValueError(
-                    f"keep_fp32={entry!r} selects no module of {type(model).__name__}; "
+                    f"{option}={entry!r} selects no module of {type(model).__name__}; "
                     f"its top-level modules are {[name for name, _ in model.named_children()]}"
                 )
             names |= chosen
@@ -52,16 +56,16 @@ class KeptModules:
         return name in self.names or not self.names.isdisjoint(parents(name))
 
 
-def normalise_keep_fp32(keep_fp32: KeepFP32 | Iterable[KeepFP32]) -> tuple[KeepFP32, ...]:
-    """Return `keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable."""
+def normalise_keep_fp32(keep_fp32: KeepFP32 | Iterable[KeepFP32], option: str = "keep_fp32") -> tuple[KeepFP32, ...]:
+    """Return `keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable. option: its name."""
     several = isinstance(keep_fp32, Iterable) and not isinstance(keep_fp32, (str, type, Mapping, torch.Tensor))
     entries: tuple[Any, ...] = tuple(keep_fp32) if several else (keep_fp32,)  # type: ignore[arg-type]
     for entry in entries:
         if isinstance(entry, type) and not issubclass(entry, nn.Module):
-            raise TypeError(f"keep_fp32 names the type {entry.__name__}, which is not a torch.nn.Module")
+            raise TypeError(f"{option} names the type {entry.__name__}, which is not a torch.nn.Module")
         if isinstance(entry, nn.Module) or not (isinstance(entry, (type, str)) or callable(entry)):
             raise TypeError(
-                f"keep_fp32 holds {arguments.shown(entry)}; each entry must be a module type, a name pattern or a predicate "
+                f"{option} holds {arguments.shown(entry)}; each entry must be a module type, a name pattern or a predicate "
                 "(name, module) -> bool"
             )
     return entries

@@ -13,7 +13,7 @@ import torch
 from booster import arguments
 
 _MANTISSA = 23  # bits, of float32
-_CARRIERS = (torch.float32, torch.bfloat16, torch.float16)
+CARRIERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def round_to(x: torch.Tensor, target: NumberFormat, *, noise: torch.Tensor | Non
     that makes the expected value `x`. `torch.rand(x.shape, generator=g)`, or `noise_of(x)`.
     Raises ValueError for a dtype wider than float32, which would be rounded twice, and for noise with E8M0.
     """
-    if x.dtype not in _CARRIERS:
+    if x.dtype not in CARRIERS:
         raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
     if noise is None and target.dtype is not None and target.exponent_bits and target.signed:
         return x.clamp(target.lowest, target.largest).to(target.dtype).to(x.dtype)

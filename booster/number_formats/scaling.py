@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from booster import arguments
-from booster.number_formats.formats import E4M3, NumberFormat, round_to
+from booster.number_formats.formats import CARRIERS, E4M3, NumberFormat, round_to
 
 ScaleKind = Literal["float32", "power_of_two", "e4m3"]
 
@@ -50,13 +50,18 @@ class Scaled:
 
     values: in the torch dtype of the format, where it has one, else float32. scale: float32, of shape () for a tensor,
     (m, 1) for rows, (blocks down, blocks across) for blocks. outer: of shape (), one more factor for all of it, or None.
-    block: rows and columns of a block, or None.
+    scaling: how they were made.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
-    outer: torch.Tensor | None = None
-    block: tuple[int, int] | None = None
+    outer: torch.Tensor | None
+    scaling: Scaling
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a block; None where there are none."""
+        return self.scaling.over if isinstance(self.scaling.over, tuple) else None
 
     def scale_of_each(self) -> torch.Tensor:
         """`scale` for every number of a block, m x n; for a tensor or rows as it is, to be broadcast."""
@@ -81,8 +86,9 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
         raise ValueError(
             f"scales are for matrices, got a tensor of shape {tuple(x.shape)}; flatten all but the last dimension"
         )
+    if x.dtype not in CARRIERS:
+        raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
     wide = x.float()
-    block = scaling.over if isinstance(scaling.over, tuple) else None
     largest = _largest(wide, scaling.over) / target.largest
     outer = None
     if scaling.scale == "e4m3":
@@ -95,7 +101,7 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
         scale = torch.where(torch.isfinite(largest), scale, torch.nan)
     else:
         scale = torch.where(torch.isfinite(largest), largest.clamp(min=_TINY), torch.nan)
-    scaled = Scaled(wide, scale, outer, block)
+    scaled = Scaled(wide, scale, outer, scaling)
     divisor = scaled.scale_of_each() if outer is None else scaled.scale_of_each() * outer
     values = wide / divisor
     low = target.dtype if target.exponent_bits and target.signed else None
@@ -104,7 +110,7 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
     else:
         values = round_to(values, target, noise=noise)
         values = values if low is None else values.to(low)
-    return Scaled(values, scale, outer, block)
+    return Scaled(values, scale, outer, scaling)
 
 
 def _largest(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, int]) -> torch.Tensor:

@@ -275,6 +275,9 @@ RANGES: dict[str, Predicate] = {
     # precisions
     "output_dtype": floating,
     "keep_fp32": pins,
+    "keep": pins,
+    "compute_dtype": one_of(torch.bfloat16, torch.float32),
+    "KeptModules(option)": text,
     "init_scale": a_scale,
     "initial_scale": number(1, 2.0**32),
     "scale": a(LossScaler),

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from everywhere import everywhere
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,7 +18,6 @@ from booster.mixed_precision import (
     MixedPrecision,
     NaiveAMPModel,
     apex_amp,
-    available,
 )
 from booster.plugin import Plugin, SingleDevice, TorchDDPPlugin
 
@@ -84,7 +84,7 @@ class Unready(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
 
 
-@pytest.mark.parametrize("precision", available())
+@pytest.mark.parametrize("precision", everywhere())
 def test_a_model_on_the_meta_device_gets_values_or_an_error_that_says_how(precision):
     with torch.device("meta"):
         model, unready = net(), nn.Sequential(nn.Linear(2, 2), Unready())

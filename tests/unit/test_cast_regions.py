@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from everywhere import everywhere
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,6 @@ from booster.mixed_precision import (
     MixedPrecision,
     NaiveAMPModel,
     apex_amp,
-    available,
 )
 
 
@@ -35,7 +35,7 @@ class AsItIs(MixedPrecision):
 
 
 PRECISIONS = {
-    **{name: lambda name=name: name for name in available() if name != "fp16_apex"},
+    **{name: lambda name=name: name for name in everywhere() if name != "fp16_apex"},
     **{
         f"fp16_apex {level}": lambda level=level: FP16ApexMixedPrecision(level, verbosity=0)
         for level in ("O0", "O1", "O2", "O3")

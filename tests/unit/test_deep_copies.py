@@ -5,13 +5,14 @@ import threading
 
 import pytest
 import torch
+from everywhere import everywhere
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import BF16MixedPrecision, FP16ApexMixedPrecision, available
+from booster.mixed_precision import BF16MixedPrecision, FP16ApexMixedPrecision
 
 PRECISIONS = {
-    **{name: lambda name=name: name for name in available()},
+    **{name: lambda name=name: name for name in everywhere()},
     **{
         f"fp16_apex {level}": lambda level=level: FP16ApexMixedPrecision(level, verbosity=0)
         for level in ("O0", "O2", "O3")

@@ -1,0 +1,95 @@
+"""Products on hardware that has the formats: torch's scaled matrix products, with operands filled up and laid out for them.
+
+Not run on a GPU so far: the layouts are those that torch's own tests use, and what runs on a CPU is compared with the
+emulation there (float8 with scales of tensors and rows, int8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
+from booster.number_formats import E2M1, Scaled, encode
+from booster.torch_internals import int_mm
+
+_ROWS = 32  # what the number of rows of both operands is filled up to: a multiple of 16, and more than 16 for int8
+_TILE = (128, 4)  # of block scales, see "1D block scaling factors layout" in cuBLAS's documentation
+
+
+def missing(recipe: Recipe, device: torch.device) -> str:
+    """What `device` lacks to run `recipe`, as a sentence; empty where it lacks nothing."""
+    if device.type == "cpu":
+        if recipe.on_cpu:
+            return ""
+        found = "this is a CPU"
+    elif torch.version.hip:
+        found = f"{torch.cuda.get_device_name(device)} is AMD's, on which this library has not been tried"
+    else:
+        capability = torch.cuda.get_device_capability(device)
+        if capability >= recipe.capability:
+            return ""
+        found = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+    needed = f"{recipe.capability[0]}.{recipe.capability[1]}"
+    return f"{recipe.name} needs an NVIDIA GPU of compute capability {needed} ({recipe.generations}), and {found}"
+
+
+def multiply(
+    low: Callable[[torch.Tensor, Operand], Scaled], a: torch.Tensor, b: torch.Tensor, how: Product, recipe: Recipe
+) -> torch.Tensor:
+    """Return `a @ b.t()`, rounded by `low` as `how` says and run by the kernel of `recipe`; float32 for int8, else bfloat16."""
+    rows, columns = a.shape[0], b.shape[0]
+    a, b = (F.pad(each, (0, 0, 0, -each.shape[0] % _ROWS)) for each in (a, b))
+    left, right = low(a, how.left), low(b, how.right)
+    run = {"fp8": scaled, "mxfp8": microscaled, "nvfp4": microscaled, "int8": whole_numbers}[recipe.kernel]
+    return run(left, right)[:rows, :columns]
+
+
+def scaled(a: Scaled, b: Scaled) -> torch.Tensor:
+    """Return `a @ b.t()`, bfloat16, of float8 matrices with scales of tensors or rows."""
+    kind = F.ScalingType.TensorWise
+    left, right = a.scale, b.scale
+    if left.dim() or right.dim():  # one kind for both
+        kind = F.ScalingType.RowWise
+        left = left.expand(a.values.shape[0], 1).contiguous()
+        right = right.expand(b.values.shape[0], 1).contiguous().t()
+    return F.scaled_mm(a.values, b.values.t(), left, kind, right, kind, output_dtype=torch.bfloat16)
+
+
+def microscaled(a: Scaled, b: Scaled) -> torch.Tensor:
+    """Return `a @ b.t()`, bfloat16, of matrices with scales of blocks: mxfp8, or packed fp4 where there is an `outer` one."""
+    swizzle = F.SwizzleType.SWIZZLE_32_4_4
+    if a.outer is None or b.outer is None:
+        kind = F.ScalingType.BlockWise1x32
+        scales = [tiled(each.scale).to(torch.float8_e8m0fnu) for each in (a, b)]
+        return F.scaled_mm(a.values, b.values.t(), scales[0], kind, scales[1], kind, swizzle, swizzle)
+    kinds, swizzles = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise], [swizzle, F.SwizzleType.NO_SWIZZLE]
+    left, right = ([tiled(_of_rows(each)).to(torch.float8_e4m3fn), each.outer] for each in (a, b))
+    return F.scaled_mm(packed(a.values), packed(b.values).t(), left, kinds, right, kinds, swizzles, swizzles)  # type: ignore[arg-type]
+
+
+def whole_numbers(a: Scaled, b: Scaled) -> torch.Tensor:
+    """Return `a @ b.t()`, float32, of int8 matrices with scales of rows; sums are exact."""
+    return int_mm(a.values.to(torch.int8), b.values.to(torch.int8).t()).float() * a.scale * b.scale.t()
+
+
+def packed(values: torch.Tensor) -> torch.Tensor:
+    """Return e2m1 numbers as torch has them, two in a byte, the first in the low half."""
+    codes = encode(values, E2M1)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous().view(torch.float4_e2m1fn_x2)
+
+
+def tiled(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales of rows x blocks as the kernel reads them: tiles of 128 x 4, and in these row i beside rows i + 32 * n."""
+    rows, columns = _TILE
+    filled = F.pad(scale, (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows))
+    tiles = filled.view(-1, 4, 32, filled.shape[1] // columns, columns)
+    return tiles.permute(0, 3, 2, 1, 4).flatten()
+
+
+def _of_rows(x: Scaled) -> torch.Tensor:
+    """The scales of blocks of one row each; blocks of several rows are repeated."""
+    down = x.block[0] if x.block else 1
+    return x.scale.repeat_interleave(down, 0)[: x.values.shape[0]]

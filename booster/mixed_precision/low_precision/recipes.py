@@ -1,0 +1,140 @@
+"""What a linear layer's three products are made of: formats and scales as data.
+
+Every product is `a @ b.t()` of two matrices whose last dimension is summed over, and rows and blocks are along that one:
+output = x @ weight.t(), gradient of x = g @ weight.t().t(), gradient of weight = g.t() @ x.t().t(); tokens are rows of x and g.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, Scaling
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The format that one matrix of a product is rounded to. stochastic: instead of to the nearest."""
+
+    format: NumberFormat
+    scaling: Scaling
+    stochastic: bool = False
+
+
+@dataclass(frozen=True)
+class Product:
+    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `product.rotated`."""
+
+    left: Operand
+    right: Operand
+    hadamard: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The products of a layer, and what they need.
+
+    weight_gradient: None leaves it in the wide dtype. multiple: what both features of a layer must be a multiple of, and what
+    the summed dimension is filled up to with zeros. kernel: which one runs it. capability: the least one of a CUDA device, of
+    the generations `generations`. on_cpu: whether the CPU has the kernel. bounds: of the relative errors of output, gradient
+    of the input and gradient of the weight on normally distributed numbers, in the root of squares; twice what is expected.
+    """
+
+    name: str
+    output: Product
+    input_gradient: Product
+    weight_gradient: Product | None
+    multiple: int
+    kernel: Literal["fp8", "mxfp8", "nvfp4", "int8"]
+    capability: tuple[int, int]
+    generations: str
+    bounds: tuple[float, float, float]
+    on_cpu: bool = False
+
+
+def _both(operand: Operand, *, hadamard: bool = False) -> Product:
+    return Product(operand, operand, hadamard)
+
+
+_ADA = {"multiple": 16, "kernel": "fp8", "capability": (8, 9), "generations": "Ada, Hopper, Blackwell or newer"}
+_BLACKWELL = {"multiple": 32, "capability": (10, 0), "generations": "Blackwell or newer"}
+
+_TENSOR = Operand(E4M3, Scaling("tensor"))
+_TENSOR_GRADIENT = Operand(E5M2, Scaling("tensor"))
+_ROW = Operand(E4M3, Scaling("row", "power_of_two"))
+_MX = Operand(E4M3, Scaling((1, 32), "power_of_two"))
+_NV = Operand(E2M1, Scaling((1, 16), "e4m3"))
+_INT8 = Operand(INT8, Scaling("row"))
+
+# The three of torchao's float8 training, under its names, scales included: rows have powers of two.
+FP8_RECIPES = {
+    "tensorwise": Recipe(
+        name="fp8 tensorwise",
+        output=_both(_TENSOR),
+        input_gradient=Product(_TENSOR_GRADIENT, _TENSOR),
+        weight_gradient=Product(_TENSOR_GRADIENT, _TENSOR),
+        bounds=(0.075, 0.12, 0.12),
+        **_ADA,  # type: ignore[arg-type]
+    ),
+    "rowwise": Recipe(
+        name="fp8 rowwise",
+        output=_both(_ROW),
+        input_gradient=_both(_ROW),
+        weight_gradient=_both(_ROW),
+        bounds=(0.075, 0.075, 0.075),
+        **_ADA,  # type: ignore[arg-type]
+    ),
+    "rowwise_with_gw_hp": Recipe(
+        name="fp8 rowwise_with_gw_hp",
+        output=_both(_ROW),
+        input_gradient=Product(_ROW, Operand(E4M3, Scaling("tensor", "power_of_two"))),
+        weight_gradient=None,
+        bounds=(0.075, 0.075, 0.01),
+        **_ADA,  # type: ignore[arg-type]
+    ),
+}
+
+# Mishra et al. 2025, Recipes for Pre-training LLMs with MXFP8 (arXiv 2506.08027): e4m3 throughout, scales rounded up.
+MXFP8 = Recipe(
+    name="mxfp8",
+    output=_both(_MX),
+    input_gradient=_both(_MX),
+    weight_gradient=_both(_MX),
+    kernel="mxfp8",
+    bounds=(0.075, 0.075, 0.075),
+    **_BLACKWELL,  # type: ignore[arg-type]
+)
+
+
+def nvfp4_recipe(*, stochastic_rounding: bool, hadamard: bool) -> Recipe:
+    """NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149).
+
+    Weights in blocks of 16 x 16, so that both passes see the same ones, activations and gradients of 16 numbers; gradients
+    rounded stochastically; the operands of the weight gradient rotated by a random Hadamard transform.
+    """
+    weight = Operand(E2M1, Scaling((16, 16), "e4m3"))
+    gradient = Operand(E2M1, Scaling((1, 16), "e4m3"), stochastic=stochastic_rounding)
+    return Recipe(
+        name="nvfp4",
+        output=Product(_NV, weight),
+        input_gradient=Product(gradient, weight),
+        weight_gradient=Product(gradient, _NV, hadamard),
+        kernel="nvfp4",
+        bounds=(0.3, 0.36, 0.36),
+        **_BLACKWELL,  # type: ignore[arg-type]
+    )
+
+
+# Rows of both operands, in all three products; torchao's int8 mixed-precision training does the same.
+INT8_RECIPE = Recipe(
+    name="int8",
+    output=_both(_INT8),
+    input_gradient=_both(_INT8),
+    weight_gradient=_both(_INT8),
+    multiple=8,
+    kernel="int8",
+    capability=(7, 5),
+    generations="Turing or newer",
+    bounds=(0.03, 0.03, 0.03),
+    on_cpu=True,
+)

@@ -1,0 +1,70 @@
+"""Whether a converted layer computes what the layer did, roughly, on data of its own: what a silent defect would spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+
+_TOKENS = 64
+_PRODUCTS = ("output", "gradient of the input", "gradient of the weight")
+
+
+def complaint(layer: LowPrecisionLinear, device: torch.device, dtype: torch.dtype) -> str:
+    """Say what is wrong with `layer` on `device`, its input in `dtype`; empty where nothing is.
+
+    Its forward, its two gradients and that of the bias are compared with those of a plain linear layer of the same shape in
+    float32, on normally distributed numbers. Right is: every parameter has a gradient, nothing is NaN or inf, and the error
+    of each product is above zero, since rounding that does nothing did not happen, and below the recipe's bound.
+    Cost: forward and backward of 64 rows, and two weights more for as long. No generator of torch moves.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw).to(device)
+
+    x, g = normal(_TOKENS, layer.in_features).to(dtype), normal(_TOKENS, layer.out_features).to(dtype)
+    params = {"weight": normal(layer.out_features, layer.in_features) / layer.in_features**0.5}
+    if layer.bias is not None:
+        params["bias"] = normal(layer.out_features)
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        probe = layer.__class__.__new__(layer.__class__)
+        probe.__dict__.update(layer.__dict__)
+        probe._parameters = {"bias": None, **{name: nn.Parameter(value.clone()) for name, value in params.items()}}
+        low = _results(probe.forward, x, g, probe._parameters)  # without the hooks of the user's layer
+        plain = {name: nn.Parameter(value) for name, value in params.items()}
+        wide = _results(lambda x: F.linear(x, plain["weight"], plain.get("bias")), x.float(), g.float(), plain)
+    recipe = layer.recipe
+    bounds = dict(zip(_PRODUCTS, recipe.bounds, strict=True))
+    low_ones = dict(zip(_PRODUCTS, (recipe.output, recipe.input_gradient, recipe.weight_gradient), strict=True))
+    for name, expected in wide.items():
+        got = low[name]
+        if got is None:
+            return f"no {name}"
+        if not bool(torch.isfinite(got).all()):
+            return f"the {name} has inf or NaN"
+        error = float((got.float() - expected).norm() / expected.norm())
+        rounding = 2.0**-7  # of sums in bfloat16, for the bias, whose gradient no recipe rounds
+        if error > bounds.get(name, rounding):
+            return f"the {name} is off by {error:.2g}, and at most {bounds.get(name, rounding):.2g} is right"
+        if low_ones.get(name) is not None and error == 0:
+            return f"the {name} is not rounded at all"
+    return ""
+
+
+def _results(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    g: torch.Tensor,
+    params: Mapping[str, nn.Parameter | None],
+) -> dict[str, Any]:
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    y.backward(g.to(y.dtype))
+    of_params = {f"gradient of the {name}": param.grad for name, param in params.items() if param is not None}
+    return {"output": y.detach(), "gradient of the input": x.grad, **of_params}

@@ -1,0 +1,286 @@
+"""Precisions whose linear layers multiply in 4 to 8 bits, inside a model of a wider precision."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster import arguments
+from booster.mixed_precision.amp import BF16MixedPrecision
+from booster.mixed_precision.base import FP32, MixedPrecision
+from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, normalise_keep_fp32
+from booster.mixed_precision.low_precision.kernels import missing
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, Recipe, nvfp4_recipe
+from booster.mixed_precision.low_precision.self_check import complaint
+from booster.mixed_precision.naive import BF16NaiveMixedPrecision
+from booster.mixed_precision.placement import Placement
+from booster.mixed_precision.policy import DtypePolicy
+from booster.modules import bare
+from booster.update.base import Job, Update
+
+_logger = logging.getLogger(__name__)
+
+Emulate = bool | Literal["auto"]
+
+
+class LowPrecision(MixedPrecision):
+    """Linear layers multiply by `recipe`, forward and backward; all else runs in a wider precision. Base of the four.
+
+    Every `nn.Linear` is replaced by a layer under the same name with the same parameters, so that optimizers, plugins and
+    checkpoints see what they saw. Weights are rounded anew in every pass.
+
+    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
+    numbers in a wide dtype on any device, slower than that dtype, to rehearse; "auto" rehearses where it must.
+    keep: linear layers that stay in the wide dtype, by type, name pattern or predicate (see `KeptModules`); None means the
+    first and the last one, () none. Layers whose features are no multiple of what the kernels want stay wide too, and so do
+    subclasses of `nn.Linear`; one INFO line names them.
+    weights: "fp32" is the precision `bf16` around these layers, "bf16" `bf16_naive`, whose masters the optimizer steps.
+    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for rehearsals with "fp32" weights.
+    keep_fp32: modules that compute in float32, with the linear layers in them, as in these; None means their default.
+
+    `boost` checks each kind of layer against a plain one (`self_check.complaint`), and raises RuntimeError where they differ
+    by more than the recipe may. Raises ValueError for a model of which no layer can be converted. Backward with
+    create_graph=True raises RuntimeError.
+    """
+
+    recipe: Recipe
+
+    def __init__(
+        self,
+        *,
+        emulate: Emulate = False,
+        keep: KeepFP32 | Iterable[KeepFP32] | None = None,
+        weights: Literal["fp32", "bf16"] = "fp32",
+        compute_dtype: torch.dtype = torch.bfloat16,
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
+    ) -> None:
+        self._emulate = arguments.choice("emulate", emulate, (True, False, "auto"))
+        self._keep = None if keep is None else normalise_keep_fp32(keep, "keep")
+        arguments.choice("weights", weights, ("fp32", "bf16"))
+        arguments.choice("compute_dtype", compute_dtype, (torch.bfloat16, torch.float32))
+        if compute_dtype == torch.float32 and weights == "bf16":
+            raise ValueError("compute_dtype=torch.float32 goes with weights='fp32'; weights='bf16' compute in bfloat16")
+        if compute_dtype == torch.float32 and keep_fp32 is not None:
+            raise ValueError("keep_fp32 says nothing under compute_dtype=torch.float32; leave it out, and pass keep=")
+        options: dict[str, Any] = {} if keep_fp32 is None else {"keep_fp32": keep_fp32}
+        self._keep_fp32 = normalise_keep_fp32(() if keep_fp32 is None else keep_fp32)
+        self._dtype = compute_dtype
+        self._wide: MixedPrecision
+        if weights == "bf16":
+            self._wide = BF16NaiveMixedPrecision(**options)
+        else:
+            self._wide = FP32() if compute_dtype == torch.float32 else BF16MixedPrecision(**options)
+        self._said = False
+        if not hasattr(self, "recipe"):
+            raise TypeError(
+                f"{type(self).__name__} has no recipe; use one of its subclasses, such as FP8MixedPrecision"
+            )
+
+    # ---- the wider precision ----
+
+    @property
+    def policy(self) -> DtypePolicy:  # type: ignore[override]
+        return self._wide.policy
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self._wide.input_dtype
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        self._wide.bind(device)
+        self._runs()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self._wide.forward_context()
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return self._wide.backward_context()
+
+    def check(self, model: nn.Module) -> None:
+        try:
+            self._wide.check(model)
+        except ValueError as error:
+            raise ValueError(f"{error}; under {type(self).__name__} that is weights='bf16'") from None
+
+    def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
+        return self._wide.keep_weights(model, placement)
+
+    def may_fuse(self, optimizer: Optimizer) -> bool:
+        return self._wide.may_fuse(optimizer)
+
+    def may_compile(self, optimizer: Optimizer) -> bool:
+        return self._wide.may_compile(optimizer)
+
+    def make_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool,
+    ) -> Callable[[Job], Update] | None:
+        return self._wide.make_update(optimizer, names, weights, compiled=compiled)
+
+    # ---- the layers ----
+
+    def policy_for(self, model: nn.Module) -> DtypePolicy:
+        self._runs()
+        self._choose(bare(model))  # raises before anything is changed
+        return self._wide.policy_for(model)
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        inner, kernels = bare(model), self._runs()
+        names, wide = self._choose(inner)
+        layers = {}
+        for name in names:
+            old = inner.get_submodule(name)
+            layers[id(old)] = LowPrecisionLinear.of(old, self.recipe, kernels=kernels)  # type: ignore[arg-type]
+        self._check_layers({name: layers[id(inner.get_submodule(name))] for name in names})
+        for name, module in [*inner.named_modules(remove_duplicate=False)]:
+            if id(module) in layers:
+                inner.set_submodule(name, layers[id(module)])
+        self._report(inner, len(names), wide, kernels)
+        return self._wide.convert(model)
+
+    def _runs(self) -> bool:
+        """Whether kernels run, and not the emulation; raises ValueError where neither may."""
+        if self._emulate is True:
+            return False
+        lacks = missing(self.recipe, self.device)
+        if lacks and not self._emulate:
+            raise ValueError(
+                f"{lacks}; {type(self).__name__}(emulate=True) computes the same numbers on any device, slowly, as a rehearsal"
+            )
+        if not lacks and self._dtype == torch.float32 and self.recipe.kernel != "int8":
+            raise ValueError(
+                f"compute_dtype=torch.float32 is for rehearsals: the kernels of {self.recipe.name} return bfloat16; pass "
+                "emulate=True with it"
+            )
+        return not lacks
+
+    def _choose(self, model: nn.Module) -> tuple[list[str], dict[str, str]]:
+        """Names of the layers to convert, and of the linear layers that are not, with the reason."""
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        kept = KeptModules(model, self._keep or (), option="keep")
+        in_fp32 = KeptModules(model, self._keep_fp32)
+        ends = {next(iter(linears)): "the first", next(reversed(linears)): "the last"} if linears else {}
+        multiple, names, wide = self.recipe.multiple, [], {}
+        for name, module in linears.items():
+            if name in ends and self._keep is None:
+                wide[name] = ends[name]
+            elif kept.contains(name):
+                wide[name] = "kept"
+            elif in_fp32.contains(name):
+                wide[name] = "in float32"
+            elif type(module) is not nn.Linear or "forward" in module.__dict__:
+                wide[name] = "a subclass" if type(module) is not nn.Linear else "its forward was replaced"
+            elif module.in_features % multiple or module.out_features % multiple:
+                wide[name] = f"{module.in_features} -> {module.out_features}, no multiples of {multiple}"
+            elif module.weight.dtype == torch.float64:
+                wide[name] = "float64"
+            else:
+                names.append(name)
+        if not names:
+            reasons = "; ".join(f"{name} ({reason})" for name, reason in [*wide.items()][:10])
+            raise ValueError(
+                f"{self.recipe.name} finds no linear layer to convert in {type(model).__name__}"
+                f"{f'; wide stay: {reasons}' if reasons else ', which has none'}. Use mixed_precision='bf16' for it, or keep= "
+                "to choose what stays wide, () for nothing"
+            )
+        return names, wide
+
+    def _check_layers(self, layers: Mapping[str, LowPrecisionLinear]) -> None:
+        """Check one layer of each shape: the data of a check depends on nothing else."""
+        shapes: dict[tuple[Any, ...], list[str]] = {}
+        for name, layer in layers.items():
+            shapes.setdefault((layer.in_features, layer.out_features, layer.bias is None), []).append(name)
+        for alike in shapes.values():
+            wrong = complaint(layers[alike[0]], self.device, self._dtype)
+            if wrong:
+                more = f" and {len(alike) - 1} of its shape" if len(alike) > 1 else ""
+                raise RuntimeError(
+                    f"{alike[0]!r}{more} would not train right in {self.recipe.name} on {self.device}: {wrong}. Keep it wide "
+                    "with keep=, and report it; it is a defect of this library or of torch's kernels"
+                )
+
+    def _report(self, model: nn.Module, count: int, wide: Mapping[str, str], kernels: bool) -> None:
+        listed = ", ".join(f"{name} ({reason})" for name, reason in wide.items())
+        _logger.info(
+            "%s: %d linear layers of %s converted; wide stay: %s",
+            self.recipe.name,
+            count,
+            type(model).__name__,
+            listed or "none",
+        )
+        if not (kernels or self._said):
+            _logger.warning(
+                "%s is emulated on %s: a rehearsal of its numbers, slower than the wide dtype",
+                self.recipe.name,
+                self.device,
+            )
+            self._said = True
+
+
+class FP8MixedPrecision(LowPrecision):
+    """float8 products. recipe: "tensorwise", one scale a matrix, e5m2 for gradients; "rowwise", one a row, e4m3 throughout;
+    "rowwise_with_gw_hp", rowwise with the weight gradient in the wide dtype. Those of torchao. Other options: `LowPrecision`.
+    """
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        *,
+        emulate: Emulate = False,
+        keep: KeepFP32 | Iterable[KeepFP32] | None = None,
+        weights: Literal["fp32", "bf16"] = "fp32",
+        compute_dtype: torch.dtype = torch.bfloat16,
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
+    ) -> None:
+        self.recipe = FP8_RECIPES[arguments.choice("recipe", recipe, tuple(FP8_RECIPES))]
+        super().__init__(emulate=emulate, keep=keep, weights=weights, compute_dtype=compute_dtype, keep_fp32=keep_fp32)
+
+
+class MXFP8MixedPrecision(LowPrecision):
+    """float8 products with a power-of-two scale for each 32 numbers. Options: `LowPrecision`."""
+
+    recipe = MXFP8
+
+
+class NVFP4MixedPrecision(LowPrecision):
+    """4-bit products with an e4m3 scale for each 16 numbers. Other options: `LowPrecision`.
+
+    stochastic_rounding: of gradients; what is random is a hash of the gradient (`number_formats.noise_of`), so that ranks,
+    recomputations and resumed runs agree. hadamard: rotate the operands of the weight gradient, so that no outlier takes up
+    its block's scale. Both as NVIDIA published the recipe (arXiv 2509.25149), which also keeps some layers wide: see keep.
+    """
+
+    def __init__(
+        self,
+        *,
+        stochastic_rounding: bool = True,
+        hadamard: bool = True,
+        emulate: Emulate = False,
+        keep: KeepFP32 | Iterable[KeepFP32] | None = None,
+        weights: Literal["fp32", "bf16"] = "fp32",
+        compute_dtype: torch.dtype = torch.bfloat16,
+        keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
+    ) -> None:
+        self.recipe = nvfp4_recipe(
+            stochastic_rounding=arguments.flag("stochastic_rounding", stochastic_rounding),
+            hadamard=arguments.flag("hadamard", hadamard),
+        )
+        super().__init__(emulate=emulate, keep=keep, weights=weights, compute_dtype=compute_dtype, keep_fp32=keep_fp32)
+
+
+class Int8MixedPrecision(LowPrecision):
+    """8-bit whole-number products with a scale for each row, which CPUs run as well. Options: `LowPrecision`."""
+
+    recipe = INT8_RECIPE

@@ -1,0 +1,38 @@
+"""On a CUDA device that has the format: its kernels agree with their emulation, up to the rounding of the output."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from booster.mixed_precision.low_precision.kernels import missing
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
+from booster.mixed_precision.low_precision.self_check import complaint
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = [*FP8_RECIPES.values(), MXFP8, nvfp4_recipe(stochastic_rounding=True, hadamard=True), INT8_RECIPE]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("shape", [(64, 128, 256), (37, 96, 64), (1, 32, 32)], ids=str)
+def test_kernels_agree_with_their_emulation(recipe, shape):
+    device = torch.device("cuda", torch.cuda.current_device())
+    if missing(recipe, device):
+        pytest.skip(missing(recipe, device))
+    tokens, inputs, outputs = shape
+    torch.manual_seed(0)
+    linear = nn.Linear(inputs, outputs, device=device)
+    x, g = (torch.randn(tokens, n, device=device, dtype=torch.bfloat16) for n in (inputs, outputs))
+    results = []
+    for kernels in (False, True):
+        layer = LowPrecisionLinear.of(copy.deepcopy(linear), recipe, kernels=kernels)
+        each = x.clone().requires_grad_()
+        y = layer(each)
+        y.backward(g)
+        results.append((y.detach(), each.grad, layer.weight.grad, layer.bias.grad))
+        assert complaint(layer, device, torch.bfloat16) == ""
+    for emulated, run in zip(*results, strict=True):
+        torch.testing.assert_close(run, emulated, rtol=2.0**-6, atol=2.0**-6 * float(emulated.float().abs().mean()))

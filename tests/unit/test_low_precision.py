@@ -1,0 +1,563 @@
+"""Linear layers in 4 to 8 bits compute what a hand-written one does, say where they run, and keep what a model is."""
+
+import copy
+import logging
+
+import low_reference
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from booster import Booster
+from booster.mixed_precision import (
+    BF16MixedPrecision,
+    FP8MixedPrecision,
+    Int8MixedPrecision,
+    LowPrecision,
+    MXFP8MixedPrecision,
+    NVFP4MixedPrecision,
+)
+from booster.mixed_precision.low_precision import kernels, product, self_check
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
+from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
+
+RECIPES = {
+    "fp8": FP8_RECIPES["tensorwise"],
+    "fp8 rowwise": FP8_RECIPES["rowwise"],
+    "fp8 rowwise_with_gw_hp": FP8_RECIPES["rowwise_with_gw_hp"],
+    "mxfp8": MXFP8,
+    "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
+    "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
+    "int8": INT8_RECIPE,
+}
+EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
+STRATEGIES = {
+    "fp8": lambda **options: FP8MixedPrecision(emulate=True, **options),
+    "fp8 rowwise": lambda **options: FP8MixedPrecision("rowwise", emulate=True, **options),
+    "mxfp8": lambda **options: MXFP8MixedPrecision(emulate=True, **options),
+    "nvfp4": lambda **options: NVFP4MixedPrecision(emulate=True, **options),
+    "int8": lambda **options: Int8MixedPrecision(**options),
+}
+EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def error(got, expected):
+    return float((got.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
+
+
+def passes(layer, x, g, *, half=True):
+    """Output and gradients of a forward and a backward pass."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        y = layer(x)
+    y.backward(g.to(y.dtype))
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in layer.named_parameters()}}
+
+
+def data(tokens=(3, 21), inputs=96, outputs=64, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    linear = nn.Linear(inputs, outputs)
+    with torch.no_grad():
+        for param in linear.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw) / inputs**0.5)
+    x = torch.randn(*tokens, inputs, generator=draw) * torch.logspace(-1, 1, inputs)
+    return linear, x, torch.randn(*tokens, outputs, generator=draw) * 1e-3
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("half", [True, False], ids=["bf16", "fp32"])
+def test_a_layer_computes_what_one_by_hand_does(name, half):
+    linear, x, g = data()
+    expected = passes(low_reference.LowLinear(copy.deepcopy(linear), name), x, g, half=half)
+    got = passes(LowPrecisionLinear.of(linear, RECIPES[name], kernels=False), x, g, half=half)
+    for key in expected:
+        # One rounding to bfloat16 that falls on the other side, or float32 sums in another order. Draws differ.
+        bound = 2.0**-8 if half else 2e-6
+        stochastic = name == "nvfp4" and key in ("x", "weight")
+        assert error(got[key], expected[key]) < (0.3 if stochastic else bound), key
+
+
+@EVERY_RECIPE
+def test_what_a_layer_returns_is_right_on_average(name):
+    """Two seeds of data: no product is biased, by a wrong scale or a lost row."""
+    linear, x, g = data((256,), 128, 96)
+    plain = passes(copy.deepcopy(linear), x, g, half=False)
+    low = passes(LowPrecisionLinear.of(linear, RECIPES[name], kernels=False), x, g, half=False)
+    for key, expected in plain.items():
+        ratio = float((low[key] * expected).sum() / (expected * expected).sum())
+        assert abs(ratio - 1) < 0.02, key
+
+
+def test_gradients_that_are_rounded_stochastically_are_right_on_average_and_the_same_again():
+    linear, x, g = data((64,), 64, 64)
+    plain = passes(copy.deepcopy(linear), x, g, half=False)
+    layer = LowPrecisionLinear.of(linear, RECIPES["nvfp4"], kernels=False)
+    assert all(
+        torch.equal(a, b) for a, b in zip(passes(layer, x, g).values(), passes(layer, x, g).values(), strict=True)
+    )
+
+    def average(layer, times=40):
+        # Gradients that differ in nothing but the last bits draw anew.
+        runs = [passes(layer, x, g * (1 + 2.0**-20 * i), half=False) for i in range(times)]
+        return sum(run["x"] for run in runs) / times
+
+    nearest = LowPrecisionLinear.of(linear, nvfp4_recipe(stochastic_rounding=False, hadamard=True), kernels=False)
+    # What is left is the error of the weight, which is rounded to the nearest.
+    rounded_weight = F.linear(g, scale_meant(linear.weight.detach(), (16, 16)).t())
+    assert error(average(layer), rounded_weight) < 0.03 < error(average(nearest, 2), rounded_weight)
+    assert error(average(layer), plain["x"]) < error(average(nearest, 2), plain["x"])
+
+
+def scale_meant(x, block):
+    scaled = scale_to(x, E2M1, Scaling(block, "e4m3"))
+    return scaled.wide() * scaled.outer
+
+
+def test_the_rotation_leaves_products_alone_and_spreads_outliers():
+    draw = torch.Generator().manual_seed(0)
+    a, b = torch.randn(8, 64, generator=draw), torch.randn(5, 64, generator=draw)
+    torch.testing.assert_close(product.rotated(a) @ product.rotated(b).t(), a @ b.t(), rtol=1e-5, atol=1e-5)
+    spike = torch.zeros(1, 16)
+    spike[0, 3] = 4.0
+    assert torch.equal(product.rotated(spike).abs(), torch.ones(1, 16))
+    assert len(set(product.rotated(spike).flatten().tolist())) == 2
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8 rowwise", "int8"])
+def test_kernels_that_a_cpu_has_agree_with_the_emulation(name):
+    linear, x, g = data((3, 7), 48, 32)  # 21 rows: filled up
+    emulated = passes(LowPrecisionLinear.of(copy.deepcopy(linear), RECIPES[name], kernels=False), x, g)
+    run = passes(LowPrecisionLinear.of(linear, RECIPES[name], kernels=True), x, g)
+    for key in run:
+        torch.testing.assert_close(
+            run[key], emulated[key], rtol=2.0**-7, atol=2.0**-7 * float(emulated[key].abs().mean())
+        )
+
+
+def test_whole_numbers_are_summed_exactly():
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-127, 128, (rows, 4096), generator=draw).float() for rows in (5, 7))
+    a[:, 0] = b[:, 0] = 127
+    left, right = (scale_to(each, INT8_RECIPE.output.left.format, Scaling("row")) for each in (a, b))
+    assert torch.equal(kernels.whole_numbers(left, right), (a.double() @ b.double().t()).float())
+
+
+def test_scales_lie_in_tiles_as_the_documentation_of_cublas_says():
+    for rows, columns in ((128, 4), (130, 5), (32, 2), (300, 9)):
+        scale = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0))
+        across, expected = -(-columns // 4), torch.zeros(-(-rows // 128) * -(-columns // 4) * 512)
+        for row in range(rows):
+            for column in range(columns):
+                tile = row // 128 * across + column // 4
+                expected[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scale[row, column]
+        assert torch.equal(kernels.tiled(scale), expected)
+
+
+def test_two_numbers_of_four_bits_lie_in_a_byte_the_first_one_below():
+    values = round_to(torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3, E2M1)
+    bytes_ = kernels.packed(values).view(torch.uint8)
+    assert torch.equal(decode(bytes_ & 15, E2M1), values[:, ::2])
+    assert torch.equal(decode(bytes_ >> 4, E2M1), values[:, 1::2])
+
+
+def test_rows_are_filled_up_for_kernels_without_changing_the_numbers(monkeypatch):
+    """What a kernel for blocks is given means what is emulated; stands in for one, which a CPU has not."""
+    seen = []
+
+    def stand_in(a, b):
+        seen.append((a.values.shape, b.values.shape))
+        return product.emulate(a, b, torch.bfloat16)
+
+    monkeypatch.setattr(kernels, "microscaled", stand_in)
+    for name in ("mxfp8", "nvfp4"):
+        linear, x, g = data((3, 7), 64, 96)
+        emulated = passes(LowPrecisionLinear.of(copy.deepcopy(linear), RECIPES[name], kernels=False), x, g)
+        run = passes(LowPrecisionLinear.of(linear, RECIPES[name], kernels=True), x, g)
+        assert all(torch.equal(run[key], emulated[key]) for key in run)
+    assert all(size % 32 == 0 for pair in seen for shape in pair for size in shape)
+    assert len(seen) == 6
+
+
+@EVERY_RECIPE
+def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name):
+    linear, x, g = data((0,))
+    layer = LowPrecisionLinear.of(linear, RECIPES[name], kernels=False)
+    empty = passes(layer, x, g)
+    assert empty["y"].shape == (0, 64)
+    assert (empty["weight"] == 0).all()
+    linear, x, g = data()
+    layer = LowPrecisionLinear.of(linear.requires_grad_(False), RECIPES[name], kernels=False)
+    x.requires_grad_()
+    layer(x).backward(g)
+    assert x.grad is not None
+    assert layer.weight.grad is None
+
+
+def test_gradients_of_gradients_are_refused():
+    linear, x, _ = data()
+    y = LowPrecisionLinear.of(linear, MXFP8, kernels=False)(x.requires_grad_())
+    with pytest.raises(RuntimeError, match="gradients of gradients, and mxfp8 layers have none"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+# ---- where they run ----
+
+
+def test_a_device_without_the_format_is_refused_with_the_way_out():
+    for name, needs in (("fp8", "8.9"), ("mxfp8", "10.0"), ("nvfp4", "10.0")):
+        with pytest.raises(
+            ValueError, match=rf"{name}.* compute capability {needs}.*this is a CPU; .*\(emulate=True\)"
+        ):
+            Booster("cpu", name)
+    Booster("cpu", "int8")
+    Booster("cpu", FP8MixedPrecision(emulate="auto"))
+    with pytest.raises(ValueError, match="this is a CPU"):
+        FP8MixedPrecision().configure(net())
+
+
+@pytest.mark.parametrize(
+    ("capability", "has"),
+    [((7, 0), ""), ((8, 0), "int8"), ((8, 9), "fp8 int8"), ((9, 0), "fp8 int8"), ((10, 0), "fp8 mxfp8 nvfp4 int8")],
+)
+def test_what_a_gpu_has_goes_by_its_compute_capability(monkeypatch, capability, has):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Something")
+    device = torch.device("cuda", 0)
+    lacking = {name: kernels.missing(RECIPES[name], device) for name in ("fp8", "mxfp8", "nvfp4", "int8")}
+    assert [name for name, said in lacking.items() if not said] == has.split()
+    assert all(
+        said.endswith(f"NVIDIA Something has {capability[0]}.{capability[1]}") for said in lacking.values() if said
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "AMD's" in kernels.missing(RECIPES["fp8"], device)
+
+
+def test_options_that_contradict_each_other_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="goes with weights='fp32'"):
+        FP8MixedPrecision(weights="bf16", compute_dtype=torch.float32)
+    with pytest.raises(ValueError, match="keep_fp32 says nothing"):
+        MXFP8MixedPrecision(compute_dtype=torch.float32, keep_fp32=nn.LayerNorm)
+    with pytest.raises(TypeError, match="has no recipe"):
+        LowPrecision()
+    monkeypatch.setattr("booster.mixed_precision.low_precision.strategy.missing", lambda recipe, device: "")
+    with pytest.raises(ValueError, match="is for rehearsals"):
+        Booster("cpu", FP8MixedPrecision(compute_dtype=torch.float32))
+
+
+# ---- models ----
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(10, 32)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(32), "up": nn.Linear(32, 64), "down": nn.Linear(64, 32, bias=False)})
+            for _ in range(2)
+        )
+        self.odd, self.back = nn.Linear(32, 30), nn.Linear(30, 32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x, recompute=False):
+        x = self.embed(x)
+        for block in self.blocks:
+            if recompute:
+                x = checkpoint(self.block, block, x, use_reentrant=False)
+            else:
+                x = self.block(block, x)
+        return self.head(x + self.back(self.odd(x)))
+
+    def block(self, block, x):
+        return x + block["down"](F.gelu(block["up"](block["norm"](x))))
+
+
+INNER = [f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")]
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def converted(model):
+    return [name for name, module in model.named_modules() if isinstance(module, LowPrecisionLinear)]
+
+
+def boosted(precision, model=None, **options):
+    model = net() if model is None else model
+    booster = Booster("cpu", precision, **options)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return booster, model, optimizer
+
+
+def train(run, steps=3, recompute=False):
+    booster, model, optimizer = run
+    draw = torch.Generator().manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(16, 10, generator=draw)
+        loss = (model(x, recompute) - x[:, :4]).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@EVERY_STRATEGY
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_model_trains_and_has_the_names_and_dtypes_of_its_wide_precision(strategy, weights):
+    run = boosted(STRATEGIES[strategy](weights=weights))
+    plain = boosted("bf16" if weights == "fp32" else "bf16_naive")
+    assert converted(run[1]) == INNER
+    assert {name: p.dtype for name, p in run[1].named_parameters()} == {
+        name: p.dtype for name, p in plain[1].named_parameters()
+    }
+    losses, expected = train(run, 20), train(plain, 20)
+    assert losses != expected
+    assert losses[-1] < losses[0] / 2
+    assert losses == pytest.approx(expected, rel=0.5 if strategy == "nvfp4" else 0.15)
+
+
+@EVERY_STRATEGY
+def test_compute_dtype_float32_differs_by_the_products_alone(strategy):
+    run = boosted(STRATEGIES[strategy](compute_dtype=torch.float32))
+    seen = []
+    run[1].blocks[0]["up"].register_forward_hook(lambda module, args, y: seen.append((args[0].dtype, y.dtype)))
+    assert train(run, 2) == pytest.approx(train(boosted("fp32"), 2), rel=0.1)
+    assert set(seen) == {(torch.float32, torch.float32)}
+
+
+@EVERY_STRATEGY
+def test_checkpointed_activations_and_a_second_run_give_the_same_bits(strategy):
+    first, again, recomputed = (boosted(STRATEGIES[strategy]()) for _ in range(3))
+    losses = train(first)
+    assert train(again) == losses
+    assert train(recomputed, recompute=True) == losses
+    for other in (again, recomputed):
+        assert all(torch.equal(a, b) for a, b in zip(first[1].parameters(), other[1].parameters(), strict=True))
+
+
+def test_a_run_resumes_to_the_bit_and_moves_between_precisions(tmp_path):
+    whole, first, second = (boosted(STRATEGIES["nvfp4"]()) for _ in range(3))
+    train(first, 2)
+    first[0].save(tmp_path / "point", model=first[1], optimizer=first[2])
+    second[0].load(tmp_path / "point", model=second[1], optimizer=second[2])
+    train(whole, 2)
+    assert train(second, 2) == train(whole, 2)
+    wide = boosted("bf16", net(1))
+    wide[0].load(tmp_path / "point", model=wide[1], optimizer=wide[2])
+    assert all(torch.equal(a, b) for a, b in zip(wide[1].parameters(), first[1].parameters(), strict=True))
+    wide[0].save(tmp_path / "wide", model=wide[1], optimizer=wide[2])
+    back = boosted(STRATEGIES["fp8"](), net(2))
+    back[0].load(tmp_path / "wide", model=back[1], optimizer=back[2])
+    assert train(back, 2) == pytest.approx(train(wide, 2), rel=0.15)
+
+
+def test_accumulation_sums_gradients_of_parts():
+    booster, model, optimizer = boosted(STRATEGIES["mxfp8"]())
+    x = torch.randn(8, 10, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        booster.backward(model(x).square().mean() / 2, optimizer)
+    twice = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.zero_grad()
+    booster.backward(model(x).square().mean(), optimizer)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(twice[name], param.grad, rtol=2.0**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"),
+    [
+        (None, INNER),
+        ("blocks.0.*", ["embed", "head", "blocks.1.up", "blocks.1.down"]),
+        (["**.down", "head"], ["embed", "blocks.0.up", "blocks.1.up"]),
+        (lambda name, module: getattr(module, "bias", 0) is None, ["embed", "head", "blocks.0.up", "blocks.1.up"]),
+        ((), ["embed", "head", *INNER]),
+    ],
+    ids=["first and last", "pattern", "patterns", "predicate", "nothing"],
+)
+def test_keep_says_what_stays_wide(keep, expected, caplog):
+    model = net()
+    model.embed, model.head = nn.Linear(16, 32), nn.Linear(32, 16)
+    with caplog.at_level(logging.INFO, "booster.mixed_precision.low_precision.strategy"):
+        _, model, _ = boosted(FP8MixedPrecision(keep=keep, emulate=True), model)
+    assert sorted(converted(model)) == sorted(expected)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert line.startswith(f"fp8 tensorwise: {len(expected)} linear layers of Net converted; wide stay: ")
+    assert "odd (32 -> 30, no multiples of 16)" in line
+    assert ("embed (the first)" in line) == (keep is None)
+
+
+def test_a_rehearsal_says_so_once(caplog):
+    precision = FP8MixedPrecision(emulate="auto")
+    booster = Booster("cpu", precision)
+    for _ in range(2):
+        booster.boost(net())
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "fp8 tensorwise is emulated on cpu: a rehearsal of its numbers, slower than the wide dtype"
+    ]
+
+
+def test_float32_modules_keep_their_linear_layers():
+    _, model, _ = boosted(STRATEGIES["fp8"](keep_fp32="blocks.1"))
+    assert converted(model) == INNER[:2]
+    seen = []
+    model.blocks[1]["up"].register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    model(torch.ones(2, 10))
+    assert seen == [torch.bfloat16]  # a ModuleDict has no forward of its own
+    _, model, _ = boosted(STRATEGIES["fp8"](keep_fp32="blocks.1.up"))
+    model.blocks[1]["up"].register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    model(torch.ones(2, 10))
+    assert seen[-1] == torch.float32
+
+
+def test_layers_that_are_more_than_linear_stay_as_they_are():
+    class Mine(nn.Linear):
+        pass
+
+    model = net()
+    model.blocks[0]["up"] = Mine(32, 64)
+    torch.nn.utils.parametrizations.weight_norm(model.blocks[1]["up"])
+    model.blocks[1]["down"].forward = lambda x: F.linear(x, model.blocks[1]["down"].weight)
+    _, model, _ = boosted(STRATEGIES["fp8"](), model)
+    assert converted(model) == ["blocks.0.down"]
+
+
+def test_hooks_and_shared_layers_come_along():
+    model = net()
+    shared = model.blocks[0]["up"]
+    model.blocks[1]["up"] = shared
+    calls = []
+    shared.register_forward_hook(lambda module, args, y: calls.append(type(module)))
+    _, model, _ = boosted(STRATEGIES["mxfp8"](), model)
+    assert model.blocks[0]["up"] is model.blocks[1]["up"]
+    model(torch.ones(2, 10))
+    assert calls == [LowPrecisionLinear] * 2
+    assert shared.weight is model.blocks[0]["up"].weight
+
+
+def test_a_model_without_a_layer_to_convert_is_refused_unchanged():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 30), nn.Linear(30, 16))
+    with pytest.raises(
+        ValueError, match=r"finds no linear layer to convert in Sequential; wide stay: 0 \(the first\); 1 \(16"
+    ):
+        boosted(STRATEGIES["fp8"](), model)
+    assert [type(layer) for layer in model] == [nn.Linear] * 3
+    with pytest.raises(ValueError, match="which has none"):
+        boosted(STRATEGIES["fp8"](), nn.Conv2d(3, 3, 1))
+    with pytest.raises(ValueError, match="keep='heads' selects no module of Net"):
+        boosted(FP8MixedPrecision(keep="heads", emulate=True))
+    with pytest.raises(ValueError, match=r"bf16_naive.*under FP8MixedPrecision that is weights='bf16'"):
+        boosted(STRATEGIES["fp8"](), net().bfloat16())
+
+
+# ---- the check of every converted layer ----
+
+
+def broken(monkeypatch, forward):
+    monkeypatch.setattr(LowPrecisionLinear, "forward", forward)
+    model = net()
+    with pytest.raises(RuntimeError) as raised:
+        boosted(STRATEGIES["fp8"](), model)
+    assert [type(module) for module in model.modules() if isinstance(module, nn.Linear)] == [nn.Linear] * 8
+    return str(raised.value)
+
+
+def test_a_layer_that_ignores_its_bias_is_found(monkeypatch):
+    right = LowPrecisionLinear.forward
+
+    def forward(self, x):
+        return right(self, x) if self.bias is None else right(self, x) - self.bias.detach()
+
+    said = broken(monkeypatch, forward)
+    assert said.startswith(
+        "'blocks.0.up' and 1 of its shape would not train right in fp8 tensorwise on cpu: the output is off"
+    )
+
+
+def test_a_bias_without_a_gradient_is_found(monkeypatch):
+    def forward(self, x):
+        bias, self._parameters["bias"] = self._parameters["bias"], None
+        y = right(self, x)
+        self._parameters["bias"] = bias
+        return y if bias is None else y + bias.detach()
+
+    right = LowPrecisionLinear.forward
+    assert "'blocks.0.up' and 1 of its shape" in (said := broken(monkeypatch, forward))
+    assert "no gradient of the bias" in said
+
+
+def test_a_layer_that_does_not_round_is_found(monkeypatch):
+    said = broken(monkeypatch, lambda self, x: F.linear(x.float(), self.weight, self.bias))
+    assert "the output is not rounded at all" in said
+
+
+def test_nan_in_a_gradient_is_found(monkeypatch):
+    right = product.product
+
+    def nan_in_weight_gradient(a, b, how, recipe, **options):
+        result = right(a, b, how, recipe, **options)
+        return result * torch.nan if how is recipe.weight_gradient and a.shape[0] == 32 else result
+
+    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.product", nan_in_weight_gradient)
+    model = net()
+    with pytest.raises(
+        RuntimeError, match="'blocks.0.down' and 1 of its shape.*the gradient of the weight has inf or NaN"
+    ):
+        boosted(STRATEGIES["mxfp8"](), model)
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_right_layers_pass_the_check_and_no_generator_moves(name, dtype):
+    for inputs, outputs, bias in ((32, 96, True), (256, 32, False)):
+        layer = LowPrecisionLinear.of(nn.Linear(inputs, outputs, bias=bias), RECIPES[name], kernels=False)
+        weights, state = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
+        assert self_check.complaint(layer, torch.device("cpu"), dtype) == ""
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(value, weights[key]) for key, value in layer.state_dict().items())
+        assert all(param.grad is None for param in layer.parameters())
+
+
+def test_deep_copies_go_on_alone():
+    booster, model, optimizer = boosted(STRATEGIES["fp8"]())
+    twin, _ = copy.deepcopy((model, optimizer))
+    before = twin.blocks[0]["up"].weight.detach().clone()
+    train((booster, model, optimizer), 1)
+    assert converted(twin) == INNER
+    assert torch.equal(twin.blocks[0]["up"].weight, before)
+    assert not torch.equal(model.blocks[0]["up"].weight, before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
+@pytest.mark.parametrize("strategy", ["fp8", "mxfp8", "nvfp4", "int8"])
+def test_a_compiled_model_computes_the_same(strategy):
+    def losses(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        booster = Booster("cpu", STRATEGIES[strategy](keep=()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = torch.compile(model, fullgraph=True) if compiled else model
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        seen = []
+        for step in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+            booster.backward(loss := (model(x) - x).square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(float(loss.detach()))
+        return seen
+
+    assert losses(True) == pytest.approx(losses(False), rel=0.02)
+
+
+def test_bf16_is_what_surrounds_the_layers():
+    precision = STRATEGIES["fp8"]()
+    assert precision.policy == BF16MixedPrecision().policy
+    assert repr(precision) == "FP8MixedPrecision(device='cpu')"
