@@ -95,9 +95,9 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
         outer = (_largest(wide, "tensor") / target.largest / E4M3.largest).clamp(min=_TINY)
         scale = round_to(largest / outer, E4M3).clamp(min=E4M3.smallest)
     elif scaling.scale == "power_of_two":
-        mantissa, exponent = torch.frexp(largest)
-        power = exponent - (mantissa == 0.5).int()  # frexp has 0.5 <= mantissa < 1; exact powers of two stay
-        scale = torch.ldexp(torch.ones_like(largest), power.clamp(-126, 127))
+        bits = largest.view(torch.int32)
+        exponent = (bits >> 23) + (bits & 0x7FFFFF != 0).int()  # rounded up; exact powers of two stay
+        scale = (exponent.clamp(1, 254) << 23).view(torch.float32)
         scale = torch.where(torch.isfinite(largest), scale, torch.nan)
     else:
         scale = torch.where(torch.isfinite(largest), largest.clamp(min=_TINY), torch.nan)
