@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -29,19 +30,43 @@ _PER_TENSOR: set[type[Optimizer]] = {
 }
 
 
-def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
+Sign = Literal["signed", "unsigned", "fp32"]
+_STATES: dict[type[Optimizer], dict[str, Sign]] = {}
+_SIGNS = ("signed", "unsigned", "fp32")
+
+
+def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | None = None) -> type[Optimizer]:
     """Declare that `cls` treats every element of every parameter by itself; usable as a class decorator.
 
     The promise: splitting a parameter, or joining several of one group, leaves the update of each element as it was, and
     all state is either of the parameter's shape or the same for every element. Optimizers that take norms, sort,
     factorise or look at another parameter must not be registered. The class counts exactly, not its subclasses.
+
+    states: of states that are kept in few bits (`states="8bit"`), by name: "signed"; "unsigned", which is never negative; or
+    "fp32", which stays float32, as an average of weights should. Those not named are found by trial steps.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise TypeError(
             f"register_elementwise needs a subclass of torch.optim.Optimizer as cls, got {arguments.described(cls)}"
         )
+    if states is not None and not isinstance(states, Mapping):
+        raise TypeError(
+            f"states must be a mapping of names of states to one of {list(_SIGNS)}, or None, got {arguments.described(states)}"
+        )
+    for name, sign in (states or {}).items():
+        if not isinstance(name, str):
+            raise TypeError(
+                f"states names a state by {arguments.described(name)}; names are strings, such as 'exp_avg'"
+            )
+        arguments.choice(f"states[{name!r}]", sign, _SIGNS)
     _ELEMENTWISE.add(cls)
+    _STATES[cls] = dict(states or {})
     return cls
+
+
+def declared_states(cls: type[Optimizer]) -> Mapping[str, Sign]:
+    """Return what `register_elementwise` was told of the states of `cls`."""
+    return _STATES.get(cls, {})
 
 
 def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:

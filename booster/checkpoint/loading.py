@@ -271,10 +271,10 @@ class _Reading:
                 f"optimizers {name!r}: the loss scale is left as it is, because the precision that saved has another kind"
             )
             own["loss_scaler"] = optimizer.scaler_state()
-        if any(map(optimizer.has_master, _params(optimizer))):
+        rounding = (saved[STATE_KEY].get("masters") or {}).get("rounding")
+        if any(map(optimizer.has_master, _params(optimizer))) or (rounding and optimizer.keeps_masters):
             held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {name_: self._wide(name_, name) for name_, param in held.items() if optimizer.has_master(param)}
-            rounding = (saved[STATE_KEY].get("masters") or {}).get("rounding")
             own["masters"] = {
                 "weights": {param: self.targets[key].float() for param, key in weights.items() if key is not None},
                 **({"rounding": decode(rounding, self.targets)} if rounding else {}),

@@ -295,6 +295,11 @@ class OptimizerWrapper(Optimizer):
         return self._update.keeps_masters and param.requires_grad and param.dtype in HALF_DTYPES
 
     @property
+    def keeps_masters(self) -> bool:
+        """Whether the state says of float32 numbers behind half weights, and of how they and states are rounded."""
+        return self._update.keeps_masters
+
+    @property
     def is_partial(self) -> bool:
         """Whether other ranks step layers that this one lacks."""
         return self._update.shards.kept is not None

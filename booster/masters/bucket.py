@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.flat import Piece, aligned, flat_like, renumber
+from booster.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 from booster.masters.formats import Format
-
-State = dict[str, Any]
+from booster.masters.packing import Packing, unpacked
 
 
 class Bucket:
@@ -23,13 +22,17 @@ class Bucket:
 
     group: index of the optimizer's group. pieces: what of which parameter, in order; one dtype, one device. whole: each
     piece is a parameter with a handle of its shape; otherwise one flat handle stands for all. A handle is a float32
-    parameter without storage of its own: it is given data and gradient while it is stepped.
+    parameter without storage of its own: it is given data and gradient while it is stepped. packing: how the optimizer's
+    state of a flat handle is kept between steps; None: as it is.
     """
 
-    def __init__(self, group: int, pieces: Sequence[Piece], format: Format, *, whole: bool) -> None:
+    def __init__(
+        self, group: int, pieces: Sequence[Piece], format: Format, *, whole: bool, packing: Packing | None = None
+    ) -> None:
         self.group = group
         self.pieces = list(pieces)
         self.whole = whole
+        self.packing = None if whole else packing
         self.size = aligned(pieces[-1].offset + pieces[-1].size)
         first = pieces[0].param
         self.device, self.dtype = first.device, first.dtype
@@ -130,6 +133,12 @@ class Bucket:
             for flat, piece in zip(self.pieces_of(values), self.pieces, strict=True)
         ]
 
+    def clear_padding(self, values: torch.Tensor) -> None:
+        """Make zero what flat `values` has between and behind the pieces, where others' leftovers may be."""
+        ends = [piece.offset + piece.size for piece in self.pieces if piece.size % ALIGNMENT]
+        if ends:
+            torch._foreach_zero_([values[end : aligned(end)] for end in ends])
+
     # ------------------------------------------------------------------ division
 
     def divide(self, belongs: Callable[[Piece], bool], state: Any) -> list[Bucket]:
@@ -142,8 +151,9 @@ class Bucket:
             return [self]
         outside = [piece for piece in self.pieces if not belongs(piece)]
         divided = []
+        shared = {} if self.whole else unpacked(state.get(self.handles[0], {}))
         for pieces in (inside, outside):
-            bucket = Bucket(self.group, renumber(pieces), self.format, whole=self.whole)
+            bucket = Bucket(self.group, renumber(pieces), self.format, whole=self.whole, packing=self.packing)
             if bucket.rest is not None:
                 bucket.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
             if self.whole:
@@ -152,10 +162,12 @@ class Bucket:
                     if old in state:
                         state[handle] = state.pop(old)
             elif self.handles[0] in state:
-                state[bucket.handles[0]] = {
+                state[bucket.handles[0]] = own = {
                     key: _take(value, pieces) if is_elementwise(value, self.size) else _copy(value)
-                    for key, value in state[self.handles[0]].items()
+                    for key, value in shared.items()
                 }
+                if bucket.packing is not None:
+                    bucket.packing.pack(bucket, own)
             divided.append(bucket)
         if not self.whole:
             state.pop(self.handles[0], None)

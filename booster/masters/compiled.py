@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from booster.masters.bucket import Bucket
 from booster.masters.formats_compiled import fuses, rows
-from booster.masters.kernel import Kernel, keeps_state
+from booster.masters.kernel import Kernel
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
+from booster.masters.stand_in import keeps_state
 from booster.masters.step import MasterStep, inverse
 from booster.optimizer_kinds import kind_of, unknown
 
@@ -88,6 +89,8 @@ def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
     reason = None
     if kind_of(optimizer) != "elementwise":
         reason = unknown(optimizer, "would be stepped on flat buckets", "choose fused_optimizer=True")
+    elif options.states != "fp32" or options.master_weights == "split24":
+        reason = f"states={options.states!r} with master_weights={options.master_weights!r} is not compiled"
     elif options.rounding == "stochastic":
         reason = 'rounding="stochastic" draws random numbers, which are not compiled'
     if reason is not None:

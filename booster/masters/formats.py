@@ -43,9 +43,12 @@ format               kept beside the weight     bytes a weight lost
 `Separate`           the master                 4              nothing
 `SplitBFloat16`      its lower half             2              nothing
 `SplitFloat16`       the distance, counted      2              below 2**-14 less than 2**-38; past 65504 it is infinite
+`Split24BFloat16`    its third byte             1              what lies below 2**-16 of it, on average nothing
+`Split24Float16`     the distance, counted      1              what lies below 2**-19 of it, on average nothing
 `Kahan`              the rounding error         2              what a half number of that error loses
 `Nearest`            nothing                    0              updates of less than half an ulp
 `Stochastic`         nothing                    0              nothing on average
+`Same`               nothing; float32 weights   0              nothing
 ===================  =========================  =============  =====================================================
 
 Somebody else may write a weight between two steps: load it, clip it, set it to zero. A master is believed only where it
@@ -102,12 +105,25 @@ class Separate(Format):
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         if rest is not values:
             values.copy_(rest)  # type: ignore[arg-type]
-        _take_foreign(working, values, spare)
+        take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         if rest is not values:
             rest.copy_(values)  # type: ignore[union-attr]
         round_nearest(working, values, spare)
+
+
+class Same(Format):
+    """Of float32 weights, which are their own masters; they are stepped in scratch. 0 bytes."""
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        return None
+
+    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        torch._foreach_copy_(pieces_like(values, working), list(working))
+
+    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        torch._foreach_copy_(list(working), pieces_like(values, working))
 
 
 class SplitBFloat16(Format):
@@ -121,11 +137,7 @@ class SplitBFloat16(Format):
         bits, low = values.view(torch.int32), spare.view(torch.int32)
         torch._foreach_copy_(pieces_like(bits, working), [w.view(torch.int16) for w in working])
         bits.bitwise_left_shift_(16).add_(low.copy_(rest))
-        # Zeros that somebody else wrote: with the remainder of another weight they can read as a NaN. On the CPU one number
-        # tells whether there is any; elsewhere reading it would wait for the device.
-        if not values.is_cpu or math.isnan(values.max()):
-            torch._foreach_copy_(pieces_like(spare, working), list(working))
-            torch.where(values.isnan().logical_and_(spare == 0), spare, values, out=values)
+        take_zeros(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
@@ -149,15 +161,15 @@ class SplitFloat16(Format):
         assert rest is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
         for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
-            chunk.add_(_to_step(step.copy_(chunk)).mul_(left))
-        _take_foreign(working, values, spare)
+            chunk.add_(to_step(step.copy_(chunk)).mul_(left))
+        take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         torch._foreach_copy_(list(working), pieces_like(values, working))
         torch._foreach_copy_(pieces_like(spare, working), list(working))
         # The difference to an overflown weight is not a number; nothing is left over then.
-        values.sub_(spare).div_(_to_step(spare)).nan_to_num_(0.0, 0.0, 0.0)
+        values.sub_(spare).div_(to_step(spare)).nan_to_num_(0.0, 0.0, 0.0)
         for chunk, left in zip(values.split(_CHUNK), rest.split(_CHUNK), strict=True):
             left.copy_(whole_steps(chunk))
 
@@ -217,7 +229,7 @@ class Kahan(Format):
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         torch._foreach_copy_(pieces_like(values, working), list(working))
         values.add_(spare.copy_(rest))  # type: ignore[arg-type]
-        _take_foreign(working, values, spare)
+        take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
@@ -273,7 +285,18 @@ def _high_half(bits: torch.Tensor, working: Views, out: torch.Tensor) -> None:
     torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(out, working))
 
 
-def _take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
+def take_zeros(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
+    """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `spare`.
+
+    With the remainder of another weight they can read as a NaN. On the CPU one number tells whether there is any; elsewhere
+    reading it would wait for the device.
+    """
+    if not values.is_cpu or math.isnan(values.max()):
+        torch._foreach_copy_(pieces_like(spare, working), list(working))
+        torch.where(values.isnan().logical_and_(spare == 0), spare, values, out=values)
+
+
+def take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
     """Put weights in the place of masters that do not round to them. Overwrites `spare`."""
     dtype, size = working[0].dtype, len(values)
     rounded, found = spare.view(dtype).split(size)
@@ -319,5 +342,5 @@ def _to_ulp(weights: torch.Tensor) -> torch.Tensor:
     return weights.mul_(2.0**-10).clamp_(2.0**-24, 2.0**5)
 
 
-def _to_step(weights: torch.Tensor) -> torch.Tensor:
+def to_step(weights: torch.Tensor) -> torch.Tensor:
     return _to_ulp(weights).mul_(2.0**-14)

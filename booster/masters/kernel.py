@@ -8,7 +8,6 @@ what is passed in. Buckets of one size then share a graph.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,16 +15,19 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from booster.masters.bucket import State
 from booster.masters.formats import Format
 from booster.masters.formats_compiled import join, split
-from booster.torch_internals import compile_graph, unwrapped
+from booster.masters.stand_in import (
+    NOT_READ,
+    Entries,
+    State,
+    instance_attributes,
+    read_entries,
+    stand_in_class,
+    step_stand_in,
+)
+from booster.torch_internals import compile_graph
 from booster.update.compiled import OWN_CACHE
-
-Entries = dict[str, Any]
-
-# Of a group: what no `step` reads, but differs from group to group. Each value seen is a graph.
-_NOT_READ = ("params", "lr", "initial_lr", "param_names")
 
 
 class Kernel:
@@ -81,58 +83,8 @@ class Kernel:
             if state.get(key) is not value:
                 state[key] = value
         for key, value in written.items():
-            if entries.get(key) is not value and key not in ("foreach", *_NOT_READ):
+            if entries.get(key) is not value and key not in ("foreach", *NOT_READ):
                 group[key] = value
-
-
-def read_entries(group: Entries) -> Entries:
-    """Return the entries of a group that a step reads, the learning rate excepted."""
-    entries = {key: value for key, value in group.items() if key not in _NOT_READ}
-    # One tensor needs no foreach, and some foreach implementations refuse a tensor for a learning rate.
-    return entries | ({"foreach": False} if "foreach" in entries else {})
-
-
-def step_stand_in(
-    stand_in: type, attributes: Entries, group: Entries, rate: Any, masters: torch.Tensor, state: State
-) -> tuple[Entries, State]:
-    """Step a new stand-in on `masters`, in place by their `.grad`. Returns the group and the state afterwards."""
-    optimizer: Any = stand_in()
-    for key, value in attributes.items():
-        setattr(optimizer, key, value)
-    own = {**group, "params": [masters]}
-    if rate is not None:
-        own["lr"] = rate
-    optimizer.param_groups = [own]
-    optimizer.state = {masters: state}
-    optimizer.step()
-    return {key: own[key] for key in group}, optimizer.state[masters]
-
-
-def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> bool:
-    """Return whether a first step of `optimizer` creates state for a parameter; tries it on one of a few zeros."""
-    masters = torch.zeros(1, device=device)
-    masters.grad = torch.zeros(1, device=device)
-    own = stand_in_class(type(optimizer)), instance_attributes(optimizer)
-    return bool(step_stand_in(*own, read_entries(group), group.get("lr"), masters, {})[1])
-
-
-def instance_attributes(optimizer: Optimizer) -> Entries:
-    """Return what a step may read of the instance beside groups and state."""
-    return {
-        key: value
-        for key, value in vars(optimizer).items()
-        if key not in ("state", "param_groups") and not key.startswith(("_optimizer_", "_zero_grad_", "_warned_"))
-    }
-
-
-def stand_in_class(cls: type[Optimizer]) -> type:
-    """Return a class with the functions of `cls` and its bases that is no Optimizer, without what torch wraps them in."""
-    members: Entries = {}
-    for base in reversed(cls.__mro__[:-1]):
-        for name, value in vars(base).items():
-            if not name.startswith("__"):
-                members[name] = unwrapped(value) if inspect.isfunction(value) else value
-    return type(cls.__name__, (), members)
 
 
 # ---------------------------------------------------------------------- what is one number for all elements

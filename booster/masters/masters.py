@@ -14,10 +14,13 @@ from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
-from booster.masters.bucket import Bucket, State
+from booster.masters.bucket import Bucket
+from booster.masters.dither import Dither
 from booster.masters.formats import Format, Stochastic, rounded
+from booster.masters.formats_24 import Split24
 from booster.masters.formats_compiled import compiled_format
 from booster.masters.options import MasterOptions
+from booster.masters.stand_in import State
 from booster.masters.states import signature, state_of_bucket, state_of_params
 from booster.optimizer_kinds import kind_of
 from booster.optimizer_states import load_states
@@ -25,9 +28,7 @@ from booster.optimizer_states import load_states
 Weights = Mapping[torch.Tensor, torch.Tensor]
 
 
-def may_have_master(param: torch.Tensor) -> bool:
-    """Return whether a master of `param` would hold anything."""
-    return param.dtype in HALF_DTYPES and param.numel() > 0
+DRAWS = "draws"  # of the random state in a checkpoint: how many steps rounded by chance
 
 
 def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -36,7 +37,7 @@ def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 class Masters:
-    """Master weights for the trainable half parameters of `optimizer`.
+    """Master weights for the trainable half parameters of `optimizer`, and how its states are kept.
 
     At rest the optimizer's groups hold the working parameters, as the user knows them; its state is keyed by the handles
     of the buckets. `optimizer` is only ever stepped, by `MasterStep`, with handles in place of parameters.
@@ -44,6 +45,8 @@ class Masters:
     names: of the parameters, for checkpoints. sources: float32 values to start from; parameters that are not in it start
     from their own. compiled: keep remainders as a compiled step wants them. Raises ValueError for a form of masters that
     this optimizer cannot be stepped on.
+
+    Where states are packed, float32 parameters lie in buckets too, as their own masters.
 
     gradient_of: what a step takes for the gradient of a half parameter, in any floating dtype; its `.grad` by default.
     loaded_weights: gives, once, float32 values that somebody loaded into half parameters; none by default.
@@ -67,6 +70,8 @@ class Masters:
         self._names = names
         self._options = options
         self._compiled = compiled
+        self.dither = Dither()
+        self.packing = options.make_packing(optimizer, self.dither)
         self._formats: dict[torch.dtype, Format] = {}
         self._layouts: dict[torch.Tensor, torch.Tensor] = {}  # memory order that buckets know; tensors without data
         self.adopt(sources)
@@ -85,7 +90,7 @@ class Masters:
         if loaded:
             self._take_loaded(loaded)
         fresh = [
-            [p for p in group["params"] if p.requires_grad and may_have_master(p) and p not in self._layouts]
+            [p for p in group["params"] if p.requires_grad and self.may_have(p) and p not in self._layouts]
             for group in self.optimizer.param_groups
         ]
         if not any(fresh):
@@ -102,6 +107,17 @@ class Masters:
     def params(self) -> list[torch.Tensor]:
         """Return the parameters with masters, each once."""
         return list(self._layouts)
+
+    def may_have(self, param: torch.Tensor) -> bool:
+        """Return whether `param` has a place in a bucket, or would have one if it were trained."""
+        if param.dtype in HALF_DTYPES:
+            return param.numel() > 0
+        own = param.dtype == torch.float32 and not param.is_sparse and param.dim() > 0 and param.numel() > 0
+        return own and self.packing is not None
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Return whether `param` lies in a bucket."""
+        return param in self._layouts
 
     def _take_loaded(self, values: Weights) -> None:
         """Make `values` the masters of the weights that they round to; others were written since."""
@@ -186,12 +202,14 @@ class Masters:
                 whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
                 flat(whole)[piece.start : piece.stop] = values
         state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in weights.items()}}
-        generators = {
+        generators: dict[str, Any] = {
             str(device): generator.get_state()
             for form in self._formats.values()
             if isinstance(form, Stochastic)
             for device, generator in form.generators.items()
         }
+        if self.packing is not None or any(isinstance(form, Split24) for form in self._formats.values()):
+            generators[DRAWS] = torch.tensor(self.dither.count)
         return state | ({"rounding": generators} if generators else {})
 
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
@@ -212,9 +230,17 @@ class Masters:
         return {params[name]: weight for name, weight in weights.items()}
 
     def _check_rounding(self, rounding: Mapping[str, Any]) -> None:
+        draws = rounding.get(DRAWS, 0)
+        if not (isinstance(draws, int) or (isinstance(draws, torch.Tensor) and draws.numel() == 1)) or int(draws) < 0:
+            raise ValueError(
+                f"the optimizer state's state['booster']['masters']['rounding'][{DRAWS!r}] must be a number of steps, got "
+                f"{draws!r}; delete it to round with new random numbers"
+            )
         if not any(isinstance(form, Stochastic) for form in self._formats.values()):
             return
         for device, state in rounding.items():
+            if device == DRAWS:
+                continue
             try:
                 torch.Generator(device).set_state(state)
             except (RuntimeError, TypeError, ValueError) as error:
@@ -225,9 +251,12 @@ class Masters:
 
     def load_rounding(self, state: Mapping[str, Any]) -> None:
         """Continue the random numbers of stochastic rounding where `state` was written."""
+        self.dither.resume(int(state.get("rounding", {}).get(DRAWS, self.dither.count)))
         for form in self._formats.values():
             if isinstance(form, Stochastic):
                 for device, generator in state.get("rounding", {}).items():
+                    if device == DRAWS:
+                        continue
                     form.generator(torch.device(device)).set_state(generator)
 
     # ------------------------------------------------------------------ inside
@@ -245,8 +274,8 @@ class Masters:
         return values
 
     def _half_params(self) -> list[torch.Tensor]:
-        """Return the parameters of the groups that have masters, or would have if they were trained."""
-        return [p for group in self.optimizer.param_groups for p in group["params"] if may_have_master(p)]
+        """Return the parameters of the groups that have a place in a bucket, or would have if they were trained."""
+        return [p for group in self.optimizer.param_groups for p in group["params"] if self.may_have(p)]
 
     def _follow_layouts(self) -> None:
         if all(p.stride() == known.stride() and p.shape == known.shape for p, known in self._layouts.items()):
@@ -279,9 +308,11 @@ class Masters:
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
                 self._layouts[param] = torch.empty_strided(param.shape, param.stride(), device="meta")
             for (device, dtype, whole, _), several in alike.items():
-                size = total if self.kind == "whole" else bucket_size(total, device, compiled=self._compiled)
+                packed = self.packing is not None
+                size = bucket_size(total, device, compiled=self._compiled, packed=packed)
+                size = total if self.kind == "whole" else size
                 for pieces in pack(several, size) if whole else cut(several, size):
-                    buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole))
+                    buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole, packing=self.packing))
         for bucket in buckets:
             self.optimizer.state.update(state_of_bucket(bucket, states))
             values = bucket.scratch() if bucket.rest is None or bucket.rest.dtype != torch.float32 else bucket.rest
@@ -295,7 +326,7 @@ class Masters:
 
     def _format(self, dtype: torch.dtype) -> Format:
         if dtype not in self._formats:
-            made = self._options.make_format(self.optimizer, dtype)
+            made = self._options.make_format(self.optimizer, dtype, self.dither)
             self._formats[dtype] = compiled_format(made) if self._compiled else made
         return self._formats[dtype]
 

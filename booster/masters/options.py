@@ -9,29 +9,38 @@ import torch
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
+from booster.masters.dither import Dither
+from booster.masters.formats import Format, Kahan, Nearest, Same, Separate, SplitBFloat16, SplitFloat16, Stochastic
+from booster.masters.formats_24 import Split24BFloat16, Split24Float16
+from booster.masters.packing import Packing, States
 from booster.optimizer_kinds import kind_of, unknown
 
-MasterWeights = Literal["auto", "fp32", "split", "none"]
+MasterWeights = Literal["auto", "fp32", "split", "split24", "none"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
-_FORMS = ("auto", "fp32", "split", "none")
+_FORMS = ("auto", "fp32", "split", "split24", "none")
+_STATES = ("fp32", "bf16", "8bit")
 _ROUNDINGS: dict[str, type[Format]] = {"nearest": Nearest, "stochastic": Stochastic, "kahan": Kahan}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MasterOptions:
     """master_weights: "fp32" keeps a separate float32 copy; "split" keeps only the bits that the half weight lacks, to the
-    same result (for float16: for magnitudes of at least 2**-14); "none" keeps nothing and rounds every update to the half
+    same result (for float16: for magnitudes of at least 2**-14); "split24" keeps the upper 8 of those 16 bits and rounds by
+    chance, so that a master has 16 binary digits (19 with float16); "none" keeps nothing and rounds every update to the half
     weight; "auto" is "split" for bfloat16 where the optimizer is elementwise, else "fp32".
     rounding: with "none": "nearest", "stochastic", or "kahan", which keeps the rounding error in half precision.
+    states: "fp32" keeps the optimizer's state as it is; "bf16" in 2 bytes an element and "8bit" in 1.0625, rounded by chance,
+    see `packed.py`; for elementwise optimizers.
     """
 
     master_weights: MasterWeights = "auto"
     rounding: Rounding = "nearest"
+    states: States = "fp32"
 
     def __post_init__(self) -> None:
         arguments.choice("master_weights", self.master_weights, _FORMS)
         arguments.choice("rounding", self.rounding, list(_ROUNDINGS))
+        arguments.choice("states", self.states, _STATES)
         if self.rounding != "nearest" and self.master_weights != "none":
             raise ValueError(
                 f"rounding={self.rounding!r} is for master_weights='none'; with {self.master_weights!r} masters keep "
@@ -41,23 +50,33 @@ class MasterOptions:
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot be stepped on masters of this form."""
         kind, name = kind_of(optimizer), type(optimizer).__name__
-        if kind == "elementwise" or self.master_weights in ("auto", "fp32"):
+        if kind == "elementwise":
+            return
+        if self.master_weights not in ("auto", "fp32"):
+            given, fix = f"master_weights={self.master_weights!r}", "use master_weights='fp32' or 'auto'"
+        elif self.states != "fp32":
+            given, fix = f"states={self.states!r}", "use states='fp32'"
+        else:
             return
         if kind == "per tensor":
-            raise ValueError(
-                f"master_weights={self.master_weights!r} steps flat buckets, but {name} needs whole tensors; "
-                "use master_weights='fp32' or 'auto'"
-            )
-        would = f"would be stepped on flat buckets by master_weights={self.master_weights!r}"
-        raise ValueError(unknown(optimizer, would, "use master_weights='fp32' or 'auto'"))
+            raise ValueError(f"{given} steps flat buckets, but {name} needs whole tensors; {fix}")
+        raise ValueError(unknown(optimizer, f"would be stepped on flat buckets by {given}", fix))
 
-    def make_format(self, optimizer: Optimizer, dtype: torch.dtype) -> Format:
+    def make_packing(self, optimizer: Optimizer, dither: Dither) -> Packing | None:
+        """Return how states are kept, None for as they are. Raises ValueError where those of `optimizer` cannot be packed."""
+        return None if self.states == "fp32" else Packing(optimizer, self.states, dither)
+
+    def make_format(self, optimizer: Optimizer, dtype: torch.dtype, dither: Dither) -> Format:
         """Return the format for working weights of `dtype`."""
         form = self.master_weights
+        if dtype == torch.float32:
+            return Same()
         if form == "auto":
             form = "split" if dtype == torch.bfloat16 and kind_of(optimizer) == "elementwise" else "fp32"
         if form == "none":
             return _ROUNDINGS[self.rounding]()
         if form == "split":
             return SplitBFloat16() if dtype == torch.bfloat16 else SplitFloat16()
+        if form == "split24":
+            return Split24BFloat16(dither) if dtype == torch.bfloat16 else Split24Float16(dither)
         return Separate()

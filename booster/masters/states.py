@@ -9,7 +9,9 @@ import torch
 
 from booster.casting import HALF_DTYPES
 from booster.flat import flat_like, shaped_like
-from booster.masters.bucket import Bucket, State, is_elementwise
+from booster.masters.bucket import Bucket, is_elementwise
+from booster.masters.packing import unpacked
+from booster.masters.stand_in import State
 
 
 def state_of_params(
@@ -17,15 +19,17 @@ def state_of_params(
 ) -> dict[torch.Tensor, State]:
     """Return the state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
 
-    Tensors are views of the optimizer's where a parameter lies in one bucket, else copies; counters are copies.
+    Tensors are views of the optimizer's where a parameter lies in one bucket, else copies; what is packed is a float32 copy;
+    counters are copies.
     """
     found: dict[torch.Tensor, list[tuple[int, State]]] = {}
     for bucket in buckets:
+        shared = {} if bucket.whole else unpacked(state.get(bucket.handles[0], {}))
         for index, piece in enumerate(bucket.pieces):
             handle = bucket.handles[index if bucket.whole else 0]
             if handle not in state:
                 continue
-            own = state[handle]
+            own = state[handle] if bucket.whole else shared
             if not bucket.whole:
                 own = {
                     key: value[piece.offset : piece.offset + piece.size]
@@ -68,6 +72,8 @@ def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dic
         for piece in bucket.pieces:
             source = flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop]
             joined[piece.offset : piece.offset + piece.size].copy_(source)
+    if bucket.packing is not None:
+        bucket.packing.pack(bucket, own)
     return {bucket.handles[0]: own}
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,16 +87,26 @@ class MasterStep:
                 grad = self.masters.gradient_of(param)
                 if grad is not None and grad.is_sparse:
                     raise RuntimeError(
-                        f"a half parameter of shape {tuple(param.shape)} has a sparse gradient, which masters do not step; "
-                        "build its module with sparse=False, or keep it in float32 (keep_fp32=...)"
+                        f"a parameter of shape {tuple(param.shape)}, {param.dtype}, has a sparse gradient, which flat buckets "
+                        f"do not step; build its module with sparse=False{self._kept_outside}"
                     )
         optimizer = self.masters.optimizer
-        plain = [p for group in optimizer.param_groups for p in group["params"] if p.dtype not in HALF_DTYPES]
+        plain = [p for group in optimizer.param_groups for p in group["params"] if self._is_plain(p)]
         self._layouts.follow(plain, optimizer.state)
+
+    @property
+    def _kept_outside(self) -> str:
+        return (
+            ", or keep it in float32 (keep_fp32=...)" if self.masters.packing is None else ", or choose states='fp32'"
+        )
+
+    def _is_plain(self, param: torch.Tensor) -> bool:
+        return param.dtype not in HALF_DTYPES and not self.masters.has(param)
 
     # ------------------------------------------------------------------ bucket by bucket
 
     def _step_buckets(self, grad_scale: float) -> None:
+        self.masters.dither.next()
         optimizer = self.masters.optimizer
         groups = optimizer.param_groups
         buckets = [b for b in self.masters.buckets if self.masters.gradient_of(b.pieces[0].param) is not None]
@@ -104,7 +114,7 @@ class MasterStep:
         try:
             for index, group in enumerate(groups):
                 own = [bucket for bucket in buckets if bucket.group == index]
-                plain = lots(group["params"], max(self.masters.size, 1))
+                plain = lots(filter(self._is_plain, group["params"]), max(self.masters.size, 1))
                 with _Restricted(optimizer, group) as restricted:
                     for params, may_fuse in plain:
                         restricted.to(params)
@@ -122,10 +132,17 @@ class MasterStep:
         torch._foreach_copy_(bucket.pieces_of(grads), bucket.gradients(self.masters.gradient_of))
         bucket.attach(masters, grads)
         try:
-            self._call([grads], grad_scale)
+            with self._opened(bucket, scratch):
+                self._call([grads], grad_scale)
         finally:
             bucket.detach()
         bucket.save(masters, grads)
+
+    def _opened(self, bucket: Bucket, scratch: _Scratch) -> AbstractContextManager[None]:
+        """Return a context in which the states of `bucket` are float32."""
+        if bucket.packing is None:
+            return nullcontext()
+        return bucket.packing.opened(bucket, self.masters.optimizer.state, lambda name: scratch.state(bucket, name))
 
     def _step_plain(self, params: list[torch.Tensor], grad_scale: float) -> None:
         start_late_momentum(self.masters.optimizer)
@@ -210,23 +227,26 @@ class _Scratch:
     """Float32 scratch for the largest of some buckets, on each of their devices; made when used, freed with this object."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._sizes: dict[tuple[torch.device, bool], int] = {}
+        self._sizes: dict[torch.device, int] = {}
         for bucket in buckets:
-            for key in ((bucket.device, False), (bucket.device, True)):
-                if key[1] or bucket.needs_values:
-                    self._sizes[key] = max(self._sizes.get(key, 0), bucket.size)
-        self._tensors: dict[tuple[torch.device, bool], torch.Tensor] = {}
+            self._sizes[bucket.device] = max(self._sizes.get(bucket.device, 0), bucket.size)
+        self._tensors: dict[tuple[torch.device, str], torch.Tensor] = {}
 
     def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (values, gradients) of the bucket's size; the former only where the bucket needs it."""
-        grads = self._tensor(bucket.device, True)[: bucket.size]
-        values = self._tensor(bucket.device, False)[: bucket.size] if bucket.needs_values else grads
+        grads = self._tensor(bucket, "gradients")
+        values = self._tensor(bucket, "values") if bucket.needs_values else grads
         return values, grads
 
-    def _tensor(self, *key: Any) -> torch.Tensor:
+    def state(self, bucket: Bucket, name: str) -> torch.Tensor:
+        """Return what the state `name` of the bucket is unpacked into."""
+        return self._tensor(bucket, f"state {name}")
+
+    def _tensor(self, bucket: Bucket, name: str) -> torch.Tensor:
+        key = (bucket.device, name)
         if key not in self._tensors:
-            self._tensors[key] = torch.zeros(self._sizes[key], device=key[0])
-        return self._tensors[key]
+            self._tensors[key] = torch.zeros(self._sizes[bucket.device], device=bucket.device)
+        return self._tensors[key][: bucket.size]
 
 
 class _Restricted:

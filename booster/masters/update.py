@@ -14,7 +14,7 @@ from booster.casting import HALF_DTYPES
 from booster.grads import gradient_values
 from booster.masters.compiled import CompiledMasterStep, half_norms
 from booster.masters.loaded import LoadedWeights
-from booster.masters.masters import Masters, Weights, may_have_master
+from booster.masters.masters import Masters, Weights
 from booster.masters.step import MasterStep
 from booster.update.base import Job
 from booster.update.checkpoint import IN_MODEL
@@ -103,7 +103,9 @@ class MasterUpdate(HostUpdate):
     def _keeps_any(self) -> bool:
         """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
         lists = (group["params"] for group in self.optimizer.param_groups)
-        return bool(self.masters.buckets) or any(p.requires_grad and may_have_master(p) for ps in lists for p in ps)
+        return bool(self.masters.buckets) or any(
+            p.requires_grad and self.masters.may_have(p) for ps in lists for p in ps
+        )
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         same = len({value.device for value in values}) == 1 and all(value.dtype in HALF_DTYPES for value in values)

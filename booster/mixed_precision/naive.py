@@ -20,6 +20,7 @@ from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_sca
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
+from booster.masters.packing import States
 from booster.masters.update import MasterUpdate
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
@@ -40,7 +41,7 @@ class NaiveMixedPrecision(MixedPrecision):
     number of zeros through the logger of `booster.masters.update`. output_to_fp32: the model returns float32.
     keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see
     `KeptModules`); BatchNorm by default. sync_buffer: average floating buffers over the ranks that share the batch at
-    every forward in training. master_weights, rounding: see `MasterOptions`. sdpa_fp32: as `AutocastMixedPrecision`.
+    every forward in training. master_weights, rounding, states: see `MasterOptions`. sdpa_fp32: as `AutocastMixedPrecision`.
     default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are `dtype` too, and not
     float32, which half weights do not multiply with.
 
@@ -61,6 +62,7 @@ class NaiveMixedPrecision(MixedPrecision):
         rounding: Rounding = "nearest",
         sdpa_fp32: bool | Literal["auto"] = "auto",
         default_dtype: bool = False,
+        states: States = "fp32",
     ) -> None:
         arguments.flag("output_to_fp32", output_to_fp32)
         self._count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
@@ -68,7 +70,7 @@ class NaiveMixedPrecision(MixedPrecision):
         self._verbose = arguments.flag("verbose", verbose)
         self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._sync_buffer = arguments.flag("sync_buffer", sync_buffer)
-        self._masters = MasterOptions(master_weights=master_weights, rounding=rounding)
+        self._masters = MasterOptions(master_weights=master_weights, rounding=rounding, states=states)
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self._default_dtype = arguments.flag("default_dtype", default_dtype)
         if not hasattr(self, "dtype"):
@@ -88,7 +90,7 @@ class NaiveMixedPrecision(MixedPrecision):
     @property
     def _store(self) -> torch.dtype | None:
         # Where a plugin shards, float32 shards are the masters, unless another form of them was asked for by name.
-        return self.dtype if self._masters.master_weights in ("split", "none") else None
+        return self.dtype if self._masters.master_weights in ("split", "split24", "none") else None
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)
@@ -211,6 +213,7 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
         sdpa_fp32: bool | Literal["auto"] = "auto",
         default_dtype: bool = False,
         *,
+        states: States = "fp32",
         scale: LossScaler | None = None,
     ) -> None:
         super().__init__(
@@ -224,6 +227,7 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             rounding=rounding,
             sdpa_fp32=sdpa_fp32,
             default_dtype=default_dtype,
+            states=states,
         )
         arguments.flag("dynamic_grad_scale", dynamic_grad_scale)
         check_scale_options(

@@ -194,6 +194,7 @@ RANGES: dict[str, Predicate] = {
     "max_consecutive_skips": whole(1),
     "fp16": one_of({}),
     "model": nothing,
+    "register_elementwise(states)": one_of({}, {"exp_avg": "signed"}),
     "Booster.boost(model)": a(nn.Module),
     "optimizer": nothing,
     "criterion": callable,

@@ -420,7 +420,7 @@ def test_a_sparse_gradient_of_a_half_parameter_raises_with_the_way_out():
     [
         (
             {"master_weights": "fp16"},
-            r"master_weights='fp16' is not legal; choose one of \['auto', 'fp32', 'split', 'none'\]",
+            r"master_weights='fp16' is not legal; choose one of \['auto', 'fp32', 'split', 'split24', 'none'\]",
         ),
         ({"rounding": "up"}, "rounding='up' is not legal"),
         ({"master_weights": "split", "rounding": "kahan"}, "rounding='kahan' is for master_weights='none'"),

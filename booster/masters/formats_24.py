@@ -1,0 +1,91 @@
+"""Masters of 24 bits: a half weight and one byte.
+
+Of the 16 bits that `SplitBFloat16` keeps beside a weight, these keep the upper eight::
+
+    float32    s eeeeeeee mmmmmmm mmmmmmmm mmmmmmmm
+    kept       s eeeeeeee mmmmmmm mmmmmmmm
+    bfloat16   s eeeeeeee mmmmmmm
+
+The lower eight are rounded by chance, the nearer the likelier: an update of a thousandth of the last step kept moves a master
+once in a thousand times, and so does what it should on average. Rounded to nearest, it never would. What is on the grid
+already stays, whatever the random numbers, so masters come back from a checkpoint exactly. The weight itself is what other
+formats make it: a byte that chance would round up to the next weight, 128, is 127.
+
+With float16 the byte counts the distance from weight to master in 2**-8 of the weight's ulp, from -127 to 127.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from booster.masters.dither import Dither
+from booster.masters.formats import (
+    Format,
+    Views,
+    pieces_like,
+    plain_nan_,
+    take_foreign,
+    take_zeros,
+    to_step,
+)
+from booster.masters.packed import fractions
+
+_NAME = "weights"
+_CHUNK = 2**16  # elements of a temporary
+LARGEST = 127.0
+FINER = 2.0**6  # of the 2**-14 ulp that `to_step` gives
+
+
+class Split24(Format):
+    """Keeps one int8 an element."""
+
+    def __init__(self, dither: Dither) -> None:
+        self._dither = dither
+
+    def lanes(self, device: torch.device) -> torch.Tensor:
+        """Return the random numbers of this step."""
+        return self._dither.lanes(_NAME, device)
+
+    def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int8, device=device)
+
+
+class Split24BFloat16(Split24):
+    """Keeps the third byte of the master, as a signed number. 1 byte an element."""
+
+    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert rest is not None
+        bits, low = values.view(torch.int32), spare.view(torch.int32)
+        torch._foreach_copy_(pieces_like(bits, working), [w.view(torch.int16) for w in working])
+        bits.bitwise_left_shift_(16).add_(low.copy_(rest).bitwise_left_shift_(8))
+        take_zeros(working, values, spare)
+
+    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert rest is not None
+        plain_nan_(values)
+        bits, low = values.view(torch.int32), spare.view(torch.int32)
+        torch.add(bits, 0x8000, out=low).bitwise_and_(-0x10000)
+        bits.sub_(low).view(-1, 64).add_(self.lanes(values.device).bitwise_right_shift(8))
+        rest.copy_(bits.bitwise_right_shift_(8).clamp_(max=127))
+        low.bitwise_right_shift_(16)
+        torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(low, working))
+
+
+class Split24Float16(Split24):
+    """Keeps the distance from weight to master, counted in 2**-8 of the weight's ulp. 1 byte an element."""
+
+    def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert rest is not None
+        torch._foreach_copy_(pieces_like(values, working), list(working))
+        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
+            chunk.add_(to_step(step.copy_(chunk)).mul_(FINER).mul_(left))
+        take_foreign(working, values, spare)
+
+    def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert rest is not None
+        torch._foreach_copy_(list(working), pieces_like(values, working))
+        torch._foreach_copy_(pieces_like(spare, working), list(working))
+        # The difference to an overflown weight is not a number; nothing is left over then.
+        values.sub_(spare).div_(to_step(spare).mul_(FINER)).nan_to_num_(0.0, 0.0, 0.0)
+        values.view(-1, 64).add_(fractions(self.lanes(values.device)))
+        rest.copy_(values.floor_().clamp_(-LARGEST, LARGEST))

@@ -1,0 +1,146 @@
+"""Optimizer state in 16 or 8 bits an element, and how it becomes float32 and comes back.
+
+Between steps a state of a flat bucket is a `Packed`. While its bucket is stepped it is float32, in scratch that the next bucket
+uses again; see `packing.py`. There are three ways to keep one:
+
+========  =====================================================  ==================
+way       an element                                             bytes an element
+========  =====================================================  ==================
+bf16      the upper half of the float32 number                   2
+signed    sign and square root of its share of the largest       1 + 2/32
+unsigned  fourth root of its share of the largest                1 + 2/32
+========  =====================================================  ==================
+
+Groups
+------
+"The largest" is that of 32 neighbours. It is kept beside them in 16 bits, the scale: a float32 number without its sign and its
+last 15 bits, which has the range of float32 (half precision proper would lose gradients below 6e-8) and errors below 0.4 %.
+With s the scale::
+
+    signed     code = +-127 (|x| / s) ** 1/2        x = +-s (code / 127) ** 2
+    unsigned   code =   255 ( x  / s) ** 1/4        x =   s (code / 255) ** 4
+
+Companding
+----------
+One outlier makes s large, and with equal steps all its neighbours would become zero. Roots give small numbers small steps. A
+state that is never negative is a square as a rule, as Adam's second moment is, so that its root has the unit of a gradient, and
+the same companding is applied to that. Next to an outlier 10,000 times as large::
+
+                           smallest number but zero    error of a neighbour, gradient units
+    equal steps            s / 127                     100 %
+    softsign               s / 254                     100 %
+    roots, signed          s / 16129                   about 60 %
+    roots, unsigned        sqrt(x) = sqrt(s) / 65025   about 25 %
+
+Nothing but zero in a whole group becomes zero where a state is unsigned: the update divides by it.
+
+Rounding
+--------
+Up or down by chance, the nearer the likelier. Of a second moment 0.1 % changes in a step, and steps of 8 bits are 1 % or more:
+rounded to nearest it would stay what it is for ever. The random numbers are those of `Dither`.
+
+Exact again
+-----------
+What was unpacked packs into the same bits, whatever the random numbers: the largest of a group becomes the scale itself, the
+others lie closer to their code than the smallest random number, 2**-13. So state dicts hold float32, and a run that is
+resumed from one goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+
+Way = Literal["bf16", "signed", "unsigned"]
+
+GROUP = 32
+_CHUNK = 2**16  # elements; what is packed at a time stays in a core's cache
+_SMALLEST = 2.0**-96  # of a scale: the smallest code of its group is still a normal number
+_LEVELS = {"signed": 127.0, "unsigned": 255.0}
+
+
+class Packed:
+    """A state of a bucket of `size` elements, a multiple of 64.
+
+    codes: bfloat16, int8 or uint8. scales: int16, one for 32 elements, None with "bf16".
+    """
+
+    __slots__ = ("codes", "scales", "way")
+
+    def __init__(self, way: Way, size: int, device: torch.device) -> None:
+        self.way = way
+        dtype = {"bf16": torch.bfloat16, "signed": torch.int8, "unsigned": torch.uint8}[way]
+        self.codes = torch.zeros(size, dtype=dtype, device=device)
+        self.scales = None if way == "bf16" else torch.zeros(size // GROUP, dtype=torch.int16, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.codes] if self.scales is None else [self.codes, self.scales]
+
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
+        """Write the numbers into float32 `values`, and return it."""
+        if self.scales is None:
+            return values.copy_(self.codes)
+        per_chunk = _CHUNK // GROUP
+        for value, codes, scales in zip(
+            values.split(_CHUNK), self.codes.split(_CHUNK), self.scales.split(per_chunk), strict=True
+        ):
+            value.copy_(codes).mul_(1.0 / _LEVELS[self.way])
+            if self.way == "signed":
+                value.mul_(value.abs())
+            else:
+                value.mul_(value)
+                value.mul_(value)
+            value.view(-1, GROUP).mul_(_wide_scales(scales)[:, None])
+        return values
+
+    def pack(self, values: torch.Tensor, lanes: torch.Tensor) -> None:
+        """Keep float32 `values`, which are overwritten. lanes: 64 random numbers below 2**16, int32."""
+        if self.scales is None:
+            values.masked_fill_(values.isnan(), math.nan)  # any other could round to infinity, or to zero
+            bits = values.view(torch.int32)
+            bits.view(-1, 64).add_(lanes)
+            self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
+            return
+        noise = fractions(lanes)
+        per_chunk = _CHUNK // GROUP
+        spare = torch.empty(min(_CHUNK, len(values)), device=values.device)
+        for value, codes, scales in zip(
+            values.split(_CHUNK), self.codes.split(_CHUNK), self.scales.split(per_chunk), strict=True
+        ):
+            part = spare[: len(value)]
+            size = torch.abs(value, out=part) if self.way == "signed" else value
+            largest = size.view(-1, GROUP).amax(1)
+            scales.copy_(_narrow_scales(largest, lanes))
+            size.view(-1, GROUP).mul_(largest.clamp_(min=_SMALLEST).reciprocal_()[:, None])
+            size.sqrt_()
+            if self.way == "signed":
+                size.mul_(_LEVELS["signed"]).view(-1, 64).add_(noise)
+                codes.copy_(size.copysign_(value))
+            else:
+                size.sqrt_().mul_(_LEVELS["unsigned"]).view(-1, 64).add_(noise)
+                whole = part.view(torch.int32).copy_(size.clamp_(min=1.0))
+                codes.view(torch.int8).copy_(whole)  # the lower eight bits
+
+
+def fractions(lanes: torch.Tensor) -> torch.Tensor:
+    """Return random numbers from 2**-13 to 1 - 2**-13, so that what is a whole number, but for errors of float32, stays."""
+    return (lanes.bitwise_right_shift(4).float() + 0.5) * 2.0**-12
+
+
+def _narrow_scales(largest: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+    """Return the bits 15 to 30 of positive float32 numbers, rounded by chance, as int32; zero stays zero."""
+    found = torch.where(largest == 0, largest, largest.clamp(min=_SMALLEST))
+    bits = found.masked_fill_(found.isnan(), math.nan).view(torch.int32)
+    bits.view(-1, 2).add_(lanes[:2].bitwise_right_shift(1))
+    return bits.bitwise_right_shift_(15)
+
+
+def _wide_scales(scales: torch.Tensor) -> torch.Tensor:
+    return scales.to(torch.int32).bitwise_and_(0xFFFF).bitwise_left_shift_(15).view(torch.float32)

@@ -1,0 +1,104 @@
+"""The states of an optimizer's buckets in few bits between steps, and in float32 while a bucket is stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from booster.masters.dither import Dither
+from booster.masters.packed import Packed, Way
+from booster.masters.stand_in import State
+from booster.masters.state_signs import StateSigns
+
+States = Literal["fp32", "bf16", "8bit"]
+
+
+class FlatBucket(Protocol):
+    """What packing asks of a bucket that has one flat handle."""
+
+    size: int
+    handles: list[Any]
+
+    def clear_padding(self, values: torch.Tensor) -> None: ...
+
+
+class Packing:
+    """How the states of one optimizer are kept; `states` is "bf16" or "8bit".
+
+    In the optimizer's state a `Packed` stands where torch has a tensor of the bucket's size. Parameters without dimensions,
+    states that are no float32 tensors, and those that stand for weights (ASGD's average) stay what they are.
+    """
+
+    def __init__(self, optimizer: Optimizer, states: States, dither: Dither) -> None:
+        self._states = states
+        self._signs = StateSigns(optimizer)
+        self._dither = dither
+        self._name = type(optimizer).__name__
+
+    def lanes(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return the random numbers that the state `name` is rounded with in this step."""
+        return self._dither.lanes(name, device)
+
+    def way_of(self, name: str, value: Any, bucket: FlatBucket) -> Way | None:
+        """Return how `value`, the entry `name` of the state of `bucket`, is packed; None: it stays as it is."""
+        flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
+        sign = self._signs[name] if flat else "fp32"
+        if sign == "fp32":
+            return None
+        return "bf16" if self._states == "bf16" else sign
+
+    def pack(self, bucket: FlatBucket, state: State, packed: dict[str, Packed] | None = None) -> None:
+        """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
+
+        packed: memory to use again, by name. Raises RuntimeError for a negative number where there was none in trials.
+        """
+        for name, value in state.items():
+            way = self.way_of(name, value, bucket)
+            if way is None:
+                continue
+            bucket.clear_padding(value)
+            if way == "unsigned" and name in self._signs.measured and float(value.amin()) < 0:
+                raise RuntimeError(
+                    f"the state {name!r} of {self._name} was never negative in trial steps, and is now; declare it before "
+                    f"boost(): register_elementwise({self._name}, states={{{name!r}: 'signed'}})"
+                )
+            kept = (packed or {}).get(name)
+            kept = Packed(way, bucket.size, value.device) if kept is None else kept
+            kept.pack(value, self.lanes(name, value.device))
+            state[name] = kept
+
+    @contextmanager
+    def opened(
+        self, bucket: FlatBucket, states: MutableMapping[Any, State], scratch: Callable[[str], torch.Tensor]
+    ) -> Iterator[None]:
+        """For its length, have the packed entries of the state of `bucket`, in `states`, in float32.
+
+        scratch: gives memory of the bucket's size, by name. New entries are packed afterwards. Where it is left by an
+        exception, what was packed is what it was.
+        """
+        handle = bucket.handles[0]
+        state = states.get(handle, {})
+        before = {name: value for name, value in state.items() if isinstance(value, Packed)}
+        for name, value in before.items():
+            state[name] = value.unpack(scratch(name))
+        try:
+            yield
+        except BaseException:
+            state.update(before)
+            raise
+        if handle in states:
+            self.pack(bucket, states[handle], before)
+
+
+def unpacked(state: State) -> State:
+    """Return `state` with new float32 tensors in the place of what is packed."""
+    return {
+        name: value.unpack(torch.empty(value.codes.numel(), device=value.codes.device))
+        if isinstance(value, Packed)
+        else value
+        for name, value in state.items()
+    }
