@@ -18,7 +18,7 @@ from booster import arguments, checks, collectives
 from booster.accumulation import Accumulation, Listed, Unsynchronised
 from booster.cast_regions import forward_region
 from booster.checkpoint.background import Background
-from booster.checkpoint.parts import Loaded, parts
+from booster.checkpoint.parts import Loaded, check_no_gradients_wait, parts
 from booster.checkpoint.stopping import StopRequests
 from booster.config import translate
 from booster.data import DataLoaderWrapper
@@ -352,7 +352,8 @@ class Booster:
         is complete. keep_last: remove all but so many of the newest afterwards. async_save: return as soon as the state is
         copied to host memory, and write while training goes on; the next save, a load and the end of the process wait, and
         a failure surfaces there.
-        Raises `booster.checkpoint.CheckpointError` on all ranks if any fails, with `folder` as it was.
+        Raises `booster.checkpoint.CheckpointError` on all ranks if any fails, with `folder` as it was; RuntimeError between
+        backward and step, as within a group of `accumulate`, since gradients are not kept.
         """
         # Imported here: it takes time that most scripts need not spend.
         from booster.checkpoint.saving import reserve, snapshot, write
@@ -363,6 +364,7 @@ class Booster:
         arguments.flag("async_save", async_save)
         self.wait_for_save()
         given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        check_no_gradients_wait(given)
         group = self.plugin.group
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
         taken = snapshot(given, run, group)

@@ -35,6 +35,19 @@ class Loaded:
     path: Path | None
 
 
+def check_no_gradients_wait(parts: Parts) -> None:
+    """Raise RuntimeError if an optimizer has gradients that no step has used: a checkpoint would lose them."""
+    for name, optimizer in parts.optimizers.items():
+        if waiting := optimizer.num_waiting_backwards:
+            passes = "pass" if waiting == 1 else "passes"
+            raise RuntimeError(
+                f"save() between backward and step: the gradients of {waiting} backward {passes} of optimizer {name!r} wait "
+                "for a step, and a checkpoint does not hold gradients. Save after the whole group: call optimizer.step() "
+                "first, or "
+                "optimizer.zero_grad() to drop them"
+            )
+
+
 def parts(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any, extra: Any) -> Parts:
     """Name what `save` and `load` were given: one object, a list of them, or a dict by the user's own names.
 

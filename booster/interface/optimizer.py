@@ -304,6 +304,11 @@ class OptimizerWrapper(Optimizer):
         """Whether other ranks step layers that this one lacks."""
         return self._update.shards.kept is not None
 
+    @property
+    def num_waiting_backwards(self) -> int:
+        """How many backward passes have added to gradients that no step has used and no `zero_grad` has dropped."""
+        return self._update.num_backwards
+
     def scaler_state(self) -> dict[str, Any]:
         """The state of the loss scaler, as `state_dict` has it; waits for the device."""
         return self._update.scaler.state_dict()

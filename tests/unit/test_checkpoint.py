@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,62 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path, precisio
     again = (batch for _ in range(9) for batch in second.parts[3])
     assert train(second.parts, again, 10) == expected
     assert same(first.state(), second.state())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", "O2"])
+def test_a_run_that_accumulates_goes_on_with_the_short_last_group(tmp_path, precision):
+    def epochs(job, number, save_after=None):
+        """Groups of three batches of an epoch's five, so that the second has two."""
+        model, optimizer, criterion, loader, schedule = job.parts
+        losses = []
+        for _ in range(number):
+            batches = iter(loader)
+            while group := list(islice(batches, 3)):
+                with job.booster.accumulate(model, optimizer, num_micro_batches=len(group)):
+                    for x, y in group:
+                        loss = criterion(model(x), y)
+                        job.booster.backward(loss, optimizer)
+                        losses.append(loss.item())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                if len(losses) == save_after:
+                    job.booster.save(tmp_path, *job.parts)
+        return losses
+
+    first, second = job(precision), job(precision, seed=1)
+    expected = epochs(first, 3, save_after=8)
+    second.booster.load(tmp_path, *second.parts)
+    assert epochs(second, 2) == expected[8:]
+    assert same(first.state(), second.state())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(tmp_path, precision):
+    refused = pytest.raises(
+        RuntimeError, match=r"1 backward pass of optimizer .* wait for a step.*call optimizer.step\(\)"
+    )
+    first = job(precision)
+    model, optimizer, criterion, loader, _ = first.parts
+    batches = [batch for batch, _ in zip(loader, range(2), strict=False)]
+
+    def backward(batch):
+        first.booster.backward(criterion(model(batch[0]), batch[1]), optimizer)
+
+    with first.booster.accumulate(model, optimizer, num_micro_batches=2):
+        backward(batches[0])
+        with refused:
+            first.booster.save(tmp_path, *first.parts)
+        backward(batches[1])
+    optimizer.step()
+    backward(batches[0])
+    with refused:
+        first.booster.save(tmp_path, model, [optimizer])
+    optimizer.zero_grad()
+    first.booster.save(tmp_path, *first.parts)
+    backward(batches[0])
+    optimizer.step()
+    first.booster.save(tmp_path, *first.parts)  # also before zero_grad
 
 
 def test_workers_go_on_with_the_order_of_the_epoch(tmp_path):
