@@ -1,0 +1,218 @@
+"""What saving and loading a run costs: `torch.save`, `torch.distributed.checkpoint` and booster, of one state.
+
+    python -m benchmarks.checkpoint [--megabytes 500] [--rounds 7] [--ranks 2] [--folder DIR]
+
+Linear layers of width 1024 in float32 with AdamW, so 12 bytes a parameter. Every save ends with the bytes on the disk: `torch.save` is
+followed by fsync, the file-system writer of DCP syncs its files. Every load ends with the state in model and optimizer. Wall time,
+interleaved in shuffled order; the ratio is the median over rounds of that within a round. "torch.save again" is the A/A control.
+`--ranks` times the same on so many gloo ranks under DistributedDataParallel's layout, where torch.save is called on rank 0 alone.
+Peak memory is what a call allocates beyond what was there: resident size, sampled every 2 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from benchmarks.timing import describe_machine
+from booster import Booster
+from booster.plugin import SingleDevice, TorchDDPPlugin
+
+WIDTH = 1024
+SAMPLE_SECONDS = 0.002
+
+
+class Run:
+    """One rank's model, optimizer and ways to keep them."""
+
+    def __init__(self, megabytes: int, root: Path) -> None:
+        torch.manual_seed(0)
+        layers = max(1, round(megabytes * 2**20 / (12 * WIDTH * (WIDTH + 1))))
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.several = dist.is_initialized()
+        self.booster = Booster(plugin=TorchDDPPlugin() if self.several else SingleDevice())
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.plain_model, self.plain_optimizer = model, self.optimizer.unwrap()
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.root = root
+        self.first = not self.several or dist.get_rank() == 0
+
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        states = self.plain_optimizer.state_dict()["state"].values()
+        return [*self.plain_model.state_dict().values(), *(value for own in states for value in own.values())]
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.plain_model.state_dict(), "optimizer": self.plain_optimizer.state_dict()}
+
+    # ------------------------------------------------------------------ saving
+
+    def torch_save(self) -> None:
+        if self.first:
+            with (self.root / "plain.pt").open("wb") as file:
+                torch.save(self._state(), file)
+                file.flush()
+                os.fsync(file.fileno())
+        self.meet()
+
+    def dcp_save(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(self.root / "dcp"), no_dist=not self.several)
+
+    def booster_save(self) -> None:
+        self.booster.save(self.root / "booster", self.model, self.optimizer, step=1)
+
+    # ------------------------------------------------------------------ loading
+
+    def torch_load(self) -> None:
+        state = torch.load(self.root / "plain.pt", weights_only=True)
+        self.plain_model.load_state_dict(state["model"])
+        self.plain_optimizer.load_state_dict(state["optimizer"])
+
+    def dcp_load(self) -> None:
+        state = self._state()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, storage_reader=dcp.FileSystemReader(self.root / "dcp"), no_dist=not self.several)
+        self.plain_model.load_state_dict(state["model"])
+        self.plain_optimizer.load_state_dict(state["optimizer"])
+
+    def booster_load(self) -> None:
+        self.booster.load(self.root / "booster", self.model, self.optimizer)
+
+    # ------------------------------------------------------------------ saving in the background
+
+    def copy(self) -> None:
+        self._copies = [tensor.clone() for tensor in self._tensors()]
+
+    def booster_async(self) -> None:
+        self.booster.save(self.root / "async", self.model, self.optimizer, step=1, async_save=True)
+
+    def after_async(self) -> None:
+        """What is not timed after a call: the end of the writing, and memory given back."""
+        self._copies = []
+        self.booster.wait_for_save()
+        self.meet()
+
+    def meet(self) -> None:
+        if self.several:
+            dist.barrier()
+
+
+def timed(run: Run, variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each variant, `rounds` times; of the slowest rank."""
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for index in range(rounds + 1):
+        for name in order.sample(list(variants), len(variants)):
+            run.meet()
+            os.sync()
+            start = time.perf_counter()
+            variants[name]()
+            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            run.after_async()
+            if run.several:
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+            if index:  # the first makes files and folders
+                seconds[name].append(took.item())
+    return seconds
+
+
+def peak(call: Callable[[], None], run: Run) -> int:
+    """Bytes of resident memory that `call` needs at most, beyond what is there before."""
+    done, highest = threading.Event(), [0]
+
+    def sample() -> None:
+        while not done.wait(SAMPLE_SECONDS):
+            highest[0] = max(highest[0], resident())
+
+    before = resident()
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    call()
+    run.after_async()
+    done.set()
+    watcher.join()
+    return max(0, highest[0] - before)
+
+
+def resident() -> int:
+    # Anonymous memory: pages of mapped files are the system's cache, and count for nobody.
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+def measure(rank: int, args: argparse.Namespace, root: str) -> None:
+    torch.set_num_threads(1)
+    if args.ranks > 1:
+        store = dist.FileStore(f"{root}/store", args.ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+    run = Run(args.megabytes, Path(root))
+    saves = {
+        "torch.save + fsync": run.torch_save,
+        "torch.save again": run.torch_save,
+        "DCP": run.dcp_save,
+        "booster": run.booster_save,
+    }
+    loads = {"torch.load": run.torch_load, "DCP": run.dcp_load, "booster": run.booster_load}
+    blocking = {"a copy of the state": run.copy, "again": run.copy, "booster, async_save": run.booster_async}
+    size = run.num_bytes()
+    if run.first:
+        print(f"{size / 2**20:.0f} MB, {args.ranks} rank(s), {args.rounds} rounds; {describe_machine()}\n")
+        print("| | s, median | least | ratio to the first | ratio to DCP | peak extra memory, of the state |")
+        print("|---|---|---|---|---|---|")
+    for kind, variants in (("save", saves), ("load", loads), ("blocks for", blocking)):
+        seconds = timed(run, variants, args.rounds)
+        for name, own in seconds.items():
+            # Both measurements are collectives, so every rank makes them.
+            share = peak(variants[name], run) / size
+            base = next(iter(seconds))
+            ratios = [statistics.median(a / b for a, b in zip(own, seconds[of], strict=True)) for of in (base, "DCP") if of in seconds]
+            if run.first:
+                cells = " | ".join(f"{value:.2f}" for value in [statistics.median(own), min(own), *ratios])
+                print(f"| {kind}: {name} | {cells} {'| ' * (2 - len(ratios))}| {share:.2f} |", flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--folder", help="where to write (default: a temporary folder)")
+    args = parser.parse_args()
+    root = tempfile.mkdtemp(prefix="checkpoint_", dir=args.folder)
+    try:
+        if args.ranks > 1:
+            torch.multiprocessing.spawn(measure, (args, root), nprocs=args.ranks)
+        else:
+            measure(0, args, root)
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
