@@ -2,11 +2,12 @@
 
     python -m benchmarks.checkpoint [--megabytes 500] [--rounds 7] [--ranks 2] [--folder DIR]
 
-Linear layers of width 1024 in float32 with AdamW, so 12 bytes a parameter. Every save ends with the bytes on the disk: `torch.save` is
-followed by fsync, the file-system writer of DCP syncs its files. Every load ends with the state in model and optimizer. Wall time,
-interleaved in shuffled order; the ratio is the median over rounds of that within a round. "torch.save again" is the A/A control.
-`--ranks` times the same on so many gloo ranks under DistributedDataParallel's layout, where torch.save is called on rank 0 alone.
-Peak memory is what a call allocates beyond what was there: resident size, sampled every 2 ms.
+Linear layers of width 1024 in float32 with AdamW, so 12 bytes a parameter. Every save ends with the bytes on the
+disk: `torch.save` is followed by fsync, the file-system writer of DCP syncs its files. Every load ends with the state
+in model and optimizer. Wall time, interleaved in shuffled order; the ratio is the median over rounds of that within a
+round. "torch.save again" is the A/A control. `--ranks` times the same on so many gloo ranks under TorchDDPPlugin,
+where torch.save is called on rank 0 alone. Peak memory is what a call allocates beyond what was there, watched from
+another process.
 """
 
 from __future__ import annotations
@@ -189,7 +190,11 @@ def measure(rank: int, args: argparse.Namespace, root: str) -> None:
             # Both measurements are collectives, so every rank makes them.
             share = peak(variants[name], run) / size
             base = next(iter(seconds))
-            ratios = [statistics.median(a / b for a, b in zip(own, seconds[of], strict=True)) for of in (base, "DCP") if of in seconds]
+            ratios = [
+                statistics.median(a / b for a, b in zip(own, seconds[of], strict=True))
+                for of in (base, "DCP")
+                if of in seconds
+            ]
             if run.first:
                 cells = " | ".join(f"{value:.2f}" for value in [statistics.median(own), min(own), *ratios])
                 print(f"| {kind}: {name} | {cells} {'| ' * (2 - len(ratios))}| {share:.2f} |", flush=True)

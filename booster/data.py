@@ -13,11 +13,25 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 from booster import arguments
+from booster.randomness import random_state, set_random_state
 from booster.trees import map_tensors
 
-__all__ = ["DataLoaderWrapper", "SeededDataLoader", "Share", "check_sharded", "prepare_dataloader", "to_device"]
+__all__ = [
+    "OWN_STATE",
+    "RANDOM",
+    "DataLoaderWrapper",
+    "SeededDataLoader",
+    "Share",
+    "check_sharded",
+    "prepare_dataloader",
+    "to_device",
+]
 
 _logger = logging.getLogger(__name__)
+
+# In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and random states at the
+# beginning of the epoch, from which the order may follow.
+OWN_STATE, RANDOM = "loader", "random"
 
 _RESERVED = {
     "sampler": "pass shuffle, or distributed_sampler_cls; or build a torch DataLoader yourself and give it to boost()",
@@ -312,8 +326,10 @@ class DataLoaderWrapper:
         state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
         if inside and newest is not None:
             state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}
+            if newest.random is not None:
+                state[RANDOM] = newest.random
         if _is_stateful(self._loader):
-            state["loader"] = self._loader.state_dict()  # type: ignore[attr-defined]
+            state[OWN_STATE] = self._loader.state_dict()  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -321,21 +337,39 @@ class DataLoaderWrapper:
 
         A loader of `prepare_dataloader` leaves out what was seen without reading it, and deals the rest to the ranks that
         there are now; one with `load_state_dict` of its own is given its state; any other reads what was seen and drops it,
-        which takes the same number of ranks. Raises ValueError for what `state_dict` did not write.
+        from the random states that the epoch began with. Raises ValueError for what `state_dict` did not write, and where
+        that other loader now reads another number of samples at a time over all ranks.
         """
         try:
-            position = {key: int(state[key]) for key in ("epoch", "batches", "samples")}
+            position: dict[str, Any] = {key: int(state[key]) for key in ("epoch", "batches", "samples")}
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of a boosted dataloader ({error!r}): {state!r}") from error
         if min(position.values()) < 0:
             raise ValueError(f"a dataloader's position counts from 0, got {position}")
-        if "loader" in state:
+        seen, samples = position["batches"], position["samples"]
+        stride = _stride(self._loader)
+        if (
+            OWN_STATE not in state
+            and not _skips(self._loader)
+            and seen
+            and stride
+            and samples
+            and samples != seen * stride
+        ):
+            raise ValueError(
+                f"this {type(self._loader).__name__} reads {stride} samples in a step over all ranks, and {samples // seen} "
+                "when the state was taken; load on as many ranks and with the same batch size, or train with a loader of "
+                "booster.prepare_dataloader, whose rest of the epoch is dealt to any number of ranks"
+            )
+        if RANDOM in state:
+            position[RANDOM] = state[RANDOM]
+        if OWN_STATE in state:
             if not _is_stateful(self._loader):
                 raise ValueError(
                     f"the state is that of a loader with load_state_dict(), which {type(self._loader).__name__} has not"
                 )
-            self._loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-            position |= {"loader": state["loader"]}
+            self._loader.load_state_dict(state[OWN_STATE])  # type: ignore[attr-defined]
+            position[OWN_STATE] = state[OWN_STATE]
         self.epoch = position["epoch"]
         self._position = position
         self._newest = None
@@ -388,22 +422,34 @@ class _Iteration:
             self._length: int | None = len(owner)
         except (TypeError, NotImplementedError):
             self._length = None
-        batch_size = getattr(loader, "batch_size", None)
-        self._stride = batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
+        self._stride = _stride(loader)
         self._start, self._before = 0, 0
+        # Random states when the epoch began, from which a loader that is not ours may draw its order.
+        self.random = None if _skips(loader) else random_state() if position is None else position.get(RANDOM)
         seen = position["batches"] if position is not None else 0
-        skips = seen and callable(getattr(loader, "start_after", None))
-        if skips:
+        if seen and _skips(loader):
             assert position is not None  # it says what was seen
             self._start, self._before = position["samples"], seen
             loader.start_after(self._start)
             self._length = loader.num_batches_after(self._start)
-        self._batches = iter(loader)
-        if seen and not skips:
-            self.count = seen
-            if position is not None and "loader" not in position:
-                for _ in range(seen):
-                    next(self._batches)
+            self._batches = iter(loader)
+        elif position is None or _skips(loader):
+            self._batches = iter(loader)
+        else:
+            self._batches = self._begun_again(loader, position)
+
+    def _begun_again(self, loader: Any, position: Mapping[str, Any]) -> Iterator[Any]:
+        """Return the iterator as it was at `position`, without drawing a random number of the run's."""
+        before = random_state()
+        if RANDOM in position:
+            set_random_state(position[RANDOM])
+        batches = iter(loader)
+        self.count = position["batches"]
+        if OWN_STATE not in position:
+            for _ in range(self.count):
+                next(batches)
+        set_random_state(before)
+        return batches
 
     @property
     def num_batches(self) -> int:
@@ -435,6 +481,17 @@ class _Iteration:
 def distributed_sampler(loader: Any) -> Any | None:
     """The sampler of `loader` that knows of several ranks, or None."""
     return next((s for s in _samplers(loader) if isinstance(s, DistributedSampler) or hasattr(s, "num_replicas")), None)
+
+
+def _skips(loader: Any) -> bool:
+    """Return whether `loader` leaves out what was seen without reading it."""
+    return callable(getattr(loader, "start_after", None))
+
+
+def _stride(loader: Any) -> int:
+    """Return how many samples all ranks together read in a step; 0 where that is not known."""
+    batch_size = getattr(loader, "batch_size", None)
+    return batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
 
 
 def _is_stateful(loader: Any) -> bool:

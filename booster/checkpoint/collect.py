@@ -12,8 +12,9 @@ from booster.checkpoint.agree import exchange
 from booster.checkpoint.layout import storable
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.plain import encode
-from booster.checkpoint.randomness import random_state
+from booster.data import OWN_STATE, RANDOM, DataLoaderWrapper
 from booster.interface.optimizer import OptimizerWrapper
+from booster.randomness import random_state
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 
 Tensors = dict[str, torch.Tensor]
@@ -41,10 +42,18 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
     rank = 0 if group is None else dist.get_rank(group)
     own: Tensors = {}
     tree["random"] = encode(random_state(), f"random/{rank}", own)
+    positions = {name: split_state(loader) for name, loader in parts.dataloaders.items()}
+    tree["loaders"] = {
+        name: encode(state, f"dataloaders/{name}/{rank}", own)
+        for name, (_, state) in positions.items()
+        if state is not None
+    }
     if rank == 0:
-        tree |= {
-            kind: {name: encode(part.state_dict(), f"{kind}/{name}", own) for name, part in found.items()}
-            for kind, found in (("dataloaders", parts.dataloaders), ("lr_schedulers", parts.lr_schedulers))
+        tree["dataloaders"] = {
+            name: encode(position, f"dataloaders/{name}", own) for name, (position, _) in positions.items()
+        }
+        tree["lr_schedulers"] = {
+            name: encode(part.state_dict(), f"lr_schedulers/{name}", own) for name, part in parts.lr_schedulers.items()
         }
         extra = parts.extra
         stateful = callable(getattr(extra, "state_dict", None))
@@ -52,6 +61,15 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
         tree["run"] = dict(run)
     tensors = {name: storable(tensor) for name, tensor in tensors.items()} | own
     return tensors, _merged(exchange(tree, group))
+
+
+def split_state(loader: Any) -> tuple[dict[str, Any], Any]:
+    """Return the position of a loader, the same on all ranks, and what is each rank's own; None where nothing is."""
+    state = loader.state_dict()
+    if not isinstance(loader, DataLoaderWrapper):
+        return {}, {OWN_STATE: state}
+    own = {key: state[key] for key in (OWN_STATE, RANDOM) if key in state}
+    return {key: value for key, value in state.items() if key not in own}, own or None
 
 
 def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
@@ -89,12 +107,12 @@ def _states(extra: Any) -> Any:
 
 
 def _merged(trees: list[dict[str, Any]]) -> dict[str, Any]:
-    """One tree: what the first rank says, more keys where others hold other layers, every rank's random state."""
-    random = [tree.pop("random") for tree in trees]
+    """One tree: what the first rank says, more keys where others hold other layers, every rank's random state and loaders."""
+    of_ranks = {key: [tree.pop(key) for tree in trees] for key in ("random", "loaders")}
     merged = trees[0]
     for tree in trees[1:]:
         _add_keys(merged, tree)
-    return {**merged, "random": random}
+    return {**merged, **of_ranks}
 
 
 def _add_keys(tree: Any, other: Any) -> None:

@@ -24,15 +24,15 @@ from booster.checkpoint.layout import empty_like_whole, placed_like
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, Tensor, read_manifest
 from booster.checkpoint.parts import Loaded, Parts, parts
 from booster.checkpoint.plain import decode
-from booster.checkpoint.randomness import set_random_state
 from booster.checkpoint.saving import STATE
 from booster.checkpoint.storage import ManifestReader, dtype_of
 from booster.checkpoint.weights import weights_for
-from booster.data import DataLoaderWrapper
+from booster.data import OWN_STATE, DataLoaderWrapper
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.loaded import LoadedWeights
 from booster.modules import bare
+from booster.randomness import set_random_state
 from booster.trees import map_tensors
 from booster.update.checkpoint import PARAMETERS, STATE_KEY
 from booster.update.loading import Reading
@@ -145,6 +145,8 @@ class _Reading:
         for kind in ("dataloaders", "lr_schedulers"):
             for name in self._found(kind):
                 self._want_all(self.tree[kind][name])
+        for name in self._found("dataloaders"):
+            different += self._compare_loader(name)
         self._want_all(self.tree["extra"])
         if self._same_ranks:
             self._want_all(self.tree["random"][self.rank])
@@ -184,6 +186,16 @@ class _Reading:
                 yield f"{kind} {name!r}: {key} has {shape} in the checkpoint and shape {tuple(value.shape)} here"
                 continue
             self._want(sources[key], value)
+
+    def _compare_loader(self, name: str) -> Iterator[str]:
+        if len(self._loaders) == self._world_size:
+            self._want_all(self._loaders[self.rank].get(name))
+        elif any(OWN_STATE in loaders.get(name, {}) for loaders in self._loaders):
+            yield (
+                f"dataloaders {name!r}: its state is that of {len(self._loaders)} ranks, each its own, and this job has "
+                f"{self._world_size}; load on as many ranks, or leave the dataloader out, or train with one of "
+                "b.prepare_dataloader, whose rest of the epoch is dealt to any number"
+            )
 
     def _compare_optimizer(self, name: str, optimizer: OptimizerWrapper) -> Iterator[str]:
         saved = self.tree["optimizers"][name]
@@ -245,12 +257,21 @@ class _Reading:
             (optimizer, self._optimizer_state(name, optimizer)) for name, optimizer in self.parts.optimizers.items()
         ]
         self._other_states = [
-            (part, decode(self.tree[kind][name], self.targets))
-            for kind, found in (("dataloaders", self.parts.dataloaders), ("lr_schedulers", self.parts.lr_schedulers))
-            for name, part in found.items()
+            (loader, self._loader_state(name, loader)) for name, loader in self.parts.dataloaders.items()
+        ]
+        self._other_states += [
+            (part, decode(self.tree["lr_schedulers"][name], self.targets))
+            for name, part in self.parts.lr_schedulers.items()
         ]
         self._extra = decode(self.tree["extra"], self.targets)
         self._random = decode(self.tree["random"][self.rank], self.targets) if self._same_ranks else None
+
+    def _loader_state(self, name: str, loader: Any) -> Any:
+        position = decode(self.tree["dataloaders"][name], self.targets)
+        if len(self._loaders) != self._world_size:
+            return position
+        own = decode(self._loaders[self.rank].get(name, {}), self.targets)
+        return {**position, **own} if isinstance(loader, DataLoaderWrapper) else own[OWN_STATE]
 
     def _optimizer_state(self, name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
         saved = self.tree["optimizers"][name]
@@ -320,6 +341,12 @@ class _Reading:
             problem = CheckpointError(f"{self.folder} does not load into {what}, and nothing was loaded: {error}")
             problem.__cause__ = error
         agree_on_success(problem, group)
+
+    @property
+    def _loaders(self) -> list[dict[str, Any]]:
+        """What of each loader's state is each rank's own, by rank and name."""
+        loaders: list[dict[str, Any]] = self.tree["loaders"]
+        return loaders
 
     @property
     def _same_ranks(self) -> bool:

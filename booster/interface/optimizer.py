@@ -89,6 +89,9 @@ class OptimizerWrapper(Optimizer):
         """
         if self._held is not None:
             raise RuntimeError(self._held)
+        if closure is None and _is_of_torch_checkpoint(3):
+            # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
+            return self._update.step()
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
         self.settle()
@@ -222,6 +225,9 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> Any:
+        if _is_of_torch_checkpoint(1):  # before it sets learning rates and gradients to zero
+            with self._update.shards.local():
+                self._check_nothing_is_lost(self._update.optimizer_state_dict()[1])
         return self._update.state
 
     @state.setter
@@ -325,7 +331,7 @@ class OptimizerWrapper(Optimizer):
         """
         self.settle()
         state, own = state_of(self._update)
-        if sys._getframe(1).f_globals.get("__name__") == _DROPS_OUR_KEY:
+        if _is_of_torch_checkpoint(1):
             self._check_nothing_is_lost(own)
         state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
         return state
@@ -360,8 +366,8 @@ class OptimizerWrapper(Optimizer):
         if lost:
             raise RuntimeError(
                 f"torch.distributed.checkpoint.state_dict would drop {' and '.join(lost)} of this optimizer. Save with "
-                "Booster.save, which keeps everything and loads into any layout; or keep what optimizer.state_dict() "
-                f"returns, whose key {STATE_KEY!r} has them"
+                "Booster.save, which keeps everything, and load with Booster.load, into any layout; or keep what "
+                f"optimizer.state_dict() returns, whose key {STATE_KEY!r} has them"
             )
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
@@ -377,6 +383,19 @@ class OptimizerWrapper(Optimizer):
             return loss
 
         return self._update.step_with_closure(checked)
+
+
+def _is_of_torch_checkpoint(depth: int) -> bool:
+    """Return whether the caller of the caller, or who called that, up to `depth` frames, is torch's module that knows
+    torch's keys alone. A scheduler of torch stands between it and `step`."""
+    frame = sys._getframe(2)
+    for _ in range(depth):
+        if frame.f_globals.get("__name__") == _DROPS_OUR_KEY:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
 
 
 def updates_of(optimizers: Iterable[OptimizerWrapper]) -> list[Update]:

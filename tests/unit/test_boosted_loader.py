@@ -193,3 +193,39 @@ def test_a_position_survives_being_saved_again(kind, drawn):
     third.load_state_dict(state)
     assert values(third) == values(batches)
     assert len(list(third)) == 6, "the next epoch is whole"
+
+
+class Noisy(TensorDataset):
+    """Samples that draw random numbers while they are read."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + torch.rand(())
+
+
+@pytest.mark.parametrize("seen", [0, 3])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shuffled_loader_of_the_users_own_goes_on_in_the_order_that_it_drew(seen, workers):
+    def loader():
+        data = numbers() if workers else Noisy(torch.arange(10.0))
+        return DataLoaderWrapper(DataLoader(data, 2, shuffle=True, num_workers=workers), "cpu")
+
+    torch.manual_seed(3)
+    unbroken = loader()
+    batches = iter(unbroken)
+    for _ in range(seen):
+        next(batches)
+        torch.rand(5)  # as dropout does
+    position, random_numbers = unbroken.state_dict(), torch.get_rng_state()
+    rest = [list(batches), list(unbroken), torch.rand(2)]
+
+    resumed = loader()
+    resumed.load_state_dict(position)
+    torch.set_rng_state(random_numbers)
+    assert str([list(resumed), list(resumed), torch.rand(2)]) == str(rest)
+
+
+def test_a_position_in_batches_of_another_size_is_refused():
+    first, second = (DataLoaderWrapper(DataLoader(numbers(), size), "cpu") for size in (2, 5))
+    next(iter(first))
+    with pytest.raises(ValueError, match="reads 5 samples in a step over all ranks, and 2 when the state was taken"):
+        second.load_state_dict(first.state_dict())

@@ -59,6 +59,47 @@ def test_what_would_be_lost_is_named(precision, get):
     assert "booster" in optimizer.state_dict()  # which any other caller gets
 
 
+def everything(model, optimizer):
+    """Weights, counters, scale and learning rate, as one would see that something moved."""
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    numbers = (optimizer.num_applied, optimizer.num_skipped, optimizer.progress, str(optimizer.scaler_state()))
+    return weights, (*numbers, optimizer.param_groups[0]["lr"], all(p.grad is None for p in model.parameters()))
+
+
+@pytest.mark.parametrize("load", [False, True])
+@pytest.mark.parametrize("precision", LOSES)
+def test_nothing_moves_where_a_fresh_optimizer_is_refused(precision, load):
+    booster, model, optimizer = trained(LOSES[precision][0], steps=0)
+    weights, numbers = everything(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"Booster\.save[\s\S]*Booster\.load"):
+        if load:
+            states = {"state": {}, "param_groups": []}
+            set_state_dict(booster.unwrap(model), optimizer, model_state_dict={}, optim_state_dict=states)
+        else:
+            get_state_dict(booster.unwrap(model), optimizer)
+    after, numbers_after = everything(model, optimizer)
+    assert numbers == numbers_after
+    assert all(torch.equal(value, after[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("precision", KEEPS)
+def test_the_states_that_torch_makes_for_a_fresh_optimizer_are_no_step_of_the_run(precision, make, scheduled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    optimizer = make(model.parameters(), lr=0.01, weight_decay=0.1)
+    booster = Booster("cpu", KEEPS[precision](), clip_grad_norm=1.0)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    if scheduled:  # torch's puts a function of its own in the place of `step`
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    weights, numbers = everything(model, optimizer)
+    get_state_dict(booster.unwrap(model), optimizer)
+    after, numbers_after = everything(model, optimizer)
+    assert numbers == numbers_after
+    assert all(torch.equal(value, after[name]) for name, value in weights.items())
+
+
 @pytest.mark.parametrize("precision", KEEPS)
 def test_without_anything_to_lose_it_works(precision):
     booster, model, optimizer = trained(KEEPS[precision])
