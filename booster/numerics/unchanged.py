@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.checkpoint.randomness import random_state, set_random_state
+from booster.randomness import random_state, set_random_state
 from booster.torch_internals import storage_key
 from booster.update.base import Update
 
