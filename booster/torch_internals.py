@@ -12,7 +12,8 @@ import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
+from contextlib import AbstractContextManager
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,10 +80,13 @@ def engine_backward(*args: Any, **kwargs: Any) -> Any:
     return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
 
 
-def node_number() -> tuple[str, int] | None:
-    """Return the autograd node that runs in this thread, as its class's name and its number; None outside a backward pass."""
+def running_node() -> tuple[str, int, Any] | None:
+    """Return the autograd node that runs in this thread: its class's name, its number, and of one that fills `.grad` the leaf.
+
+    None outside a backward pass.
+    """
     node = torch._C._current_autograd_node()
-    return None if node is None else (node.name(), node._sequence_nr())
+    return None if node is None else (node.name(), node._sequence_nr(), getattr(node, "variable", None))
 
 
 def newest_node_number() -> int:
@@ -90,9 +94,9 @@ def newest_node_number() -> int:
     return torch.autograd._get_sequence_nr() - 1
 
 
-def starts_backward(frame: FrameType) -> bool:
-    """Return whether `frame`, one of Python's stack, is where a backward pass was handed to the engine."""
-    return frame.f_code in (torch.autograd.graph._engine_run_backward.__code__, engine_backward.__code__)
+def engine_starts() -> frozenset[CodeType]:
+    """Return the code on Python's stack by which a backward pass is handed to the engine."""
+    return frozenset({torch.autograd.graph._engine_run_backward.__code__, engine_backward.__code__})
 
 
 # ---------------------------------------------------------------------- torch function modes
@@ -106,6 +110,11 @@ def function_modes() -> list[Any]:
 def num_function_modes() -> int:
     """Return how many torch function modes this thread is in."""
     return torch._C._len_torch_function_stack()
+
+
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Return a context in which torch functions go to no torch function mode and no subclass's `__torch_function__`."""
+    return torch._C.DisableTorchFunction()
 
 
 def default_device_mode() -> Any | None:
@@ -215,9 +224,9 @@ def compile_graph() -> Callable[..., Any]:
 # ---------------------------------------------------------------------- modules
 
 
-def called_module(frame: FrameType) -> nn.Module | None:
-    """Return the module that is being called in `frame`, a frame of Python's stack, hooks included; None in any other."""
-    return frame.f_locals.get("self") if frame.f_code is nn.Module._call_impl.__code__ else None
+def module_call() -> CodeType:
+    """Return the code on Python's stack by which a module, its local `self`, is called, hooks included."""
+    return nn.Module._call_impl.__code__
 
 
 def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
@@ -271,6 +280,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Node._sequence_nr": lambda: torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr,  # type: ignore[union-attr]
     "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
     "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward.__code__,
+    "torch._C.DisableTorchFunction": lambda: torch._C.DisableTorchFunction,
     "UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage()._cdata,
     "Module._call_impl": lambda: nn.Module._call_impl.__code__.co_varnames.index("self"),
     "torch._C._get_function_stack_at": lambda: torch._C._get_function_stack_at,

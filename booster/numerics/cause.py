@@ -22,8 +22,9 @@ class Cause:
     """The first operation that made a bad number, as one rank saw it; what ranks tell each other.
 
     kind: "data", "weights", "loss", "overflow" or "operation"; too large a loss scale is not told from an overflow here.
-    foreign: the number came from another rank. index, key: what `Watch` can repair. exact: see `Event`. chain: the modules, the
-    outermost first. passed: modules that the bad number went through afterwards, in order.
+    foreign: the number came from another rank. alone: every way back leads to this operation. index, key: what `Watch` can
+    repair. exact: see `Event`. chain: the modules, the outermost first. passed: modules that the bad number went through
+    afterwards, in order.
     """
 
     rank: int
@@ -33,7 +34,7 @@ class Cause:
     direction: str
     dtype: str
     inputs: tuple[Numbers, ...]
-    output: Numbers
+    output: Numbers | None
     rows: tuple[int, ...]
     chain: tuple[str, ...]
     passed: tuple[str, ...]
@@ -44,6 +45,7 @@ class Cause:
     micro_batch: int
     exact: float | None
     foreign: bool
+    alone: bool
     index: int
     key: int
 
@@ -59,7 +61,7 @@ class Cause:
     def read(cls, data: bytes) -> Cause:
         fields: dict[str, Any] = json.loads(data)
         fields["inputs"] = tuple(Numbers.read(each) for each in fields["inputs"])
-        fields["output"] = Numbers.read(fields["output"])
+        fields["output"] = fields["output"] and Numbers.read(fields["output"])
         for name in ("rows", "chain", "passed"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
@@ -67,26 +69,29 @@ class Cause:
 
 def cause_of(outcome: Outcome, rank: int) -> Cause | None:
     """Return the earliest cause of the bad numbers in `outcome`; None if there are none, or none can be traced."""
-    waiting = [sink for sink in outcome.sinks if isinstance(sink, Event)]
-    seen: set[Event] = set()
+    # With each event, whether the infinities in it, if they were meant for a mask, were taken for numbers.
+    waiting = [(sink, False) for sink in outcome.sinks if isinstance(sink, Event)]
+    seen: set[tuple[Event, bool]] = set()
     found: list[tuple[Event, Leaf | None]] = []
     while waiting:
-        event = waiting.pop()
-        if event in seen:
+        event, misused = waiting.pop()
+        if (event, misused) in seen:
             continue
-        seen.add(event)
-        worse = [parent for parent in event.parents if not event.intended and not is_intended(parent, event.name)]
+        seen.add((event, misused))
+        if event.intended and not misused:
+            continue
+        worse = [parent for parent in event.parents if misused or not is_intended(parent, event.name)]
         leaves = [parent for parent in worse if isinstance(parent, Leaf)]
         if leaves:
             found.append((event, leaves[0]))
-        elif not worse and not event.intended:
+        elif not worse:
             found.append((event, None))
-        waiting += [parent for parent in worse if isinstance(parent, Event)]
+        waiting += [(parent, parent.intended) for parent in worse if isinstance(parent, Event)]
     if found:
         # What collectives brought comes last: it was made elsewhere, or an operation here fed it.
         event, leaf = min(found, key=lambda pair: (pair[0].foreign, pair[0].index))
-        return _cause(outcome, event, leaf, rank)
-    return _cause(outcome, _where_masks_came_out(outcome.sinks), None, rank) if seen else None
+        return _cause(outcome, event, leaf, rank, alone=len({end for end, _ in found}) == 1)
+    return _cause(outcome, _where_masks_came_out(outcome.sinks), None, rank, alone=False) if seen else None
 
 
 def _where_masks_came_out(sinks: Sequence[Event | Leaf]) -> Event:
@@ -100,10 +105,10 @@ def _where_masks_came_out(sinks: Sequence[Event | Leaf]) -> Event:
 
 
 def _all_bad(event: Event) -> bool:
-    return event.output.num_bad == math.prod(event.output.shape)
+    return event.output is not None and event.output.num_bad == math.prod(event.output.shape)
 
 
-def _cause(outcome: Outcome, event: Event, leaf: Leaf | None, rank: int) -> Cause:
+def _cause(outcome: Outcome, event: Event, leaf: Leaf | None, rank: int, *, alone: bool) -> Cause:
     place = event.place
     last = outcome.watch.last_in_model
     direction = "backward" if place.backward else "loss" if not place.inside and event.index > last else "forward"
@@ -124,15 +129,16 @@ def _cause(outcome: Outcome, event: Event, leaf: Leaf | None, rank: int) -> Caus
             reached.add(later)
             if later.place.modules and later.place.modules[-1] != module:
                 passed[later.place.modules[-1]] = None
+    shown = leaf.numbers if leaf is not None else event.output
     return Cause(
         rank=rank,
         kind=kind,
         module=module,
         operation=event.operation,
         direction=direction,
-        dtype=leaf.numbers.dtype if leaf is not None else event.output.dtype,
+        dtype="" if shown is None else shown.dtype,
         inputs=tuple(event.inputs),
-        output=leaf.numbers if leaf is not None else event.output,
+        output=shown,
         rows=tuple(leaf.rows if leaf is not None else event.rows),
         chain=chain,
         passed=tuple(passed),
@@ -143,6 +149,7 @@ def _cause(outcome: Outcome, event: Event, leaf: Leaf | None, rank: int) -> Caus
         micro_batch=event.micro_batch,
         exact=event.exact,
         foreign=event.foreign,
+        alone=alone,
         index=event.index,
         key=leaf.key if leaf is not None else 0,
     )

@@ -40,8 +40,10 @@ def diagnose(
     if kind in ("overflow", "operation", "loss_scale") and _is_half(cause):
         module = trials.module_in_float32(cause)
         if module is not None:
-            remedies.append(f"finite with keep_fp32={module!r}")
-    certain = bool(remedies) or trials.is_mended(cause)
+            remedies.append(
+                "finite with mixed_precision='fp32'" if trials.is_root(module) else f"finite with keep_fp32={module!r}"
+            )
+    certain = bool(remedies) or trials.is_mended(cause) or (cause.alone and not cause.foreign)
     return Diagnosis(
         kind=kind,  # type: ignore[arg-type]
         module=cause.module,

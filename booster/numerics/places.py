@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from booster import torch_internals
-from booster.torch_internals import called_module, graph_task, newest_node_number, node_number, starts_backward
+from booster.torch_internals import engine_starts, graph_task, module_call, newest_node_number, running_node
 
 
 @dataclass(frozen=True)
@@ -36,42 +36,56 @@ class Places:
     Python's own stack says which modules are being called, in order and with what their hooks do, so nothing is hooked. Of a
     backward pass it says nothing: there, the number of the autograd node leads back to the operation that made it.
 
-    names: of the modules of boosted models. criteria: of those of boosted criteria. end: the code that starts the replay; what
-    called it is not part of it.
+    names: of the modules of boosted models. criteria: of those of boosted criteria. params: of parameters, with the module that
+    has each. end: the code that starts the replay; what called it is not part of it.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str], criteria: Mapping[nn.Module, str], end: CodeType) -> None:
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        criteria: Mapping[nn.Module, str],
+        params: Mapping[torch.Tensor, tuple[str, str]],
+        end: CodeType,
+    ) -> None:
         self._names = {id(module): name for module, name in names.items()}
         self._criteria = {id(module): name for module, name in criteria.items()}
-        self._end = end
+        self._params = params
+        self._forward_ends = frozenset({end})
+        self._backward_ends = frozenset({end, *engine_starts()})
+        self._call = module_call()
         self._made: dict[int, tuple[Place, str]] = {}  # by number of the autograd node
 
     def of(self, operation: str) -> Place:
         """Return the place of the operation that runs now, which is called `operation`; to be asked once for every one."""
-        node = node_number() if graph_task() != -1 else None
-        place = self._of_stack(node is not None)
+        node = running_node() if graph_task() != -1 else None
+        place = self._of_stack(self._forward_ends if node is None else self._backward_ends)
         if node is None or place.modules:
             # An operation without a node reads the number of an older one, which has its maker already.
             self._made.setdefault(newest_node_number(), (place, operation))
         if node is None or place.modules:  # with modules, activations are computed again
             return place
-        name, number = node
+        name, number, leaf = node
         made, of = self._made.get(number, (Place(), ""))
+        if leaf is not None and leaf in self._params:
+            of, owner = self._params[leaf]
+            made = Place((owner,), not owner.startswith("criterion"))
         return Place(made.modules, made.inside, place.source or made.source, True, name, of)
 
-    def _of_stack(self, in_engine: bool) -> Place:
+    def _of_stack(self, ends: frozenset[CodeType]) -> Place:
         modules: list[str] = []
         inside, source = False, ""
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code is not self._end and not (in_engine and starts_backward(frame)):
-            module = called_module(frame)
-            if module is not None:
-                name, of_model = self._name(module)
+        while frame is not None:
+            code = frame.f_code
+            if code is self._call:
+                name, of_model = self._name(frame.f_locals["self"])
                 inside = inside or of_model
                 if not modules or modules[-1] != name:
                     modules.append(name)
-            elif not source and _is_users(frame.f_code):
-                source = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            elif code in ends:
+                break
+            elif not source and _is_users(code):
+                source = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
             frame = frame.f_back
         return Place(tuple(reversed(modules)), inside, source)
 

@@ -60,11 +60,13 @@ class Replay:
     ) -> None:
         self.scale = scale
         self.modules: dict[str, nn.Module] = {}
+        self.roots = [model.unwrap() for model in models.values()]
         self._forward = forward
         self._context = optimizers[0].backward_context
         self._updates = updates_of(optimizers)
         self._wrappers: list[nn.Module] = [*models.values(), *criteria]
         self._names: dict[nn.Module, str] = {}
+        self._params: dict[torch.Tensor, tuple[str, str]] = {}
         for label, model in models.items():
             inner = model.unwrap()
             own = label or type(inner).__name__
@@ -75,6 +77,10 @@ class Replay:
             named = {(f"{label}.{name}" if label else name) if name else own: m for name, m in inner.named_modules()}
             self._names |= {module: name for name, module in named.items()}
             self.modules |= named
+            for module_name, module in named.items():
+                prefix = "" if module is inner else f"{module_name}."
+                for name, param in module.named_parameters(recurse=False):
+                    self._params.setdefault(param, (f"{prefix}{name}", module_name))
         self._criteria = {
             module: ".".join(filter(None, ("criterion", name)))
             for criterion in criteria
@@ -97,7 +103,7 @@ class Replay:
     def _run(self, scale: float, repair: Collection[int], memory: Memory) -> Outcome:
         counted = self._updates[0]
         watch = Watch(
-            Places(self._names, self._criteria, _call.__code__),
+            Places(self._names, self._criteria, self._params, _call.__code__),
             self._memory_names,
             memory.keep,
             repair=repair,

@@ -60,10 +60,17 @@ class Trials:
         named = self._replay.modules
         for name in [name for name in reversed(cause.chain) if name in named]:
             module = named[name]
-            _, bad, _ = self.run(within=lambda module=module: in_float32(module, self._device_type))
+            try:
+                _, bad, _ = self.run(within=lambda module=module: in_float32(module, self._device_type))
+            except (RuntimeError, TypeError, ValueError):
+                continue  # its code wants half precision, as `keep_fp32` would find out too
             if not bad:
                 return name
         return None
+
+    def is_root(self, name: str) -> bool:
+        """Return whether `name` is that of a whole boosted model."""
+        return self._replay.modules[name] in self._replay.roots
 
     def is_mended(self, cause: Cause) -> bool:
         """Return whether all is finite once what the cause made, and after it what other causes made, is replaced by zeros."""

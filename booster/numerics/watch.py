@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from booster.numerics.numbers import Numbers, bad_rows, numbers_of
+from booster.numerics.numbers import Numbers, bad_rows, dtype_name, numbers_of
 from booster.numerics.places import Place, Places
-from booster.torch_internals import TorchDispatchMode, storage_key
+from booster.torch_internals import TorchDispatchMode, storage_key, without_function_modes
 from booster.trees import map_tensors, tensors
 
 # What makes infinities on purpose, for masks; and what takes them for such.
@@ -19,6 +19,29 @@ _FILLS = frozenset(
     | {"where", "constant_pad_nd", "add", "add_", "sub", "sub_", "index_put", "index_put_", "zero_", "copy_"}
 )
 _MASKING = _FILLS | {
+    "mul",
+    "mul_",
+    "div",
+    "exp",
+    "tanh",
+    "sigmoid",
+    "clamp",
+    "clamp_min",
+    "minimum",
+    "min",
+    "amin",
+    "gather",
+    "nll_loss_forward",
+    "_log_softmax_backward_data",
+    "_softmax_backward_data",
+    "index",
+    "slice",
+    "expand",
+    "repeat",
+    "tril",
+    "triu",
+    "bitwise_not",
+    "neg",
     "_softmax",
     "_safe_softmax",
     "_log_softmax",
@@ -63,17 +86,18 @@ class Event:
 
     index: its place among all operations of the replay. parents: what made the inf or NaN in its inputs. intended: only
     infinities that masks are made of. exact: the largest magnitude of the result in float64, inf if that is not finite
-    either, None if nobody knows; asked where the inputs were sound. foreign: made by a collective.
+    either, None if nobody knows. inputs, output, rows: what was there, and where along the first dimension it is bad. These and
+    `exact` are known only where no operation before had made the inputs bad. foreign: made by a collective.
     """
 
     index: int
     operation: str
     place: Place
-    output: Numbers
-    inputs: list[Numbers]
-    rows: list[int]
     micro_batch: int
     parents: list[Event | Leaf] = field(default_factory=list)
+    output: Numbers | None = None
+    inputs: list[Numbers] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     intended: bool = False
     exact: float | None = None
     foreign: bool = False
@@ -121,9 +145,16 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if any(issubclass(kind, torch.Tensor) and kind is not torch.Tensor and _has_own(kind) for kind in types):
             return NotImplemented  # a DTensor, say; its own operations on plain tensors come here
+        with (
+            without_function_modes()
+        ):  # they have had their say about this operation, and have none about what looks at it
+            return self._watched(func, args, kwargs or {})
+
+    # ------------------------------------------------------------------ inside
+
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         operation = f"{func.namespace}.{name}"
         place = self._places.of(operation)
@@ -157,8 +188,6 @@ class Watch(TorchDispatchMode):
             self._look(tensor, func, name, kept, parents, place, operation, index)
         return result
 
-    # ------------------------------------------------------------------ inside
-
     def _look(
         self,
         tensor: torch.Tensor,
@@ -179,14 +208,14 @@ class Watch(TorchDispatchMode):
             return
         if func.is_view and (parents or key in self._bad):
             return  # whoever reads the view finds what made its memory bad
-        inputs = [numbers_of(each) for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
-        event = Event(
-            index, operation, place, numbers_of(tensor), inputs, bad_rows(tensor), self._micro_batch(), list(parents)
-        )
+        event = Event(index, operation, place, self._micro_batch(), list(parents))
         self.events.append(event)
         self._bad[key] = event
-        sound = all(is_intended(parent, name) for parent in parents)
-        if not sound:
+        if any(isinstance(parent, Event) and not is_intended(parent, name) for parent in parents):
+            return  # one of many that an inf or NaN goes through
+        event.inputs = [numbers_of(each) for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
+        event.output, event.rows = numbers_of(tensor), bad_rows(tensor)
+        if not all(is_intended(parent, name) for parent in parents):
             return
         if parents or (name in _FILLS and _holds_inf(kept)):
             event.intended = event.output.num_nan == 0
@@ -235,8 +264,8 @@ class Watch(TorchDispatchMode):
         for tensor in [*given, *results]:
             if not tensor.is_floating_point():
                 continue
-            empty = Numbers(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 0.0, 0.0, 0, 0)
-            event = Event(index, operation, place, empty, [], [], self._micro_batch(), list(parents), foreign=True)
+            event = Event(index, operation, place, self._micro_batch(), list(parents), foreign=True)
+            event.output = Numbers(tuple(tensor.shape), dtype_name(tensor.dtype), 0.0, 0.0, 0, 0)
             self._bad[storage_key(tensor)] = event
         return result
 
@@ -263,7 +292,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def is_intended(parent: Event | Leaf, name: str) -> bool:
     """Return whether the inf in `parent` is for a mask, as far as the operation `name` goes."""
-    return parent.intended if isinstance(parent, Event) else parent.masking and name in _MASKING
+    return name in _MASKING and (parent.intended if isinstance(parent, Event) else parent.masking)
 
 
 def _holds_inf(tree: Any) -> bool:
