@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.shards import is_dtensor
+from booster.shards import dtensor_types, is_dtensor
 from booster.torch_internals import multiply_and_check_, sparse_values
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -21,13 +21,13 @@ def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     A sparse gradient is coalesced in place and gives its values, a DTensor this rank's part of it.
     """
-    values = []
+    values, dtensors = [], dtensor_types()
     for param in params:
         grad = param.grad
         if grad.is_sparse:  # type: ignore[union-attr]
             param.grad = grad.coalesce()  # type: ignore[union-attr]
             grad = sparse_values(param.grad)
-        elif is_dtensor(grad):
+        elif isinstance(grad, dtensors):
             grad = grad.to_local()  # type: ignore[union-attr]
         values.append(grad)
     return values  # type: ignore[return-value]
@@ -41,11 +41,16 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
     """
     if norm_type == math.inf:  # which torch does not define for them
         values = [value if value.numel() else value.new_zeros(1) for value in values]
-    if dtype is None and any(value.dtype in _HALF for value in values):
-        dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
+    dtypes, devices = set(), set()
+    for value in values:
+        dtypes.add(value.dtype)
+        devices.add(value.device)
+    if dtype is None and not dtypes.isdisjoint(_HALF):
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     norms = torch._foreach_norm(values, norm_type, dtype=dtype)  # type: ignore[arg-type]
-    device = norms[0].device
-    return torch.stack([norm if norm.device == device else norm.to(device) for norm in norms])
+    if len(devices) > 1:
+        norms = [norm.to(norms[0].device) for norm in norms]
+    return torch.stack(norms)
 
 
 def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> list[int]:

@@ -94,7 +94,7 @@ class OptimizerWrapper(Optimizer):
             return self._update.step()
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
-        self.settle()
+        self._history.settle()
         if closure is None and self._clip_grad_norm:
             self.clip_grad_by_norm(self._clip_grad_norm)
         if closure is None:
@@ -113,7 +113,7 @@ class OptimizerWrapper(Optimizer):
             with torch.no_grad():
                 self._after_step(result.decision)
         if not self._update.decides_on_device:
-            self.settle()
+            self._history.settle()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

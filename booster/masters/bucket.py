@@ -41,6 +41,7 @@ class Bucket:
         shapes = [piece.param.shape for piece in pieces] if whole else [torch.Size([self.size])]
         self.handles = [nn.Parameter(_nothing(shape, self.device)) for shape in shapes]
         self._layouts = [torch.empty_strided(p.param.shape, p.param.stride(), device="meta") for p in pieces]
+        self._bounds = [(piece.offset, piece.offset + piece.size) for piece in pieces]
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
 
@@ -77,8 +78,13 @@ class Bucket:
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """Return flat views of the gradients, piece by piece; none of them may be missing."""
-        found = [(gradient_of(piece.param), piece) for piece in self.pieces]
-        return [flat_like(grad, p.param)[p.start : p.stop] for grad, p in found]  # type: ignore[arg-type]
+        found = []
+        for piece in self.pieces:
+            grad: Any = gradient_of(piece.param)
+            alike = grad.is_contiguous() and piece.param.is_contiguous()
+            flat = grad.view(-1) if alike else flat_like(grad, piece.param)
+            found.append(flat[piece.start : piece.stop])
+        return found
 
     # ------------------------------------------------------------------ masters
 
@@ -122,7 +128,7 @@ class Bucket:
 
     def pieces_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return flat views of flat `values`, piece by piece."""
-        return [values[piece.offset : piece.offset + piece.size] for piece in self.pieces]
+        return [values[start:stop] for start, stop in self._bounds]
 
     def handles_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return views of flat `values` in the shapes of the handles."""
@@ -141,15 +147,15 @@ class Bucket:
 
     # ------------------------------------------------------------------ division
 
-    def divide(self, belongs: Callable[[Piece], bool], state: Any) -> list[Bucket]:
-        """Return two buckets, of the pieces that `belongs` says yes to and of the others, or this one if all are alike.
+    def divide(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], state: Any) -> list[Bucket]:
+        """Return two buckets, of the pieces with a gradient and of the others, or this one if all are alike.
 
         state: the optimizer's, whose entries move along.
         """
-        inside = [piece for piece in self.pieces if belongs(piece)]
+        inside = [piece for piece in self.pieces if gradient_of(piece.param) is not None]
         if len(inside) in (0, len(self.pieces)):
             return [self]
-        outside = [piece for piece in self.pieces if not belongs(piece)]
+        outside = [piece for piece in self.pieces if gradient_of(piece.param) is None]
         divided = []
         shared = {} if self.whole else unpacked(state.get(self.handles[0], {}))
         for pieces in (inside, outside):

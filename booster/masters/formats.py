@@ -276,7 +276,7 @@ def whole_steps(distance: torch.Tensor) -> torch.Tensor:
 
 def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
     """Return views of `values` for those in `working`, which lie in it one after another as in a bucket."""
-    offsets = starts(w.numel() for w in working)
+    offsets = starts(map(torch.Tensor.numel, working))
     return [values[offset : offset + w.numel()] for offset, w in zip(offsets, working, strict=True)]
 
 

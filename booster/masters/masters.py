@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,9 +32,8 @@ Weights = Mapping[torch.Tensor, torch.Tensor]
 DRAWS = "draws"  # of the random state in a checkpoint: how many steps rounded by chance
 
 
-def own_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return `param.grad`, the gradient for its master where nobody keeps another."""
-    return param.grad
+own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+"""Returns `param.grad`, the gradient for its master where nobody keeps another; without a Python call for each."""
 
 
 class Masters:
@@ -90,7 +90,7 @@ class Masters:
         if loaded:
             self._take_loaded(loaded)
         fresh = [
-            [p for p in group["params"] if p.requires_grad and self.may_have(p) and p not in self._layouts]
+            [p for p in group["params"] if p not in self._layouts and p.requires_grad and self.may_have(p)]
             for group in self.optimizer.param_groups
         ]
         if not any(fresh):
@@ -137,7 +137,7 @@ class Masters:
             return
         divided = []
         for bucket in self.buckets:
-            divided += bucket.divide(lambda piece: self.gradient_of(piece.param) is not None, self.optimizer.state)
+            divided += bucket.divide(self.gradient_of, self.optimizer.state)
         self.buckets = divided
 
     # ------------------------------------------------------------------ state of the optimizer
@@ -278,7 +278,10 @@ class Masters:
         return [p for group in self.optimizer.param_groups for p in group["params"] if self.may_have(p)]
 
     def _follow_layouts(self) -> None:
-        if all(p.stride() == known.stride() and p.shape == known.shape for p, known in self._layouts.items()):
+        for param, known in self._layouts.items():
+            if param.stride() != known.stride() or param.shape != known.shape:
+                break
+        else:
             return
         for bucket in self.buckets:
             bucket.find_working()

@@ -108,10 +108,11 @@ class MasterUpdate(HostUpdate):
         )
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        same = len({value.device for value in values}) == 1 and all(value.dtype in HALF_DTYPES for value in values)
-        if self._half_norms is None or norm_type != 2.0 or not same:
-            return super()._tensor_norms(values, norm_type)
-        return self._half_norms(values)
+        if self._half_norms is not None and norm_type == 2.0:
+            same = len({value.device for value in values}) == 1 and all(value.dtype in HALF_DTYPES for value in values)
+            if same:
+                return self._half_norms(values)
+        return super()._tensor_norms(values, norm_type)
 
     def _num_zeros(self) -> int:
         values = gradient_values(self.params())

@@ -140,8 +140,13 @@ RELAID = (
 
 def is_dtensor(tensor: Any) -> bool:
     """Return whether `tensor` is a DTensor, without importing them: where they are not imported there is none."""
+    return isinstance(tensor, dtensor_types())
+
+
+def dtensor_types() -> tuple[type, ...]:
+    """Return the class DTensor for `isinstance`, or nothing where it is not imported, so that there is none."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return () if module is None else (module.DTensor,)
 
 
 def world_size(group: dist.ProcessGroup | None) -> int:

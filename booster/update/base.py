@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,14 +214,18 @@ class Update(ABC):
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
-        with self.shards.local(), self._once():
-            if self._nobody_has_gradients():
-                self._step_optimizer()
-                scale = self.next_scale
-                self.reset()
-                return StepResult(True, lambda applied: StepFields(loss_scale=float(scale)))
-            self._require_backward()
-            result = self._decide_and_apply()
+        with self.shards.local():
+            self._present = self._find_params()
+            try:
+                if (self.shards.sharded or not self._present) and self._nobody_has_gradients():
+                    self._step_optimizer()
+                    scale = self.next_scale
+                    self.reset()
+                    return StepResult(True, lambda applied: StepFields(loss_scale=float(scale)))
+                self._require_backward()
+                result = self._decide_and_apply()
+            finally:
+                self._present = None
         if self.shards.sharded and result.applied:
             self.shards.publish()
         self.reset()
@@ -319,15 +323,6 @@ class Update(ABC):
         """Parameters that have a gradient, in the order of the groups."""
         return self._find_params() if self._present is None else self._present
 
-    @contextmanager
-    def _once(self) -> Iterator[None]:
-        """Within it, `params()` are those that were found on entering."""
-        self._present = self._find_params()
-        try:
-            yield
-        finally:
-            self._present = None
-
     def _find_params(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
 
@@ -396,7 +391,11 @@ class Update(ABC):
         with self.shards.local(), torch.no_grad():
             measured = self._measure(self.gradients(), norm_type)
         self._measured.append(measured)
-        norm = measured.total * self._pending / self._known_scale
+        norm = measured.total
+        if self._factor is not None:
+            norm = norm * self._factor
+        if self._scale is not None:
+            norm = norm / self._scale
         if self._reported_norm is None:
             self._reported_norm = norm
         return norm

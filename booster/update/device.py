@@ -14,8 +14,9 @@ from torch.optim import SGD, Optimizer
 
 from booster.device import HostCopy
 from booster.grads import agree_on, clamp_values, tensor_norms
+from booster.torch_internals import step_hooks
 from booster.update.base import Update
-from booster.update.fused import has_step_hooks, honours_grad_scale
+from booster.update.fused import honours_grad_scale
 from booster.update.outcome import StepFields, StepResult
 
 
@@ -116,7 +117,7 @@ class DeviceUpdate(Update):
     def _decides_here(self, grad_scale: torch.Tensor | None) -> bool:
         """Return whether the host must decide: hooks fire for updates only, a skipped first step would leave torch's momentum
         uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
-        if has_step_hooks(self.optimizer) or _lacks_momentum(self.optimizer) or not honours_grad_scale(self.optimizer):
+        if any(step_hooks(self.optimizer)) or _lacks_momentum(self.optimizer) or not honours_grad_scale(self.optimizer):
             return True
         return grad_scale is not None and any(param.dtype == torch.float64 for param in self.params())
 

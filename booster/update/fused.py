@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.flat import is_dense, lies_like
-from booster.torch_internals import has_kernel, set_fused_flags, step_hooks
+from booster.torch_internals import has_kernel, set_fused_flags
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +25,10 @@ _KERNELS: dict[type[Optimizer], str] = {
 }
 _TAKE_SPARSE = (SGD, Adagrad)
 _CHOICES = ("foreach", "fused")
+
+# What every step asks of every group and parameter, without a Python call for each.
+_FUSED = methodcaller("get", "fused")
+_DTYPE, _GRAD = attrgetter("dtype"), attrgetter("grad")
 
 
 class FusedKernel:
@@ -50,9 +55,10 @@ class FusedKernel:
         was the user's, RuntimeError is raised. Costs two calls for each contiguous parameter.
         """
         groups = self.optimizer.param_groups
-        if not any(group.get("fused") for group in groups):
+        fused = list(map(_FUSED, groups))
+        if not any(fused):
             return
-        if not all(group.get("fused") for group in groups):
+        if not all(fused):
             params = [p for group in groups if group.get("fused") for p in group["params"] if p.grad is not None]
         reason = self._unfit(params)
         if reason is not None:
@@ -62,13 +68,15 @@ class FusedKernel:
             self._state = self.optimizer.state
             for param, own in self._state.items():
                 _lay_states(param, own)
-        start_late_momentum(self.optimizer)
+        if type(self.optimizer) is SGD:
+            start_late_momentum(self.optimizer)
 
     def _unfit(self, params: Sequence[torch.Tensor]) -> str | None:
         """Return why the kernel cannot step `params`; None, with all gradients laid like their parameters, if it can."""
-        if type(self.optimizer) is SGD and any(p.dtype in HALF_DTYPES and p.device.type == "cpu" for p in params):
+        half = type(self.optimizer) is SGD and not HALF_DTYPES.isdisjoint(map(_DTYPE, params))
+        if half and any(p.dtype in HALF_DTYPES and p.device.type == "cpu" for p in params):
             return "on CPU it leaves most elements of half-precision parameters as they are"
-        grads: list[Any] = [param.grad for param in params]
+        grads: list[Any] = list(map(_GRAD, params))
         contiguous = torch.Tensor.is_contiguous
         if not self._strides and all(map(contiguous, params)) and all(map(contiguous, grads)):
             return None
@@ -107,7 +115,7 @@ class FusedKernel:
 def honours_grad_scale(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
     # Not by torch's attribute that says so, which a deep copy of the optimizer lacks.
-    return type(optimizer) in _KERNELS and all(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer) in _KERNELS and all(map(_FUSED, optimizer.param_groups))
 
 
 def has_sound_kernel(optimizer: Optimizer) -> bool:
@@ -120,11 +128,6 @@ def has_sound_kernel(optimizer: Optimizer) -> bool:
     if not all(map(is_dense, params)):
         return False
     return type(optimizer) is not SGD or not any(p.device.type == "cpu" and p.dtype in HALF_DTYPES for p in params)
-
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether a hook runs around `optimizer.step()`, of its own or of all optimizers."""
-    return any(step_hooks(optimizer))
 
 
 def switch_to_fused(optimizer: Optimizer, model: nn.Module | None = None) -> bool:

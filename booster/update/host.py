@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from booster.grads import clamp_values, nonfinite_indices, tensor_norms
+from booster.torch_internals import step_hooks
 from booster.update import agreement
 from booster.update.backward import BackwardPass
 from booster.update.base import Update
-from booster.update.fused import has_step_hooks, honours_grad_scale
+from booster.update.fused import honours_grad_scale
 from booster.update.outcome import StepFields, StepResult
 
+# What every step asks of parameters and norms, without a Python call for each.
+_DTYPE, _NONFINITE = attrgetter("dtype"), attrgetter("nonfinite")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -36,7 +40,7 @@ class HostUpdate(Update):
     def found(self) -> bool:
         if not self._measured:
             self._true_norm(2.0)
-        return any(norm.nonfinite for norm in self._measured)
+        return any(map(_NONFINITE, self._measured))
 
     def blame(self) -> Callable[[], tuple[str, ...]]:
         bad: list[int] = next((norm.nonfinite for norm in self._measured if norm.nonfinite), [])
@@ -57,7 +61,9 @@ class HostUpdate(Update):
 
     def _decide_and_apply(self) -> StepResult:
         loss_scale = self._loss_scale
-        skip = self._checks and self._agreed()
+        if self._check and not self._measured and self.joint.found is None:
+            self._true_norm(2.0)
+        skip = (self._check or self._checks) and self._agreed()
         norm = self._reported_norm
         if skip:
             if self._factor is not None:  # the overflow was another optimizer's, and gradients may outlive this step
@@ -70,7 +76,8 @@ class HostUpdate(Update):
             return StepResult(
                 False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
             )
-        self._apply(self._known_scale / self._pending if self._pending else math.inf)
+        pending = self._pending
+        self._apply(self._known_scale / pending if pending else math.inf)
         self.scaler.update(False)
         self._scale = 1.0
         return StepResult(True, StepFields(loss_scale=loss_scale, grad_norm=norm))
@@ -78,15 +85,17 @@ class HostUpdate(Update):
     def _agreed(self) -> bool:
         joint = self.joint
         if joint.found is None:
-            answers = [
-                bool(update.found()) for update in joint.updates
-            ]  # all are asked: measuring shards is a collective
-            found = any(answers)
+            found = False
+            for update in joint.updates:  # all are asked: measuring shards is a collective
+                found = bool(update.found()) or found
             if self._group is not None:
                 finite = not (found and joint.has_nonfinite_loss())
                 found, finite = agreement.on_overflow(found, finite, self._group)
                 joint.nonfinite_loss = not finite
-            joint.decide(found)
+            if found:
+                joint.decide(found)
+            else:  # without a call, as in nearly every step
+                joint.found = False
         return bool(joint.found)
 
     def _apply(self, grad_scale: float) -> None:
@@ -109,9 +118,9 @@ class HostUpdate(Update):
 
     def _kernel_divides(self, params: list[torch.Tensor]) -> bool:
         """Return whether the optimizer itself divides gradients by a float32 number, as precisely as they are."""
-        if not honours_grad_scale(self.optimizer) or has_step_hooks(self.optimizer):
+        if not honours_grad_scale(self.optimizer) or any(step_hooks(self.optimizer)):
             return False
-        return not any(param.dtype == torch.float64 for param in params)
+        return torch.float64 not in map(_DTYPE, params)
 
     def _clipped(self, norm: float, max_norm: float) -> float | None:
         factor = max_norm / (norm + 1e-6)

@@ -137,7 +137,7 @@ class StepHistory:
     def record(self, result: StepResult) -> None:
         """Note a step whose outcome need not be known yet."""
         self.num_steps += 1
-        self._unsettled = self.last = result.without_loss()
+        self._unsettled = self.last = result if result.loss is None else result.without_loss()
 
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""

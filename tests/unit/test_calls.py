@@ -1,0 +1,81 @@
+"""How many functions of this library a warm step calls, in how many files, how deep. Bounds on counts, never on times."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import booster
+from booster import Booster
+
+ROOT = str(Path(booster.__file__).parent)
+
+
+def calls(function):
+    """(calls, files, depth) of functions of this library while `function` runs."""
+    files, depth, deepest, count = set(), 0, 0, 0
+
+    def look(frame, event, arg):
+        nonlocal depth, deepest, count
+        name = frame.f_code.co_filename
+        if not name.startswith(ROOT):
+            return
+        if event == "call":
+            files.add(name)
+            count += 1
+            depth += 1
+            deepest = max(deepest, depth)
+        elif event == "return":
+            depth -= 1
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count, len(files), deepest
+
+
+def warm(precision, num_layers=1, make=torch.optim.AdamW):
+    """Counts of the third forward, backward, step and zero_grad."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+    model, optimizer, *_ = (b := Booster("cpu", precision)).boost(layers, make(layers.parameters(), lr=1e-3))
+    x, found, loss, steps = torch.randn(4, 8), {}, [], []
+    for _ in range(3):
+        found = {
+            "forward": calls(lambda: loss.append(1e-3 * model(x).mean())),
+            "backward": calls(lambda: b.backward(loss.pop(), optimizer)),
+            "step": calls(lambda: steps.append(optimizer.step())),
+            "zero_grad": calls(optimizer.zero_grad),
+        }
+    assert steps[-1].applied
+    return found
+
+
+# (calls, files, depth)
+STEP = {
+    "fp32": (26, 7, 6),
+    "bf16": (26, 7, 6),
+    "fp16": (38, 9, 7),
+    "fp16_naive": (112, 16, 13),
+    "bf16_naive": (103, 14, 13),
+}
+
+
+@pytest.mark.parametrize("precision", STEP)
+def test_a_warm_step_stays_within_its_calls_files_and_depth(precision):
+    found = warm(precision)["step"]
+    assert all(now <= bound for now, bound in zip(found, STEP[precision], strict=True)), found
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("precision", STEP)
+def test_the_calls_of_a_step_do_not_grow_with_the_number_of_parameters(precision, make):
+    few, many = warm(precision, 2, make), warm(precision, 20, make)
+    assert few["step"] == many["step"]
+    assert few["zero_grad"] == many["zero_grad"]
+    assert few["backward"] == many["backward"]
