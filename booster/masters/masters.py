@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -115,9 +115,9 @@ class Masters:
         own = param.dtype == torch.float32 and not param.is_sparse and param.dim() > 0 and param.numel() > 0
         return own and self.packing is not None
 
-    def has(self, param: torch.Tensor) -> bool:
-        """Return whether `param` lies in a bucket."""
-        return param in self._layouts
+    def outside(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those of `params` that lie in no bucket."""
+        return [param for param in params if param not in self._layouts]
 
     def _take_loaded(self, values: Weights) -> None:
         """Make `values` the masters of the weights that they round to; others were written since."""

@@ -91,7 +91,7 @@ class MasterStep:
                         f"do not step; build its module with sparse=False{self._kept_outside}"
                     )
         optimizer = self.masters.optimizer
-        plain = [p for group in optimizer.param_groups for p in group["params"] if self._is_plain(p)]
+        plain = [p for group in optimizer.param_groups for p in self._plain(group["params"])]
         self._layouts.follow(plain, optimizer.state)
 
     @property
@@ -100,8 +100,8 @@ class MasterStep:
             ", or keep it in float32 (keep_fp32=...)" if self.masters.packing is None else ", or choose states='fp32'"
         )
 
-    def _is_plain(self, param: torch.Tensor) -> bool:
-        return param.dtype not in HALF_DTYPES and not self.masters.has(param)
+    def _plain(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [param for param in self.masters.outside(params) if param.dtype not in HALF_DTYPES]
 
     # ------------------------------------------------------------------ bucket by bucket
 
@@ -114,7 +114,7 @@ class MasterStep:
         try:
             for index, group in enumerate(groups):
                 own = [bucket for bucket in buckets if bucket.group == index]
-                plain = lots(filter(self._is_plain, group["params"]), max(self.masters.size, 1))
+                plain = lots(self._plain(group["params"]), max(self.masters.size, 1))
                 with _Restricted(optimizer, group) as restricted:
                     for params, may_fuse in plain:
                         restricted.to(params)
