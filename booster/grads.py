@@ -49,7 +49,7 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     norms = torch._foreach_norm(values, norm_type, dtype=dtype)  # type: ignore[arg-type]
     if len(devices) > 1:
-        norms = [norm.to(norms[0].device) for norm in norms]
+        return torch.stack([norm.to(norms[0].device) for norm in norms])
     return torch.stack(norms)
 
 
