@@ -12,10 +12,11 @@ import dataclasses
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO, Any
 
 import torch
@@ -239,7 +240,7 @@ def write_tensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("xb") as file:
-        with _hashing() as add:
+        with closing(_Hash()) as add:
             _write(file, memoryview(len(text).to_bytes(8, "little") + text), add)
             for key in entries:
                 tensor = tensor_of(key).detach().cpu().contiguous()
@@ -272,29 +273,41 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 
 
 class _Hash:
-    """A SHA-256 that is computed in a thread of its own, in the order of the calls."""
+    """A SHA-256 that is computed in a thread of its own, in the order of the calls.
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
+    Not in an executor of the standard library: these take no more work once the interpreter begins to end, which waits for
+    a save in the background.
+    """
+
+    def __init__(self) -> None:
         self._digest = hashlib.sha256()
+        self._given: SimpleQueue[tuple[memoryview, Future[None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="booster-checkpoint-hash", daemon=True)
+        self._thread.start()
 
-    def __call__(self, data: memoryview) -> Any:
-        return self._pool.submit(self._digest.update, data)
+    def __call__(self, data: memoryview) -> Future[None]:
+        hashed: Future[None] = Future()
+        self._given.put((data, hashed))
+        return hashed
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
 
+    def close(self) -> None:
+        self._given.put(None)
+        self._thread.join()
 
-@contextmanager
-def _hashing() -> Iterator[_Hash]:
-    with ThreadPoolExecutor(1) as pool:
-        yield _Hash(pool)
+    def _run(self) -> None:
+        while (given := self._given.get()) is not None:
+            data, hashed = given
+            self._digest.update(data)
+            hashed.set_result(None)
 
 
 def _write(file: IO[bytes], data: memoryview, add: _Hash) -> None:
     hashed = add(data)
     file.write(data)
-    hashed.result()  # the tensor's memory is freed only then
+    hashed.wait()  # the tensor's memory is freed only then
 
 
 def _numel(shape: tuple[int, ...]) -> int:

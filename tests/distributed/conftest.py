@@ -11,7 +11,8 @@ import torch
 
 @pytest.fixture(scope="session")
 def record_cell(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], None]]:
-    """`record_cell(precision, parallelism)`: the cell passed. With --matrix-out FILE the session's cells go there, as JSON."""
+    """`record_cell(precision, parallelism)`: the cell passed. With --matrix-out FILE the session's cells go there, as JSON,
+    beside those of earlier sessions, so that a table can be made in several; for a new one delete the file."""
     with _recorded(request.config.getoption("--matrix-out")) as record:
         yield record
 
@@ -25,7 +26,10 @@ def record_resume(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str
 
 @contextmanager
 def _recorded(path: str | None) -> Iterator[Callable[[str, str], None]]:
-    cells: list[list[str]] = []
+    file = Path(path) if path else None
+    before = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    cells: list[list[str]] = before["passed"] if before.get("torch") == torch.__version__ else []
     yield lambda precision, parallelism: cells.append([precision, parallelism])
-    if path:
-        Path(path).write_text(json.dumps({"torch": torch.__version__, "passed": cells}, indent=1) + "\n")
+    if file is not None:
+        once = [list(cell) for cell in dict.fromkeys(map(tuple, cells))]
+        file.write_text(json.dumps({"torch": torch.__version__, "passed": once}, indent=1) + "\n")

@@ -18,7 +18,7 @@ def tensor_parallel(size):
 
 
 def pipeline(size):
-    return {"pp_size": size, "pp_style": "1f1b", "num_microbatches": 2} if size > 1 else {}
+    return {"pp_size": size, "pp_style": "1f1b", "num_microbatches": size} if size > 1 else {}
 
 
 # (kind, ranks): the hybrid is data parallelism with ZeRO on one and two ranks, tensor and pipeline parallelism on four.

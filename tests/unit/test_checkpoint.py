@@ -2,6 +2,8 @@
 
 import json
 import math
+import multiprocessing
+import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from booster import Booster
-from booster.checkpoint import CheckpointError, latest
+from booster.checkpoint import CheckpointError, latest, saving
 from booster.checkpoint.plain import decode, encode
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
@@ -227,6 +229,41 @@ def test_a_failed_save_in_the_background_surfaces_at_the_next_call(tmp_path):
     assert latest(tmp_path).name == "step-0000000004"
 
 
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Makes a save take its time before its last rename."""
+    real = saving.publish
+
+    def publish(staging, final):
+        time.sleep(0.3)
+        real(staging, final)
+
+    monkeypatch.setattr(saving, "publish", publish)
+
+
+def test_a_load_waits_for_the_save_in_the_background(tmp_path, slow_disk):
+    first = job()
+    first.train(2)
+    first.booster.save(tmp_path, *first.parts, step=2, async_save=True)
+    moment = {key: value.clone() for key, value in first.state().items()}
+    first.train(1)
+    assert first.booster.load(tmp_path, *first.parts).step == 2
+    assert same(first.state(), moment)
+
+
+def _save_and_end(folder):
+    running = job()
+    running.booster.save(folder, *running.parts, step=4, async_save=True)
+
+
+def test_the_end_of_the_process_waits_for_the_save_in_the_background(tmp_path, slow_disk):
+    process = multiprocessing.get_context("fork").Process(target=_save_and_end, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert latest(tmp_path).name == "step-0000000004"
+
+
 def test_several_models_and_optimizers_are_kept_by_name(tmp_path):
     def gan(seed):
         torch.manual_seed(seed)
@@ -353,6 +390,26 @@ def test_the_newest_valid_checkpoint_is_found_and_a_bad_one_named(tmp_path, capl
     with pytest.raises(CheckpointError, match="step-0000000002 is damaged: state.json has 2 bytes"):
         first.booster.load(tmp_path / "step-0000000002", *first.parts)
     assert first.booster.load(tmp_path, *first.parts).step == 1
+
+
+def test_a_checkpoint_whose_replacement_was_cut_off_still_has_its_name(tmp_path):
+    first = job()
+    path = first.booster.save(tmp_path, *first.parts, step=2)
+    path.rename(f"{path}.replaced")
+    assert latest(tmp_path) == Path(f"{path}.replaced")
+    assert first.booster.load(path, *first.parts).step == 2
+    assert first.booster.load(tmp_path, *first.parts).step == 2
+    first.booster.save(tmp_path, *first.parts, step=2)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_manifest_says_only_what_was_written(tmp_path):
+    first = job()
+    path = first.booster.save(tmp_path, *first.parts, step=2)
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"step":2', '"step":3'))
+    with pytest.raises(CheckpointError, match="its content does not match its hash"):
+        first.booster.load(path, *first.parts)
 
 
 def test_an_empty_folder_says_that_it_is_one(tmp_path):

@@ -1,0 +1,95 @@
+"""A save that fails on one rank, or loses one, is an error on every rank within seconds, and the old checkpoint stays."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pool import RankPool, RanksFailed
+from runs import Run
+
+from booster.checkpoint import CheckpointError, damage, latest
+from booster.checkpoint import storage as of_tensors
+
+STEPS = ["step-0000000001", "step-0000000002"]
+
+
+def failing(monkeypatch, act):
+    """Call `act` when this rank has written half of its tensors."""
+    real = of_tensors.write_tensors
+
+    def write_tensors(path, entries, tensor_of):
+        keys = list(entries)
+
+        def halfway(key):
+            if key == keys[len(keys) // 2]:
+                act()
+            return tensor_of(key)
+
+        return real(path, entries, halfway)
+
+    monkeypatch.setattr(of_tensors, "write_tensors", write_tensors)
+
+
+def full_disk():
+    raise OSError(28, "No space left on device")
+
+
+def saves_twice(rank, world_size, layout, victim, folder):
+    run = Run("fp16_naive", layout)
+    run.train(1)
+    run.save(folder, step=1)
+    run.train(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            failing(patch, full_disk)
+        with pytest.raises(CheckpointError, match=f"on rank {victim}: OSError: .*No space left on device"):
+            run.save(folder, step=2)
+    torch.distributed.barrier()  # the first rank has cleared up
+    before = sorted(os.listdir(folder))
+    torch.distributed.barrier()
+    run.save(folder, step=2)  # the ranks are in step with each other
+    return before, damage(latest(folder))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("layout", ["FSDP", "PP"])
+def test_a_full_disk_on_one_rank_is_an_error_on_all(ranks2, tmp_path, layout, victim):
+    assert ranks2(saves_twice, layout, victim, str(tmp_path)) == [(STEPS[:1], [])] * 2
+    assert sorted(os.listdir(tmp_path)) == STEPS
+
+
+def one_dies(rank, world_size, victim, folder):
+    run = Run("fp16_naive", "FSDP")
+    run.save(folder, step=1)
+    torch.distributed.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            failing(patch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        began = time.monotonic()
+        try:
+            run.save(folder, step=2)
+        except CheckpointError:
+            Path(folder, f"rank{rank}.json").write_text(json.dumps(time.monotonic() - began))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, victim):
+    pool = RankPool(2)
+    try:
+        with pytest.raises(RanksFailed) as error:
+            pool.run(one_dies, victim, str(tmp_path))
+    finally:
+        pool.close()
+    assert list(error.value.tracebacks) == [victim]
+    assert json.loads((tmp_path / f"rank{1 - victim}.json").read_text()) < 60, "long before the group's timeout"
+    assert latest(tmp_path).name == STEPS[0]
+    run = Run("fp16_naive", "single")
+    assert run.load(tmp_path).step == 1
+    run.save(tmp_path, step=2)
+    assert [name for name in sorted(os.listdir(tmp_path)) if not name.startswith("rank")] == STEPS, (
+        "nothing is left behind"
+    )
