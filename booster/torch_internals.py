@@ -260,6 +260,11 @@ def is_in_forward(state: Any) -> bool:
     return state._training_state.name == "FORWARD"
 
 
+def has_run(state: Any) -> bool:
+    """Return whether a state of `fsdp_states` was set up, which torch does in the first forward pass."""
+    return hasattr(state._comm_ctx, "all_gather_state")
+
+
 def settle_dtypes(group: Any) -> None:
     """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
     if getattr(group, "_orig_dtype", True) is None:
@@ -269,6 +274,19 @@ def settle_dtypes(group: Any) -> None:
 def gathered(param: Any) -> Any | None:
     """Return the whole parameter of a record of `fsdp_params`; None before it was ever gathered."""
     return getattr(param, "_unsharded_param", None)
+
+
+def is_gathered(group: Any) -> bool:
+    """Return whether the modules of a group of `fsdp_groups` have whole parameters at present."""
+    return bool(group.is_unsharded)
+
+
+def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return of `whole`, a plain tensor of the shape that is gathered, what this rank's shard of a record is gathered from."""
+    dim, length = param.fsdp_placement.dim, whole.shape[param.fsdp_placement.dim]
+    size = -(-length // param.mesh_info.shard_mesh_size)  # the last ranks may have less, or nothing
+    start = min(param.mesh_info.shard_mesh_rank * size, length)
+    return whole.narrow(dim, start, min(size, length - start))
 
 
 # ---------------------------------------------------------------------- what the tests look at

@@ -25,7 +25,7 @@ from booster.plugin.fsdp_dtypes import show_computed_dtypes
 from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
-from booster.shards.fully_sharded import recover, reshard
+from booster.shards.fully_sharded import LeftGathered, recover, reshard
 from booster.torch_internals import fsdp_groups, fsdp_states, is_in_forward, is_view, settle_dtypes
 from booster.trees import map_tensors, tensors
 
@@ -46,6 +46,7 @@ def shard_module(
     synchronise: Synchronise | None = None,
     shard_placement: ShardPlacement | None = None,
     gathered: Collection[str] = (),
+    left: LeftGathered | None = None,
 ) -> nn.Module:
     """Shard the parameters of `module` over `mesh`, in place, and return it.
 
@@ -59,7 +60,8 @@ def shard_module(
     before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
     shard_placement: along which dimension a parameter is divided; None, or where it says None, the first.
     gathered: names of modules whose parameters are gathered in `policy.gather`, see `policy.gathered_modules`; one more group
-    for each group that holds such and others.
+    for each group that holds such and others. left: takes over what users write to gathered parameters between passes; None
+    where no user comes between them.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
     gathered parameters and buffers are `policy.param`; modules of `policy.keep_fp32` are float32 throughout, see
@@ -109,9 +111,13 @@ def shard_module(
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
+    if left is not None:
+        take_over = torch.compiler.disable(_TakeOver(left))
+        model.register_forward_pre_hook(take_over, prepend=True)  # before fully_shard's own, which gathers
+        model.register_state_dict_pre_hook(take_over)
     if policy.param is not None:
         show_computed_dtypes(model, [group for group in groups if not group.pinned], policy.param)
-    model.register_forward_hook(_Rest(cast(FSDPModule, model)), always_call=True)
+    model.register_forward_hook(_Rest(cast(FSDPModule, model), left), always_call=True)
     return module
 
 
@@ -242,14 +248,27 @@ class _Rest:
     Nothing else would: users would meet them in place of their own, and what is written to them is lost at the next step.
     """
 
-    def __init__(self, model: FSDPModule) -> None:
+    def __init__(self, model: FSDPModule, left: LeftGathered | None) -> None:
         (self._state,) = fsdp_states([model])
+        self._note = None if left is None else torch.compiler.disable(left.note)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_in_forward(self._state):  # it raised: the hook of fully_shard did not run
             recover(module)
         elif not any(tensor.requires_grad for tensor in tensors(output)):
             reshard(module)
+        elif self._note is not None:
+            self._note(module)
+
+
+class _TakeOver:
+    """Before a forward pass, and before weights are saved: see `LeftGathered`."""
+
+    def __init__(self, left: LeftGathered) -> None:
+        self._left = left
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        self._left.take_over(module)
 
 
 class ShardLoaded:

@@ -31,7 +31,7 @@ from booster.plugin.shared_mesh import shared_mesh
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
 from booster.shards.dtensor import check_steps_parts
-from booster.shards.fully_sharded import FullyShardedShards
+from booster.shards.fully_sharded import FullyShardedShards, LeftGathered
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
@@ -126,6 +126,7 @@ class HybridParallelPlugin(Plugin):
         self._pipelines: weakref.WeakSet[StagePipeline] = weakref.WeakSet()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._left = LeftGathered()
         self.bind(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
     # ------------------------------------------------------------------ ranks
@@ -185,6 +186,7 @@ class HybridParallelPlugin(Plugin):
             optimizer,
             roots,
             unreduced=self._unreduced,
+            left=self._left,
             group=self.group,
             num_stages=self.pp_size,
             num_holders=num_holders,
@@ -226,6 +228,7 @@ class HybridParallelPlugin(Plugin):
                 reshard_after_forward=False,
                 reduce_dtype=self._reduce_dtype,
                 shard_placement=fsdp_placement,
+                left=self._left if plan is None else None,
             )
             self._placed.add(bare(root))
         if plan is None:

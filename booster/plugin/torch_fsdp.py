@@ -23,7 +23,7 @@ from booster.plugin.meta import arrive
 from booster.plugin.shared_mesh import shared_mesh
 from booster.shards import Shards
 from booster.shards.dtensor import check_steps_parts, local_of
-from booster.shards.fully_sharded import FullyShardedShards
+from booster.shards.fully_sharded import FullyShardedShards, LeftGathered
 
 _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -99,6 +99,7 @@ class TorchFSDPPlugin(Plugin):
         self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._left = LeftGathered()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -128,6 +129,7 @@ class TorchFSDPPlugin(Plugin):
             gathered=gathered_modules(model, policy),
             synchronise=lambda tensors: align(map(local_of, tensors), self.group),
             **self._options,
+            left=self._left,
         )
         self._placed.add(model)
         return placed
@@ -137,7 +139,7 @@ class TorchFSDPPlugin(Plugin):
             return Shards(optimizer)
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         modules = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
-        return FullyShardedShards(optimizer, modules, unreduced=self._unreduced, group=self.group)
+        return FullyShardedShards(optimizer, modules, unreduced=self._unreduced, left=self._left, group=self.group)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self.stores_float32:

@@ -13,25 +13,44 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from booster.shards.base import UNSYNCHRONISED
-from booster.shards.dtensor import DTensorShards
-from booster.torch_internals import fsdp_params, gathered
+from booster.shards.dtensor import DTensorShards, local_of
+from booster.torch_internals import (
+    fsdp_groups,
+    fsdp_params,
+    fsdp_states,
+    gathered,
+    has_run,
+    is_gathered,
+    own_piece,
+    version,
+)
 
 
 class FullyShardedShards(DTensorShards):
     """The shards of `modules`, which went through `fully_shard`. Options: those of `DTensorShards`.
 
-    unreduced: modules that may hold gradients of passes inside `no_sync`; those that do not are taken out.
+    unreduced: modules that may hold gradients of passes inside `no_sync`; those that do not are taken out. left: what
+    forward passes have left gathered in them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, modules: Iterable[nn.Module], *, unreduced: MutableSet[nn.Module], **options: Any
+        self,
+        optimizer: Optimizer,
+        modules: Iterable[nn.Module],
+        *,
+        unreduced: MutableSet[nn.Module],
+        left: LeftGathered,
+        **options: Any,
     ) -> None:
         super().__init__(optimizer, **options)
         self._modules = [weakref.ref(module) for module in modules]
         self._unreduced = unreduced
+        self._left = left
 
     def check_gradients(self) -> None:
         super().check_gradients()
+        for module in self._alive():
+            self._left.take_over(module)
         if not self._unreduced:
             return
         for module in self._alive():
@@ -76,6 +95,54 @@ class FullyShardedShards(DTensorShards):
         return [module for module in (ref() for ref in self._modules) if module is not None]
 
 
+class LeftGathered:
+    """Whole parameters that a forward pass with gradients left in a model, for a backward pass that may never come.
+
+    `model.parameters()` are these until then. Who writes to them, as a swap of averaged weights does, means the weights of the
+    model, and not a copy that the next gathering writes over.
+    """
+
+    def __init__(self) -> None:
+        self._versions: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
+
+    def note(self, module: nn.Module) -> None:
+        """Remember what `module`, which went through `fully_shard`, has gathered after a forward pass."""
+        self._versions[module] = [(group, _versions(group)) for group in _gathered_groups(module)]
+
+    def take_over(self, module: nn.Module) -> None:
+        """Write to the shards of `module` what was written since to its gathered parameters, wherever the bits differ.
+
+        Where somebody wrote to the shards themselves, those count, and what is gathered of them is freed.
+        Cost: nothing after a backward pass, else a comparison with what is gathered.
+        """
+        for group, before in self._versions.pop(module, ()):
+            if not is_gathered(group):
+                continue
+            if _versions(group) != before:
+                group.reshard()
+                continue
+            for param in group.fsdp_params:
+                whole = gathered(param)
+                if whole is not None:
+                    _adopt(local_of(param.sharded_param), own_piece(param, local_of(whole)))
+
+
+def _gathered_groups(module: nn.Module) -> list[Any]:
+    sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
+    return [group for group in fsdp_groups(sharded) if is_gathered(group)]
+
+
+def _versions(group: Any) -> int:
+    return sum(version(param.sharded_param) + version(local_of(param.sharded_param)) for param in group.fsdp_params)
+
+
+def _adopt(shard: torch.Tensor, piece: torch.Tensor) -> None:
+    piece = piece.to(shard.device)
+    same = shard.to(piece.dtype) == piece
+    if not same.all():
+        shard.copy_(torch.where(same, shard, piece.to(shard.dtype)))
+
+
 def reshard(module: nn.Module) -> None:
     """Free all gathered parameters in `module`, so that it holds the shards, as after a backward pass."""
     for child in module.modules():
@@ -85,7 +152,8 @@ def reshard(module: nn.Module) -> None:
 
 def recover(module: nn.Module) -> None:
     """Bring `module`, of which a forward or backward pass raised, to what it is between passes."""
-    if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state"):  # torch 2.13
+    # torch 2.13 has it. Before the first pass it raises, and would hide what the user is to see.
+    if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state") and has_run(*fsdp_states([module])):
         module.reset_iter_state()
     reshard(module)
 

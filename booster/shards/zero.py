@@ -59,6 +59,7 @@ class ZeroShards(Shards):
         self._parts: dict[torch.Tensor, torch.Tensor] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}  # of parameters, when `local` was last entered
+        self._divisor = 1.0  # of what this rank's parts of whole gradients were divided by, and the rest was not
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
         self._lay_down()
 
@@ -149,7 +150,26 @@ class ZeroShards(Shards):
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
         torch.autograd.graph.increment_version(changed)
 
+    def divided(self, divisor: float) -> None:
+        if not self._reduced:
+            self._divisor *= divisor
+
+    def even_out(self) -> None:
+        divisor, self._divisor = self._divisor, 1.0
+        if divisor == 1.0:
+            return
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            part = self.part_of(param)
+            if param.grad is None or part is param:
+                continue
+            own = self._gradient(param, part)
+            kept = None if own is None else own.clone()
+            param.grad.div_(divisor)
+            if own is not None and kept is not None:
+                own.copy_(kept)
+
     def clear_gradients(self, set_to_none: bool) -> None:
+        self._divisor = 1.0
         for replica in self._replicas.values():
             replica.forget()
         if not self._reduced:

@@ -142,6 +142,7 @@ class Update(ABC):
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
         that begins; None means one for this update alone, of loss 0, complete."""
+        self.shards.even_out()
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)
         self._differentiable = self._differentiable or (this is not None and this.create_graph)

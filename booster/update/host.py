@@ -112,6 +112,7 @@ class HostUpdate(Update):
             finally:
                 # GradScaler and a later plain step take the attribute's presence as an order.
                 del optimizer.grad_scale
+            self.shards.divided(grad_scale)
         else:
             self.unscale()
             self._step_optimizer()

@@ -192,6 +192,72 @@ def test_ddp_goes_on_after_all_but_a_backward_pass_that_raised(ranks2, plugin):
         assert found == {name: ([True] * 3, 0.0) for name in events}
 
 
+def halved(model, how):
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.data if how == "data" else param).mul_(0.5)
+
+
+NEXT = {
+    "a pass": lambda parts: one_step(parts, 1),
+    "the step": lambda parts: parts[2].step(),
+    "a state dict": lambda parts: parts[1].state_dict(),
+}
+
+
+def written_between_passes(rank, world_size, plugin, precision):
+    """By way of writing, and what comes next: the distance from a run in which no forward pass came before the writing."""
+    found = {}
+    for how in ("in place", "data"):
+        for then in NEXT:
+            runs = []
+            for idle in (False, True):
+                parts = built(plugin, precision)
+                booster, model, optimizer = parts
+                one_step(parts, 0)
+                if then == "the step":
+                    booster.backward(model(batch(1, booster)).float().square().mean(), optimizer)
+                if idle:
+                    model(batch(9, booster))
+                halved(model, how)
+                NEXT[then](parts)
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+                one_step(parts, 2)
+                runs.append(weights(model))
+            found[how, then] = float((runs[1] - runs[0]).abs().max())
+    return found
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("fp32", 0.0), ("bf16", 2e-3)])
+@pytest.mark.parametrize("plugin", ["zero2", *SHARDED])
+def test_what_is_written_after_a_forward_pass_without_a_backward_stays_written(ranks2, plugin, precision, allowed):
+    # In half the user sees, and writes, rounded weights. Weights are below 1/2.
+    for found in ranks2(written_between_passes, plugin, precision):
+        assert max(found.values()) <= allowed, found
+
+
+def written_to_the_optimizers(rank, world_size, plugin):
+    runs = []
+    for idle in (False, True):
+        parts = built(plugin, "fp32")
+        booster, model, optimizer = parts
+        if idle:
+            model(batch(9, booster))
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.mul_(0.5)
+        one_step(parts, 0)
+        runs.append(weights(model))
+    return float((runs[1] - runs[0]).abs().max())
+
+
+@pytest.mark.parametrize("plugin", SHARDED)
+def test_what_is_written_to_the_parameters_of_the_optimizer_counts_in_the_next_pass(ranks2, plugin):
+    assert ranks2(written_to_the_optimizers, plugin) == [0.0, 0.0]
+
+
 def dtypes(rank, world_size, precision):
     """What each plugin's weights showed inside forward, and the distance of its weights from those of one process."""
     shown, distance, expected = {}, {}, torch.zeros(0)

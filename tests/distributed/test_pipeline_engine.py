@@ -17,8 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from booster import Booster
 from booster.micro_batch import divide
 from booster.mixed_precision.attention import Float32Attention
+from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import Pipeline, plan_pipeline
 
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
@@ -711,3 +713,53 @@ def half_sequence(rank, world_size):
 
 def test_what_crosses_may_have_another_shape_than_it_had_when_the_model_was_whole(ranks2):
     assert ranks2(half_sequence) == [[], [(2, 3, DIM)] * 2]
+
+
+def gradients_over_first_runs(rank, world_size, style):
+    """How far gradients are from the sum over passes, after an evaluation, and after a pass of another shape."""
+    torch.manual_seed(0)
+    micro = {"num_microbatches": 2, "pp_style": style, "num_model_chunks": STYLES[style] if style != "zbv" else 1}
+    booster = Booster("cpu", plugin=HybridParallelPlugin(1, world_size, **micro))
+    model = GPT(num_blocks=4)
+    model, optimizer, criterion, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of)
+
+    def run(batch, *trained):
+        booster.execute_pipeline(iter([batch]), model, criterion, *trained)
+        return {name: param.grad.to_local().clone() for name, param in model.named_parameters()}
+
+    def distance(one, other):
+        return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+    short = run(text(2, seed=1), optimizer)
+    optimizer.zero_grad()
+    whole = run(text(4), optimizer)
+    evaluated = run(text(4, seed=2))
+    for param in model.parameters():
+        param.grad = None
+    booster.execute_pipeline(iter([text(4)]), model, criterion, optimizer)
+    both = run(text(2, seed=1), optimizer)
+    return distance(evaluated, whole), distance(both, {name: short[name] + whole[name] for name in short})
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_gradients_outlast_an_evaluation_and_the_first_batch_of_another_shape(ranks2, style):
+    for evaluated, both in ranks2(gradients_over_first_runs, style):
+        assert evaluated == 0.0
+        assert both < 1e-6
+
+
+class Impossible(GPT):
+    def forward(self, tokens):
+        raise ZeroDivisionError("in the first pass")
+
+
+def failing_at_once(rank, world_size):
+    booster = Booster("cpu", plugin=HybridParallelPlugin(1, world_size, num_microbatches=2))
+    model = Impossible(num_blocks=4)
+    model, optimizer, criterion, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of)
+    with pytest.raises(ZeroDivisionError, match="in the first pass"):
+        booster.execute_pipeline(iter([text(4)]), model, criterion, optimizer)
+
+
+def test_an_error_in_the_very_first_pass_is_the_one_that_is_raised(ranks2):
+    ranks2(failing_at_once)

@@ -348,6 +348,30 @@ def test_accumulated_gradients_equal_ddp_to_the_bit(ranks2, stage, how):
         ranks2(accumulating, precision, stage, how)
 
 
+def added_to_used_gradients(rank, world_size, precision, stage, optimizer, clip):
+    """Weights after steps whose gradients nobody cleared, and those of DDP."""
+    weights = []
+    for plugin in (zero(stage), TorchDDPPlugin(find_unused_parameters=True)):
+        booster = Booster("cpu", PRECISIONS[precision](), plugin, clip_grad_norm=clip)
+        model = net()
+        model, made, *_ = booster.boost(model, FUSED[optimizer](model.parameters()))
+        for step in range(3):
+            x, y = batch(step, rank, world_size)
+            booster.backward(F.cross_entropy(model(x).float(), y), made)
+            made.step()
+        weights.append(torch.cat([param.detach().float().flatten() for param in model.parameters()]))
+    return float((weights[0] - weights[1]).abs().max())
+
+
+@stages
+@pytest.mark.parametrize(("precision", "clip"), [("fp32", 0.05), ("fp16", 0.0), ("fp16_naive", 0.05)])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
+def test_a_pass_adds_to_gradients_that_a_step_has_used_as_under_ddp(ranks2, precision, stage, optimizer, clip):
+    for distance in ranks2(added_to_used_gradients, precision, stage, optimizer, clip):
+        assert distance <= TOLERANCE[precision]
+
+
 def peaking(rank, world_size):
     """Return how many bytes are allocated at most during a backward, and those of the parameters and of a bucket."""
     layers, dim = 16, 64

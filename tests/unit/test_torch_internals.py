@@ -18,7 +18,7 @@ PRIVATE = re.compile(
     r"|\._version\b|_step_supports_amp|_need_device_dtype|_optimizer_step_(pre|post)_hooks|_global_optimizer_|_opt_called"
     r"|_register_state_dict_hook|_state_dict_hooks\b"
     r"|_StridedShard|torch\._subclasses|torch\.utils[. ].*_pytree|torch\._inductor|_torchdynamo_orig|_use_grad|_training_state"
-    r"|torch\._int_mm|_get_fsdp_state|_fsdp_param_groups|_init_mp_dtypes|_unsharded_param|_current_autograd_node|_sequence_nr|\b_cdata\b|\b_call_impl|_engine_run_backward|_python_dispatch"
+    r"|torch\._int_mm|_get_fsdp_state|_comm_ctx|_fsdp_param_groups|_init_mp_dtypes|_unsharded_param|_current_autograd_node|_sequence_nr|\b_cdata\b|\b_call_impl|_engine_run_backward|_python_dispatch"
 )
 
 
@@ -31,13 +31,19 @@ def test_fully_shard_keeps_what_is_asked_of_it(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
         model = fully_shard(nn.Linear(2, 2))
+        (state,) = torch_internals.fsdp_states([model])
+        assert not torch_internals.has_run(state)
         model(torch.ones(1, 2)).sum().backward()
+        assert torch_internals.has_run(state)
         (group,) = torch_internals.fsdp_groups([model])
         torch_internals.settle_dtypes(group)
         records = list(torch_internals.fsdp_params([model]))
         assert len(records) == 2
         assert all(torch_internals.gathered(record) is not None for record in records)
         assert all(hasattr(record, "unsharded_accumulated_grad") for record in records)
+        assert not torch_internals.is_gathered(group)
+        for record in records:
+            assert torch_internals.own_piece(record, torch.ones(2, 2)).shape == (2, 2)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -98,6 +98,7 @@ class Runner:
             there = _metas(route, stage.index, boundary)
             chunks.append(_Chunk(stage, num_stages, device, here, there, group, loss_of))
         options = {"n_microbatches": num_micro_batches, "loss_fn": _is_the_loss, "scale_grads": False}
+        self._fresh = list(chunks)  # that never ran
         several = style in ("interleaved", "zbv")
         self._schedule = STYLES[style](chunks if several else chunks[0], **options)
 
@@ -106,6 +107,8 @@ class Runner:
         # All that the schedule hands around is numbers of micro-batches; stages look up the rest.
         args = (self._numbers,) if self._has_first else ()
         run = self._schedule.step if self._backward else self._schedule.eval
+        while self._fresh:
+            self._fresh.pop().keep_gradients()
         run(*args, target=self._numbers, return_outputs=False)
 
 
@@ -130,8 +133,17 @@ class _Chunk(PipelineStage):
         )
         self._own = stage
         self._loss_of = loss_of
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients of earlier passes, which torch 2.13 drops where a schedule runs for the first time."""
+        self._kept = [(param, param.grad) for param in self._own.module.parameters() if param.grad is not None]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        while self._kept:
+            param, grad = self._kept.pop()
+            if param.grad is None:
+                param.grad = grad
         self._own.current = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
