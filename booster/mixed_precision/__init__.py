@@ -19,6 +19,7 @@ from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixe
 from booster.mixed_precision.naive_model import NaiveAMPModel
 from booster.mixed_precision.placement import Placement
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, install_keep_fp32
+from booster.mixed_precision.tf32 import TF32MixedPrecision
 
 __all__ = [
     "AutocastMixedPrecision",
@@ -43,6 +44,7 @@ __all__ = [
     "NoScale",
     "Placement",
     "StaticScale",
+    "TF32MixedPrecision",
     "available",
     "cast_parameters",
     "install_keep_fp32",
@@ -59,6 +61,7 @@ _REGISTRY: dict[str, type[MixedPrecision]] = {
     "fp16_naive": FP16NaiveMixedPrecision,
     "bf16_naive": BF16NaiveMixedPrecision,
     "fp16_apex": FP16ApexMixedPrecision,
+    "tf32": TF32MixedPrecision,
     "fp8": FP8MixedPrecision,
     "mxfp8": MXFP8MixedPrecision,
     "nvfp4": NVFP4MixedPrecision,

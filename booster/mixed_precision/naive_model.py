@@ -83,8 +83,8 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
         return dtype
     if isinstance(dtype, str) and dtype == "torch.tf32":
         raise ValueError(
-            "dtype='torch.tf32' is not a storage format but a mode of CUDA matrix products, and there is no tf32 strategy "
-            "yet; pass dtype='torch.float32'"
+            "dtype='torch.tf32' is not a storage format but a mode of CUDA matrix products; pass dtype='torch.float32', or "
+            "give the model to Booster(mixed_precision='tf32')"
         )
     raise ValueError(
         f"dtype={arguments.shown(dtype)} is not legal; pass the torch dtype or the string of one of {list(_DTYPES)}"

@@ -119,7 +119,7 @@ def _largest(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, int]) 
     if isinstance(over, tuple):
         (rows, columns), (down, across) = x.shape, over
         padded = F.pad(size, (0, -columns % across, 0, -rows % down))
-        return padded.unflatten(1, (-1, across)).unflatten(0, (-1, down)).amax((1, 3))
+        return padded.view(-(-rows // down), down, -(-columns // across), across).amax((1, 3))
     if not x.numel():
         return x.new_zeros(() if over == "tensor" else (x.shape[0], 1))
     return size.amax() if over == "tensor" else size.amax(1, keepdim=True)

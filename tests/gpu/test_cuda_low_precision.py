@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from booster.mixed_precision.low_precision.kernels import missing
+from booster.mixed_precision.low_precision.kernels import lacks
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
 from booster.mixed_precision.low_precision.self_check import complaint
@@ -20,8 +20,8 @@ RECIPES = [*FP8_RECIPES.values(), MXFP8, nvfp4_recipe(stochastic_rounding=True, 
 @pytest.mark.parametrize("shape", [(64, 128, 256), (37, 96, 64), (1, 32, 32)], ids=str)
 def test_kernels_agree_with_their_emulation(recipe, shape):
     device = torch.device("cuda", torch.cuda.current_device())
-    if missing(recipe, device):
-        pytest.skip(missing(recipe, device))
+    if lacks(recipe, device):
+        pytest.skip(lacks(recipe, device))
     tokens, inputs, outputs = shape
     torch.manual_seed(0)
     linear = nn.Linear(inputs, outputs, device=device)

@@ -86,6 +86,12 @@ def e5m2(x):
     return scaled(x, E5M2, "tensor")
 
 
+def tf32(x):
+    """The nearest numbers with 10 bits of mantissa, by way of float64."""
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    return np.ldexp(np.rint(mantissa * 2**11), exponent - 11).astype(np.float32)
+
+
 # For each of the three products what becomes of both matrices, whose last dimension is summed over; None stays wide.
 RECIPES = {
     "fp8": ((e4m3, e4m3), (e5m2, e4m3), (e5m2, e4m3)),
@@ -107,6 +113,7 @@ RECIPES = {
         (nv, nv),
     ),
     "int8": ((int8_rows, int8_rows),) * 3,
+    "tf32": ((tf32, tf32),) * 3,
 }
 
 

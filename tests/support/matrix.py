@@ -18,15 +18,23 @@ from torch.nn import functional as F
 from booster import Booster
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
+    FP8MixedPrecision,
     FP16ApexMixedPrecision,
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
+    Int8MixedPrecision,
+    MXFP8MixedPrecision,
+    NVFP4MixedPrecision,
+    TF32MixedPrecision,
 )
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 DIM, HEADS, LENGTH, VOCABULARY, BLOCKS, BATCH = 16, 4, 8, 19, 4, 8
 STEPS, OVERFLOWS = 16, (5, 9)
 DOUBLES = (3, 11)  # steps before which two batches run forward and backward, one after the other
+# Of the rows in 4 to 8 bits: larger layers, since the kernels want multiples of 32 of what a rank has; fewer steps.
+LOW_DIM, LOW_BLOCKS, LOW_STEPS, LOW_OVERFLOWS = 64, 2, 8, (5,)
 SCALE = 2.0**10  # small enough that no step overflows by itself at the brink, where rounding would decide
 MAX_NORM = 0.5
 
@@ -44,7 +52,13 @@ PRECISIONS = {
     "bf16": lambda: "bf16",
     "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=SCALE, hysteresis=1),
     "bf16_naive": BF16NaiveMixedPrecision,
+    "tf32": lambda: TF32MixedPrecision(emulate=True),
+    "fp8": lambda: FP8MixedPrecision(emulate=True),
+    "mxfp8": lambda: MXFP8MixedPrecision(emulate=True),
+    "nvfp4": lambda: NVFP4MixedPrecision(emulate=True),
+    "int8": Int8MixedPrecision,
 }
+LOW = ("fp8", "mxfp8", "nvfp4", "int8")
 
 TP_PLAN = {
     "blocks.*.q": "colwise",
@@ -92,33 +106,40 @@ PARALLELISMS = {
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, dim):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
-        self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+        self.head_dim = dim // HEADS
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, x):
         h = self.norm1(x)
-        q, k, v = (f(h).view(*x.shape[:2], -1, DIM // HEADS).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (f(h).view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Transformer(nn.Module):
-    def __init__(self):
+    def __init__(self, dim=DIM, num_blocks=BLOCKS):
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.position = nn.Parameter(torch.randn(LENGTH, DIM) * 0.1)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.norm = nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, dim)
+        self.position = nn.Parameter(torch.randn(LENGTH, dim) * 0.1)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY)
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.position
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def make_model(precision):
+    """The model of the row, with the same weights everywhere."""
+    torch.manual_seed(7)
+    return Transformer(LOW_DIM, LOW_BLOCKS) if precision in LOW else Transformer()
 
 
 def loss_of(logits, targets):
@@ -145,6 +166,7 @@ class Trace:
     culprits: list[tuple[str, ...]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     sound: bool = True
+    low: list[str] = field(default_factory=list)  # names of the layers that multiply in 4 to 8 bits
 
 
 def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS, num_splits=1, seed=0):
@@ -153,8 +175,7 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
     num_splits: parts of every batch whose gradients a single process averages, for a reference that rounds half gradients
     as data-parallel ranks do.
     """
-    torch.manual_seed(7)
-    model = Transformer()
+    model = make_model(precision)
     column = PARALLELISMS[parallelism]
     booster = Booster("cpu", PRECISIONS[precision](), column.plugin(), skip_nonfinite=True)
     plugin = booster.plugin
@@ -197,6 +218,7 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
         trace.scales.append(made.loss_scale)
         trace.reasons.append(result.skipped_reason)
         trace.culprits.append(result.culprit)
+    trace.low = [name for name, module in model.named_modules() if isinstance(module, LowPrecisionLinear)]
     for name, param in model.named_parameters():
         whole = param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
         trace.weights[name] = whole.float().clone()

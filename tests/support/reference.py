@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import low_reference
 import torch
 from matrix import (
     BATCH,
@@ -14,22 +15,31 @@ from matrix import (
     STEPS,
     VOCABULARY,
     Trace,
-    Transformer,
     loss_of,
+    make_model,
 )
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp16_naive": torch.float16, "bf16_naive": torch.bfloat16}
+HALF |= {name: torch.bfloat16 for name in low_reference.RECIPES if name != "tf32"}
 
 
 def train_by_hand(precision, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS, num_splits=1):
     """The trace of a hand-written loop: autocast and a halving loss scale, or float32 masters of half weights.
 
+    In 4 to 8 bits all linear layers but the first and the last are by hand too (`low_reference`), under autocast to bfloat16;
+    in tf32 all of them are, and attention is in float32.
+
     num_splits: gradients are averaged over so many parts of a batch, rounded to the parameters' dtype as ranks do.
     """
-    torch.manual_seed(7)
-    model = Transformer()
+    model = make_model(precision)
     naive = precision.endswith("_naive")
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    wide = [] if precision == "tf32" else [linears[0], linears[-1]]
+    for name in linears if precision in low_reference.RECIPES else ():
+        if name in wide:
+            continue
+        model.set_submodule(name, low_reference.LowLinear(model.get_submodule(name), precision))
     if naive:
         model.to(HALF[precision])
     made = OPTIMIZERS[optimizer](masters if naive else model.parameters())

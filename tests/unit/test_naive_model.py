@@ -123,8 +123,8 @@ def test_dtype_is_a_torch_dtype_or_its_documented_string(given, meant):
     assert NaiveAMPModel(Net(), dtype=given).body.weight.dtype == meant
 
 
-def test_tf32_says_that_there_is_no_such_strategy_yet():
-    with pytest.raises(ValueError, match="no tf32 strategy yet"):
+def test_tf32_says_that_it_is_a_strategy_and_no_dtype_of_a_model():
+    with pytest.raises(ValueError, match=r"give the model to Booster\(mixed_precision='tf32'\)"):
         NaiveAMPModel(Net(), dtype="torch.tf32")
 
 

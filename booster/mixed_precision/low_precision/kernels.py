@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from booster.mixed_precision.hardware import missing
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
 from booster.number_formats import E2M1, Scaled, encode
 from booster.torch_internals import int_mm
@@ -19,21 +20,11 @@ _ROWS = 32  # what the number of rows of both operands is filled up to: a multip
 _TILE = (128, 4)  # of block scales, see "1D block scaling factors layout" in cuBLAS's documentation
 
 
-def missing(recipe: Recipe, device: torch.device) -> str:
+def lacks(recipe: Recipe, device: torch.device) -> str:
     """What `device` lacks to run `recipe`, as a sentence; empty where it lacks nothing."""
-    if device.type == "cpu":
-        if recipe.on_cpu:
-            return ""
-        found = "this is a CPU"
-    elif torch.version.hip:
-        found = f"{torch.cuda.get_device_name(device)} is AMD's, on which this library has not been tried"
-    else:
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= recipe.capability:
-            return ""
-        found = f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
-    needed = f"{recipe.capability[0]}.{recipe.capability[1]}"
-    return f"{recipe.name} needs an NVIDIA GPU of compute capability {needed} ({recipe.generations}), and {found}"
+    if device.type == "cpu" and recipe.on_cpu:
+        return ""
+    return missing(recipe.name, device, capability=recipe.capability, generations=recipe.generations)
 
 
 def multiply(

@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
         ctx.recipe, ctx.kernels = recipe, kernels
         with torch.autocast(x.device.type, enabled=False):  # which would round scales to half
             y = product(x.flatten(0, -2), weight, recipe.output, recipe, dtype=x.dtype, kernels=kernels)
-        return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y
+        return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

@@ -56,7 +56,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     The rotation is orthogonal, so it leaves `a @ b.t()` as it is, and it spreads an outlier over its block. The number of
     columns must be a multiple of 16.
     """
-    return (x.unflatten(-1, (-1, ROTATION)) @ _rotation(x.device)).flatten(-2)
+    return (x.reshape(len(x), -1, ROTATION) @ _rotation(x.device)).flatten(1)
 
 
 # ---------------------------------------------------------------------- inside

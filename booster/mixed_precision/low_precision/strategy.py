@@ -15,7 +15,7 @@ from booster import arguments
 from booster.mixed_precision.amp import BF16MixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, normalise_keep_fp32
-from booster.mixed_precision.low_precision.kernels import missing
+from booster.mixed_precision.low_precision.kernels import lacks
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, Recipe, nvfp4_recipe
 from booster.mixed_precision.low_precision.self_check import complaint
@@ -154,17 +154,17 @@ class LowPrecision(MixedPrecision):
         """Whether kernels run, and not the emulation; raises ValueError where neither may."""
         if self._emulate is True:
             return False
-        lacks = missing(self.recipe, self.device)
-        if lacks and not self._emulate:
+        missing = lacks(self.recipe, self.device)
+        if missing and not self._emulate:
             raise ValueError(
-                f"{lacks}; {type(self).__name__}(emulate=True) computes the same numbers on any device, slowly, as a rehearsal"
+                f"{missing}; {type(self).__name__}(emulate=True) computes the same numbers on any device, as a slow rehearsal"
             )
-        if not lacks and self._dtype == torch.float32 and self.recipe.kernel != "int8":
+        if not missing and self._dtype == torch.float32 and self.recipe.kernel != "int8":
             raise ValueError(
                 f"compute_dtype=torch.float32 is for rehearsals: the kernels of {self.recipe.name} return bfloat16; pass "
                 "emulate=True with it"
             )
-        return not lacks
+        return not missing
 
     def _choose(self, model: nn.Module) -> tuple[list[str], dict[str, str]]:
         """Names of the layers to convert, and of the linear layers that are not, with the reason."""

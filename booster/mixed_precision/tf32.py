@@ -1,0 +1,105 @@
+"""Float32 whose matrix products and convolutions read 10 bits of mantissa, as tensor cores since Ampere do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from booster import arguments
+from booster.cast_regions import both
+from booster.mixed_precision.base import FP32
+from booster.mixed_precision.hardware import missing
+from booster.number_formats import TF32, round_to
+from booster.torch_internals import TorchDispatchMode
+
+_logger = logging.getLogger(__name__)
+
+
+class TF32MixedPrecision(FP32):
+    """Weights, activations and gradients in float32; products and convolutions may run in TF32, forward and backward.
+
+    torch's own switch (`fp32_precision` of its backends) is turned on around each forward and backward pass and restored after
+    it. It is one for the process: what other threads multiply in the meantime runs in TF32 too.
+
+    emulate: False needs a CUDA device of compute capability 8.0 (Ampere) or above, and raises ValueError elsewhere; True rounds
+    what products read to TF32 on any device, to rehearse, and is slower than float32; "auto" rehearses where it must. Emulated
+    are linear layers, products, convolutions and attention, not recurrent layers; a compiled model runs uncompiled. Call
+    `booster.backward`, as always: a bare `loss.backward()` is outside of it.
+    """
+
+    def __init__(self, *, emulate: bool | Literal["auto"] = False) -> None:
+        self._emulate = arguments.choice("emulate", emulate, (True, False, "auto"))
+        self._said = False
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        if self._runs() or self._said:
+            return
+        _logger.warning("tf32 is emulated on %s: a rehearsal of its numbers, slower than float32", device)
+        self._said = True
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return switched_on() if self._runs() else both(RoundedOperands(), sdpa_kernel(SDPBackend.MATH))
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return self.forward_context()
+
+    def _runs(self) -> bool:
+        """Whether the hardware does it, and not the emulation; raises ValueError where neither may."""
+        if self._emulate is True:
+            return False
+        lacks = missing("tf32", self.device, capability=(8, 0), generations="Ampere or newer")
+        if lacks and not self._emulate:
+            raise ValueError(
+                f"{lacks}; TF32MixedPrecision(emulate=True) computes such numbers on any device, slowly, as a rehearsal"
+            )
+        return not lacks
+
+
+@contextmanager
+def switched_on() -> Iterator[None]:
+    """Inside, torch may run float32 products, convolutions and recurrent layers of CUDA in TF32; afterwards as before."""
+    cudnn: Any = torch.backends.cudnn
+    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        for switch in switches:
+            switch.fp32_precision = "tf32"
+        yield
+    finally:
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
+
+
+_aten = torch.ops.aten
+# Which arguments a tensor core multiplies.
+_OPERANDS: Mapping[Any, tuple[int, ...]] = {
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+    _aten.convolution.default: (0, 1),
+    _aten.convolution_backward.default: (0, 1, 2),
+}
+
+
+class RoundedOperands(TorchDispatchMode):
+    """While active, float32 products and convolutions of this thread, autograd's included, read operands rounded to TF32.
+
+    To the nearest, ties to even; sums are in float32.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        operands = _OPERANDS.get(func, ())
+        if operands:
+            args = tuple(_rounded(each) if place in operands else each for place, each in enumerate(args))
+        return func(*args, **(kwargs or {}))
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return round_to(x, TF32) if x.dtype == torch.float32 else x
