@@ -565,12 +565,15 @@ def test_deep_copies_go_on_alone():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
 @pytest.mark.parametrize("strategy", ["fp8", "mxfp8", "nvfp4", "int8"])
 def test_a_compiled_model_computes_the_same(strategy):
+    torch.compiler.reset()
+
     def losses(compiled):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
         booster = Booster("cpu", STRATEGIES[strategy](keep=()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model = torch.compile(model, fullgraph=True) if compiled else model
+        # With dynamic shapes torch 2.13 fails an assertion of its own compiler where a mode surrounds a function's backward.
+        model = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         model, optimizer, *_ = booster.boost(model, optimizer)
         seen = []
         for step in range(3):
