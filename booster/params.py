@@ -82,9 +82,8 @@ def rebind(
     has no counterpart.
     """
     names = {id(param): name for name, param in old.items()}
-    missing = [
-        names[id(p)] for g in optimizer.param_groups for p in g["params"] if names.get(id(p), "") not in ("", *new)
-    ]
+    held = (names.get(id(param)) for group in optimizer.param_groups for param in group["params"])
+    missing = [name for name in held if name is not None and name not in new]
     if missing and not partial:
         raise RuntimeError(
             f"after placing the model there is no parameter named {missing}; its optimizer would not train it. A plugin keeps "

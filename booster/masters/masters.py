@@ -22,7 +22,7 @@ from booster.masters.formats_24 import Split24
 from booster.masters.formats_compiled import compiled_format
 from booster.masters.options import MasterOptions
 from booster.masters.stand_in import State
-from booster.masters.states import signature, state_of_bucket, state_of_params
+from booster.masters.states import Places, StateView, places_of, signature, state_of_bucket, state_of_params
 from booster.optimizer_kinds import kind_of
 from booster.optimizer_states import load_states
 
@@ -65,6 +65,8 @@ class Masters:
         self.optimizer = optimizer
         self.kind = kind_of(optimizer)
         self.buckets: list[Bucket] = []
+        self._places: Places = {}  # of the buckets in `_placed`, which were so many
+        self._placed, self._num_placed = self.buckets, 0
         self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient
         self.loaded_weights: Callable[[], Weights] = dict
         self._names = names
@@ -138,9 +140,17 @@ class Masters:
         divided = []
         for bucket in self.buckets:
             divided += bucket.divide(self.gradient_of, self.optimizer.state)
-        self.buckets = divided
+        if len(divided) > len(self.buckets):
+            self.buckets = divided
 
     # ------------------------------------------------------------------ state of the optimizer
+
+    def view_state(self) -> StateView:
+        """Return the optimizer's state by working parameter, for reading: as `state`, but each made when it is asked for."""
+        if self._placed is not self.buckets or self._num_placed != len(self.buckets):
+            self._placed, self._num_placed = self.buckets, len(self.buckets)
+            self._places = places_of(self.buckets)
+        return StateView(self._places, self.optimizer.state, self._layouts)
 
     def state(self) -> defaultdict[Any, State]:
         """Return the optimizer's state by working parameter, in shapes of the parameters. Do not write to it."""

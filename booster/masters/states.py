@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.packing import unpacked
 from booster.masters.stand_in import State
 
+Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
+
 
 def state_of_params(
     buckets: Iterable[Bucket], state: Mapping[Any, State], layouts: Mapping[torch.Tensor, torch.Tensor]
@@ -22,25 +24,85 @@ def state_of_params(
     Tensors are views of the optimizer's where a parameter lies in one bucket, else copies; what is packed is a float32 copy;
     counters are copies.
     """
-    found: dict[torch.Tensor, list[tuple[int, State]]] = {}
+    places = places_of(buckets)
+    unpacked_of = {id(bucket): _unpacked(bucket, state) for found in places.values() for bucket, _ in found}
+    view = StateView(places, state, layouts, unpacked_of)
+    return {param: view[param] for param in places if param in view}
+
+
+def places_of(buckets: Iterable[Bucket]) -> Places:
+    """Return where each parameter lies: which bucket, and which piece of it."""
+    places: Places = {}
     for bucket in buckets:
-        shared = {} if bucket.whole else unpacked(state.get(bucket.handles[0], {}))
         for index, piece in enumerate(bucket.pieces):
-            handle = bucket.handles[index if bucket.whole else 0]
-            if handle not in state:
-                continue
-            own = state[handle] if bucket.whole else shared
-            if not bucket.whole:
-                own = {
-                    key: value[piece.offset : piece.offset + piece.size]
-                    if is_elementwise(value, bucket.size)
-                    else _Scalar(value)
-                    for key, value in own.items()
-                }
-            found.setdefault(piece.param, []).append((piece.start if not bucket.whole else -1, own))
-    return {
-        param: _assemble(layouts[param], sorted(pieces, key=lambda piece: piece[0])) for param, pieces in found.items()
-    }
+            places.setdefault(piece.param, []).append((bucket, index))
+    return places
+
+
+class StateView(Mapping[Any, State]):
+    """The optimizer's state by working parameter, in shapes of the parameters, each made when it is asked for.
+
+    For reading: what is asked for twice is made twice. A parameter without state has none of its own here, and an empty one
+    if it is asked for, as in torch. unpacked: the state of buckets by `id`, where somebody made it already.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        state: Mapping[Any, State],
+        layouts: Mapping[torch.Tensor, torch.Tensor],
+        unpacked: Mapping[int, State] | None = None,
+    ) -> None:
+        self._places, self._state, self._layouts = places, state, layouts
+        self._unpacked = {} if unpacked is None else unpacked
+
+    def __contains__(self, param: object) -> bool:
+        places = self._places.get(param)  # type: ignore[call-overload]
+        return param in self._state if places is None else any(_handle(*place) in self._state for place in places)
+
+    def __getitem__(self, param: Any) -> State:
+        if param not in self._places:
+            return self._state.get(param, {})
+        pieces = [
+            self._piece(bucket, index) for bucket, index in self._places[param] if _handle(bucket, index) in self._state
+        ]
+        return _assemble(self._layouts[param], sorted(pieces, key=lambda piece: piece[0])) if pieces else {}
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        found = self[param]
+        return found if param in self else default
+
+    def __iter__(self) -> Iterator[Any]:
+        handles = {_handle(*place) for places in self._places.values() for place in places}
+        yield from (key for key in self._state if key not in handles)
+        yield from (param for param in self._places if param in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def _piece(self, bucket: Bucket, index: int) -> tuple[int, State]:
+        piece = bucket.pieces[index]
+        if bucket.whole:
+            return -1, self._state[bucket.handles[index]]
+        shared = self._unpacked.get(id(bucket)) or _unpacked(bucket, self._state)
+        own = {
+            key: value[piece.offset : piece.offset + piece.size]
+            if is_elementwise(value, bucket.size)
+            else _Scalar(value)
+            for key, value in shared.items()
+        }
+        return piece.start, own
+
+
+def _handle(bucket: Bucket, index: int) -> torch.Tensor:
+    return bucket.handles[index if bucket.whole else 0]
+
+
+def _unpacked(bucket: Bucket, state: Mapping[Any, State]) -> State:
+    return {} if bucket.whole else unpacked(state.get(bucket.handles[0], {}))
 
 
 def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ class MasterUpdate(HostUpdate):
 
     @property
     def _state(self) -> Any:
-        return self.masters.state()
+        return self.masters.view_state()
 
     def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}

@@ -184,7 +184,7 @@ class Layout:
         fresh = [param for param in self.params if param in params and param not in self._places]
         self._by_tensors |= whole
         owners = _deal(fresh, self.world_size) if whole else {}
-        for members in self._bucketed(fresh):
+        for members in bucketed(fresh, self._bucket_bytes):
             bucket = FlatParameters(members, self.world_size, [owners[p] for p in members] if whole else None)
             self.buckets.append(bucket)
             self._places |= {param: (bucket, index) for index, param in enumerate(bucket.params)}
@@ -203,17 +203,21 @@ class Layout:
             self.divide_rest()
         return self._places.get(param)
 
-    def _bucketed(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        done: list[list[torch.Tensor]] = []
-        growing: dict[Any, list[torch.Tensor]] = {}
-        for param in reversed(params):
-            kind = (param.dtype, param.device)
-            members = growing.setdefault(kind, [])
-            if members and sum(p.nbytes for p in members) + param.nbytes > self._bucket_bytes:
-                done.append(growing.pop(kind))
-                members = growing.setdefault(kind, [])
-            members.append(param)
-        return done + list(growing.values())
+
+def bucketed(params: Sequence[torch.Tensor], bucket_bytes: float) -> list[list[torch.Tensor]]:
+    """Return `params`, last first, in buckets of one dtype and device, of at most `bucket_bytes` or a single parameter."""
+    done: list[list[torch.Tensor]] = []
+    growing: dict[Any, list[torch.Tensor]] = {}
+    sizes: dict[Any, int] = {}
+    for param in reversed(params):
+        kind = (param.dtype, param.device)
+        if kind in growing and sizes[kind] + param.nbytes > bucket_bytes:
+            done.append(growing.pop(kind))
+        if kind not in growing:
+            growing[kind], sizes[kind] = [], 0
+        growing[kind].append(param)
+        sizes[kind] += param.nbytes
+    return done + list(growing.values())
 
 
 def _deal(params: Sequence[torch.Tensor], world_size: int) -> dict[torch.Tensor, int]:

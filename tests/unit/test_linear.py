@@ -1,0 +1,139 @@
+"""What is done for every tensor is done once for every tensor: counts of calls and copies grow as their number."""
+
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision
+from booster.params import rebind
+from booster.shards.zero_buckets import bucketed
+
+FEW, MANY = 40, 160
+MOST = 1.15 * MANY / FEW  # times as many calls
+
+
+def count(function):
+    """Calls of Python and C functions while `function` runs; a generator counts as often as it goes on."""
+    calls = 0
+
+    def look(frame, event, arg):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def growth(make):
+    """How many times as many calls what `make(number of tensors)` returns makes for MANY tensors as for FEW; warm."""
+    for size in (FEW, MANY):
+        make(size)()
+    return count(make(MANY)) / count(make(FEW))
+
+
+def trained(size, precision="bf16_naive"):
+    torch.manual_seed(0)
+    model = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(size))
+    b = Booster("cpu", precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, *_ = b.boost(model, optimizer)
+    b.backward(sum(param.float().sum() for param in model.parameters()), optimizer)
+    optimizer.step()
+    return model, optimizer
+
+
+PRECISIONS = {
+    "fp16": "fp16",
+    "bf16_naive": "bf16_naive",
+    "no masters": lambda: BF16NaiveMixedPrecision(master_weights="none"),
+}
+
+
+def made(name):
+    precision = PRECISIONS[name]
+    return precision if isinstance(precision, str) else precision()
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_reading_the_state_of_every_parameter_is_linear(name):
+    def reading(size):
+        model, optimizer = trained(size, made(name))
+        params = list(model.parameters())
+
+        def read():
+            for param in params:
+                assert set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"}
+
+        return read
+
+    assert growth(reading) <= MOST
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_loading_a_state_is_linear_also_one_without_masters(name):
+    def loading(size):
+        state = trained(size, "fp32")[1].state_dict()
+        optimizer = trained(size, made(name))[1]
+        return lambda: optimizer.load_state_dict(state)
+
+    assert growth(loading) <= MOST
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_boosting_is_linear(name):
+    def boosting(size):
+        model = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(size))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return lambda: Booster("cpu", made(name)).boost(model, optimizer)
+
+    assert growth(boosting) <= MOST
+
+
+class Watched(Mapping):
+    """A mapping that counts how often all of it is gone through."""
+
+    passes = 0
+
+    def __init__(self, entries):
+        self.entries = entries
+
+    def __getitem__(self, key):
+        return self.entries[key]
+
+    def __contains__(self, key):
+        return key in self.entries
+
+    def __len__(self):
+        return len(self.entries)
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self.entries)
+
+
+def test_an_optimizer_is_bound_to_placed_parameters_without_going_through_them_for_each():
+    old = {str(i): nn.Parameter(torch.zeros(1)) for i in range(50)}
+    new = Watched({name: nn.Parameter(torch.ones(1)) for name in old})
+    optimizer = torch.optim.SGD(old.values(), lr=0.1)
+    rebind(optimizer, old, new)
+    assert all(param is new[name] for param, name in zip(optimizer.param_groups[0]["params"], old, strict=True))
+    assert new.passes <= 2
+
+
+def test_dividing_parameters_into_buckets_is_linear_and_keeps_to_their_size():
+    def dividing(size):
+        params = [torch.zeros(8) for _ in range(size)]
+        return lambda: bucketed(params, 2**20)
+
+    assert growth(dividing) <= MOST
+    params = [torch.zeros(size) for size in (4, 9, 3, 3, 3)]
+    assert [[len(p) for p in bucket] for bucket in bucketed(params, 24)] == [[3, 3], [3], [9], [4]]
