@@ -16,16 +16,22 @@ def report(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="booster report", description="Show what a run did, from the record of Booster.record.", allow_abbrev=False
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write one page with pictures instead of tables")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder given to Booster.record")
     options = parser.parse_args(list(argv))
+    from booster.numerics.page import page
     from booster.numerics.run import read_run
     from booster.numerics.summary import summarise
     from booster.numerics.terminal import show
 
     try:
         run = read_run(options.folder)
-        if options.json:
+        if options.html is not None:
+            options.html.write_text(page(run), encoding="utf-8")
+            print(f"wrote {options.html}")
+        elif options.json:
             print(json.dumps(summarise(run).as_dict(), indent=2))
         else:
             show(run)

@@ -33,7 +33,13 @@ def show(run: Run, console: Any = None) -> None:
     summary = summarise(run)
     about = run.about
     console.print(f"[bold]{escape(summary.folder)}[/bold]")
-    told = [about.get("precision"), about.get("plugin"), f"{about.get('world_size', 1)} rank(s)", about.get("device")]
+    ranks = about.get("world_size", 1)
+    told = [
+        about.get("precision"),
+        about.get("plugin"),
+        f"{ranks} rank" if ranks == 1 else f"{ranks} ranks",
+        about.get("device"),
+    ]
     console.print(escape(", ".join(str(part) for part in told if part)), style="dim", highlight=False)
     for note in summary.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)

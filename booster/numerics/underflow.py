@@ -11,7 +11,7 @@ import torch
 
 from booster.numerics.exponents import Exponents
 
-__all__ = ["Underflow", "best_scale", "merge"]
+__all__ = ["Underflow", "best_scale", "edges", "merge"]
 
 _FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _STEEPEST = 0.85  # of a natural logarithm, an octave
@@ -97,6 +97,12 @@ class Underflow:
         )
         more = ("largest", "norm", "stored", "still", "update_norm", "weight_norm")
         return {name: getattr(self, name) for name in (*names, *more)} | {"exponents": self.exponents.as_dict()}
+
+
+def edges(format: str) -> tuple[int, int, int]:
+    """The exponents of the smallest number of a format, of the smallest normal one, and of the largest."""
+    info = torch.finfo(_FORMATS[format])
+    return _floor(format), round(math.log2(info.smallest_normal)), math.floor(math.log2(info.max))
 
 
 def best_scale(rows: Sequence[Underflow]) -> float | None:
