@@ -1,5 +1,5 @@
 """The `booster` command: `run` starts jobs, `check` reports what this machine can do, `checkpoint` looks into checkpoints,
-`report` into what a run wrote down.
+`report` and `compare` into what runs wrote down.
 
 Each subcommand is imported when it is called, so that help and option errors come without heavy imports.
 """
@@ -17,6 +17,7 @@ _COMMANDS = {
     "check": "report versions, devices and the speed of each precision on this machine",
     "checkpoint": "list, verify and convert checkpoints",
     "report": "show what a run did: losses, scales, skips and their culprits",
+    "compare": "say where two runs part by more than their formats explain",
 }
 
 
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from booster.cli.report import report
 
             return report(arguments[1:])
+        if arguments and arguments[0] == "compare":
+            from booster.cli.compare import compare
+
+            return compare(arguments[1:])
         parser = _parser()
         parser.parse_args(arguments)
         parser.error(f"no command given; choose one of {', '.join(_COMMANDS)}")

@@ -21,6 +21,7 @@ def report(argv: Sequence[str]) -> int:
     output.add_argument("--html", type=Path, metavar="FILE", help="write one page with pictures instead of tables")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder given to Booster.record")
     options = parser.parse_args(list(argv))
+    from booster.numerics.lines import as_json
     from booster.numerics.page import page
     from booster.numerics.run import read_run
     from booster.numerics.summary import summarise
@@ -32,7 +33,7 @@ def report(argv: Sequence[str]) -> int:
             options.html.write_text(page(run), encoding="utf-8")
             print(f"wrote {options.html}")
         elif options.json:
-            print(json.dumps(summarise(run).as_dict(), indent=2))
+            print(json.dumps(as_json(summarise(run).as_dict()), indent=2))
         else:
             show(run)
     except (OSError, ValueError, ImportError) as error:

@@ -1,8 +1,10 @@
 """Numerics one can see: what a run did, how close to the edges of its formats it is, what made a step bad."""
 
+from booster.numerics.compare import Comparison, compare
 from booster.numerics.diagnosis import Diagnosis
 from booster.numerics.numbers import Numbers
 from booster.numerics.record import Record
 from booster.numerics.run import Run, read_run
+from booster.numerics.table import Report, report
 
-__all__ = ["Diagnosis", "Numbers", "Record", "Run", "read_run"]
+__all__ = ["Comparison", "Diagnosis", "Numbers", "Record", "Report", "Run", "compare", "read_run", "report"]

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["SCHEMA", "LineFile", "Torn", "rank_files", "read_lines"]
+__all__ = ["SCHEMA", "LineFile", "Torn", "as_json", "rank_files", "read_lines"]
 
 SCHEMA = 1
 _NONFINITE = {math.inf: "inf", -math.inf: "-inf"}
@@ -95,6 +95,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | Torn]:
                     "upgrade booster to read it"
                 )
             yield line
+
+
+def as_json(value: Any) -> Any:
+    """Return `value`, of plain containers, with texts in place of numbers that are not finite, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: as_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(entry) for entry in value]
+    return _plain(value)
 
 
 def _encoded(line: Mapping[str, Any]) -> str:

@@ -9,44 +9,33 @@ from html import escape
 
 from booster.numerics.run import Run, Step
 from booster.numerics.summary import OptimizerSummary, by_tensor, summarise
-from booster.numerics.svg import Band, Marks, bars, lines, map_of
+from booster.numerics.svg import COLOURS, SHAPES, Band, Marks, bars, lines, map_of
 from booster.numerics.underflow import Underflow, edges
 
-__all__ = ["page"]
+__all__ = ["exponent_maps", "page"]
 
 _WIDE, _NARROW = 720, 340  # pixels; of each picture there are two, because text in one that shrinks cannot be read
 _MOST_ROWS = 40
 _MOST_COLUMNS = 60
 _WORTH_SAYING = 0.001
 
-_STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1c2024; --soft: #606873; --grid: #e3e6ea; --accent: #1f6feb;
-  --bad: #c62f2f; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171a; --ink: #e6e8eb; --soft: #9aa4af; --grid: #2b3036; --accent: #6ea8fe; --bad: #ff7b72; }
-}
-body { background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 16px;
-  max-width: 720px; }
-h1 { font-size: 22px; margin: 8px 0; overflow-wrap: anywhere; }
-h2 { font-size: 17px; margin: 32px 0 0; border-top: 1px solid var(--grid); padding-top: 16px; }
-h3 { font-size: 15px; margin: 24px 0 2px; }
-p { margin: 2px 0 8px; color: var(--soft); }
-.note { color: var(--bad); }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 8px 16px; margin: 12px 0; }
-dt { color: var(--soft); font-size: 13px; }
-dd { margin: 0; font-size: 19px; font-variant-numeric: tabular-nums; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
-td, th { text-align: right; padding: 2px 14px 2px 0; font-weight: normal; }
-th { color: var(--soft); }
-svg { display: block; max-width: 100%; height: auto; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-.narrow { display: none; }
-@media (max-width: 700px) { .wide { display: none; } .narrow { display: block; } }
-.grid { stroke: var(--grid); } .edge { stroke: var(--soft); stroke-dasharray: 3 3; }
-.line { fill: none; stroke: var(--accent); stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round; }
-.band { fill: var(--accent); fill-opacity: .22; }
-.bar, .cell { fill: var(--accent); }
-.mark { fill: none; stroke: var(--bad); stroke-width: 1.8; }
+_STYLE = f"""{COLOURS}{SHAPES}
+body {{ background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 16px;
+  max-width: 720px; }}
+h1 {{ font-size: 22px; margin: 8px 0; overflow-wrap: anywhere; }}
+h2 {{ font-size: 17px; margin: 32px 0 0; border-top: 1px solid var(--grid); padding-top: 16px; }}
+h3 {{ font-size: 15px; margin: 24px 0 2px; }}
+p {{ margin: 2px 0 8px; color: var(--soft); }}
+.note {{ color: var(--bad); }}
+dl {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 8px 16px; margin: 12px 0; }}
+dt {{ color: var(--soft); font-size: 13px; }}
+dd {{ margin: 0; font-size: 19px; font-variant-numeric: tabular-nums; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }}
+td, th {{ text-align: right; padding: 2px 14px 2px 0; font-weight: normal; }}
+th {{ color: var(--soft); }}
+svg {{ display: block; max-width: 100%; height: auto; }}
+.narrow {{ display: none; }}
+@media (max-width: 700px) {{ .wide {{ display: none; }} .narrow {{ display: block; }} }}
 """
 
 
@@ -139,7 +128,9 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
         tensors,
         lambda row: row.still,
     )
-    yield from _exponents([own[-1] for own in tensors.values()])
+    for format, left_out, picture in exponent_maps([own[-1] for own in tensors.values()]):
+        text = f"In the last sample, times the loss scale, in {format}. The strongest colour is the most frequent of a row."
+        yield _panel("Exponents of gradients", text + (f" {left_out} more are left out." if left_out else ""), picture)
 
 
 def _tiles(summary: OptimizerSummary) -> str:
@@ -201,42 +192,41 @@ def _at(
     return [by_step.get(step) for step in steps]
 
 
-def _exponents(rows: Sequence[Underflow]) -> Iterator[str]:
-    """A map of counts by exponent, one for each format; narrow ones show where their range ends."""
+def exponent_maps(rows: Sequence[Underflow]) -> Iterator[tuple[str, int, Callable[[int], str]]]:
+    """Of each format of `rows` its name, how many rows are left out, and a map of counts by exponent, of a width.
+
+    That of float16 shows where its range ends."""
     for format in dict.fromkeys(row.format for row in rows):
         own = [row for row in rows if row.format == format and row.exponents.counts]
-        left_out = max(0, len(own) - _MOST_ROWS)
-        own = own[:_MOST_ROWS]
-        if not own:
-            continue
-        least, small, largest = edges(format)
-        low = min(row.exponents.low for row in own)
-        high = max(row.exponents.highest or 0 for row in own) + 1
-        if format == "float16":
-            low, high = min(low, least - 1), max(high, largest + 2)
-        shares = []
-        for row in own:
-            most = max(row.exponents.counts)
-            counts = [0.0] * (row.exponents.low - low) + list(row.exponents.counts)
-            counts += [0.0] * (high - low - len(counts))
-            shares.append([count / most for count in counts])
-        columns = [f"2{_power(exponent)}" for exponent in range(low, high)]
-        bands = (
-            [Band(0, least - low, "lost"), Band(least - low, small - low, "subnormal")]
-            + [Band(small - low, largest + 1 - low, "normal"), Band(largest + 1 - low, high - low, "inf")]
-            if format == "float16"
-            else []
-        )
-        names = [_named((row.of, row.name)) for row in own]
-        text = f"In the last sample, times the loss scale, in {format}. The strongest colour is the most frequent of a row."
-        more = f" {left_out} more are left out." if left_out else ""
-        yield _panel(
-            "Exponents of gradients" if all(row.of == "gradient" for row in own) else "Exponents",
-            text + more,
-            lambda width, n=names, c=columns, s=shares, b=bands: map_of(  # type: ignore[misc]
-                n, c, s, width=width, bands=b, axis="magnitude", says=lambda share: f"{share:.0%} of the most frequent"
-            ),
-        )
+        left_out, own = max(0, len(own) - _MOST_ROWS), own[:_MOST_ROWS]
+        if own:
+            yield format, left_out, _map_of_exponents(own, format)
+
+
+def _map_of_exponents(rows: Sequence[Underflow], format: str) -> Callable[[int], str]:
+    least, small, largest = edges(format)
+    low = min(row.exponents.low for row in rows)
+    high = max(row.exponents.highest or 0 for row in rows) + 1
+    bands = []
+    if format == "float16":
+        low, high = min(low, least - 1), max(high, largest + 2)
+        starts = [("lost", low), ("subnormal", least), ("normal", small), ("inf", largest + 1)]
+        stops = [start for _, start in starts[1:]] + [high]
+        bands = [Band(start - low, stop - low, name) for (name, start), stop in zip(starts, stops, strict=True)]
+    shares = []
+    for row in rows:
+        most = max(row.exponents.counts)
+        counts = [0.0] * (row.exponents.low - low) + list(row.exponents.counts)
+        shares.append([count / most for count in counts + [0.0] * (high - low - len(counts))])
+    return lambda width: map_of(
+        [_named((row.of, row.name)) for row in rows],
+        [f"2{_power(exponent)}" for exponent in range(low, high)],
+        shares,
+        width=width,
+        bands=bands,
+        axis="magnitude",
+        says=lambda share: f"{share:.0%} of the most frequent",
+    )
 
 
 def _panel(title: str, text: str, picture: Callable[[int], str]) -> str:

@@ -196,8 +196,10 @@ class _Track:
             sample.after(result.decision)
         line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
         numbers: dict[str, Any] = {**({} if clip is None else {"clip": clip}), **result.pending}
-        if losses:
-            numbers["loss"] = losses[0].double().reshape(()) if len(losses) == 1 else _mean(losses)
+        if len(losses) == 1:
+            numbers["loss"] = losses[0]
+        elif losses:
+            numbers["loss"] = _mean(losses)
         elif isinstance(result.loss, (float, torch.Tensor)):  # that of a closure
             numbers["loss"] = result.loss
         for key, value in list(numbers.items()):
@@ -205,6 +207,8 @@ class _Track:
                 line[key] = float(numbers.pop(key))
             elif value.numel() != 1:
                 del numbers[key]
+            elif value.is_cpu and key not in result.pending:  # which waits for nothing
+                line[key] = numbers.pop(key).item()
         line["lr"] = [group.get("lr") for group in update.optimizer.param_groups]
         if any(isinstance(rate, torch.Tensor) for rate in line["lr"]):
             tensors = [rate for rate in line["lr"] if isinstance(rate, torch.Tensor)]
@@ -221,6 +225,7 @@ def _header(ranks: DistCoordinator, precision: MixedPrecision, plugin: Plugin, d
         "time": time.time(),
         "precision": repr(precision),
         "plugin": type(plugin).__name__,
+        "format": str(precision.policy.compute or precision.policy.param or torch.float32).removeprefix("torch."),
         "device": str(device),
         "booster": version_of("booster-amp"),
         "torch": str(torch.__version__),

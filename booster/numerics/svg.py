@@ -7,9 +7,21 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-__all__ = ["Band", "Marks", "bars", "lines", "map_of"]
+__all__ = ["COLOURS", "SHAPES", "Band", "Marks", "bars", "lines", "map_of", "standalone"]
 
-_TEXT = 12  # pixels
+COLOURS = """:root { color-scheme: light dark; --paper: #fff; --ink: #1c2024; --soft: #606873; --grid: #e3e6ea;
+  --accent: #1f6feb; --bad: #c62f2f; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #14171a; --ink: #e6e8eb; --soft: #9aa4af; --grid: #2b3036; --accent: #6ea8fe; --bad: #ff7b72; }
+}
+"""
+SHAPES = """svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+.grid { stroke: var(--grid); } .edge { stroke: var(--soft); stroke-dasharray: 3 3; }
+.line { fill: none; stroke: var(--accent); stroke-width: 1.6; stroke-linejoin: round; stroke-linecap: round; }
+.band { fill: var(--accent); fill-opacity: .22; }
+.bar, .cell { fill: var(--accent); }
+.mark { fill: none; stroke: var(--bad); stroke-width: 1.8; }
+"""
 _LETTER = 6.6  # pixels, of a letter of that size, about
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -27,6 +39,12 @@ class Band(NamedTuple):
     start: float
     stop: float
     name: str
+
+
+def standalone(picture: str) -> str:
+    """`picture` as a file of its own."""
+    style = f"<style>{COLOURS}{SHAPES}svg {{ background: var(--paper); }}</style>"
+    return picture.replace(">", f">{style}", 1)
 
 
 def lines(

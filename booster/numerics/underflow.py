@@ -117,7 +117,7 @@ def best_scale(rows: Sequence[Underflow]) -> float | None:
 def merge(lines: Sequence[Mapping[str, Any]]) -> Underflow:
     """One tensor from the sample lines of the ranks that hold parts of it; of parts that several hold each counts once."""
     first = lines[0]
-    weights = [1.0 / line.get("copies", 1) for line in lines]
+    weights = [1.0 / (line.get("copies") or 1) for line in lines]
     spread = sum((Exponents.of(line) * weight for line, weight in zip(lines, weights, strict=True)), Exponents())
     looked = sum(line.get("looked", 0) * weight for line, weight in zip(lines, weights, strict=True))
     still = sum(line.get("still", 0) * weight for line, weight in zip(lines, weights, strict=True))

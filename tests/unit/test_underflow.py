@@ -2,6 +2,7 @@
 
 import json
 import math
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from small_job import backward, boost, train
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.numerics import read_run
+from booster.numerics import read_run, report
 from booster.numerics.exponents import Exponents, count_exponents, exponents_of
 from booster.numerics.underflow import Underflow, best_scale
 
@@ -230,3 +231,49 @@ def test_sparse_gradients_are_counted_by_their_values(tmp_path):
         booster.backward(model(torch.tensor([1, 1, 3])).sum(), optimizer)
         optimizer.step()
     assert samples(tmp_path)["weight"].exponents == Exponents(0, 0, 0, (4, 4))
+
+
+# ---------------------------------------------------------------------- numerics.report
+def test_a_report_of_an_optimizer_is_of_its_gradients_now_and_changes_nothing():
+    booster, model, optimizer = boost(FP16TorchMixedPrecision(init_scale=2.0**8))
+    backward(booster, model, optimizer)
+    grads = {name: p.grad.clone() for name, p in booster.unwrap(model).named_parameters()}
+    found = report(optimizer)
+    assert [row.name for row in found.rows] == list(grads)
+    for row in found.rows:
+        assert row.exponents == spread(grads[row.name])
+        assert (row.format, row.scale) == ("float16", 2.0**8)
+    assert all(torch.equal(p.grad, grads[name]) for name, p in booster.unwrap(model).named_parameters())
+    largest = max(grad.abs().max() for grad in grads.values())
+    assert found.best_scale <= 2.0**8 * 65504 / largest / 2 < found.best_scale * 2
+
+
+def test_a_report_is_a_table_a_picture_and_plain_numbers(tmp_path):
+    booster, model, optimizer = boost(BF16NaiveMixedPrecision(master_weights="none"))
+    optimizer.param_groups[0]["lr"] = 1e-6
+    with booster.record(tmp_path, every=1):
+        train(booster, model, optimizer, steps=2)
+    found = report(tmp_path)
+    assert [row.step for row in found.rows] == [2] * 4
+    head, first, *_ = str(found).splitlines()
+    assert head.split() == ["name", "format", "headroom", "still", "stored", "as"]
+    assert first.split()[0] == "0.weight"
+    assert first.split()[-2:] == ["100.0%", "bfloat16"]
+    found.plot(tmp_path / "exponents.svg")
+    picture = ElementTree.parse(tmp_path / "exponents.svg").getroot()
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+    assert "0.weight" in "".join(picture.itertext())
+    json.dumps(found.as_dict())
+    assert report(read_run(tmp_path)) == found
+
+
+def test_what_cannot_be_reported_says_so(tmp_path):
+    booster, model, optimizer = boost("fp32")
+    with pytest.raises(ValueError, match="there is nothing to draw"):
+        report(optimizer).plot(tmp_path / "x.svg")
+    with pytest.raises(
+        TypeError, match="source=3 is not legal; it must be a boosted optimizer, the folder of a record"
+    ):
+        report(3)
+    with pytest.raises(ValueError, match="format is for a boosted optimizer"):
+        report(tmp_path, format=torch.float16)
