@@ -13,12 +13,14 @@ another process.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -32,22 +34,22 @@ from torch import nn
 
 from benchmarks.timing import describe_machine
 from booster import Booster
-from booster.plugin import SingleDevice, TorchDDPPlugin
+from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin
 
 WIDTH = 1024
-SAMPLE_SECONDS = 0.002
 
 
 class Run:
     """One rank's model, optimizer and ways to keep them."""
 
-    def __init__(self, megabytes: int, root: Path) -> None:
+    def __init__(self, megabytes: int, root: Path, *, zero: bool) -> None:
         torch.manual_seed(0)
         layers = max(1, round(megabytes * 2**20 / (12 * WIDTH * (WIDTH + 1))))
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
         optimizer = torch.optim.AdamW(model.parameters())
         self.several = dist.is_initialized()
-        self.booster = Booster(plugin=TorchDDPPlugin() if self.several else SingleDevice())
+        several = LowLevelZeroPlugin(stage=1) if zero else TorchDDPPlugin()
+        self.booster = Booster(plugin=several if self.several else SingleDevice())
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.plain_model, self.plain_optimizer = model, self.optimizer.unwrap()
         for param in model.parameters():
@@ -61,7 +63,7 @@ class Run:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
-        states = self.plain_optimizer.state_dict()["state"].values()
+        states = self.plain_optimizer.state.values()
         return [*self.plain_model.state_dict().values(), *(value for own in states for value in own.values())]
 
     def _state(self) -> dict[str, Any]:
@@ -141,26 +143,31 @@ def timed(run: Run, variants: dict[str, Callable[[], None]], rounds: int) -> dic
     return seconds
 
 
+# Anonymous memory: pages of mapped files are the system's cache, and count for nobody.
+_WATCH = """
+import select, sys
+highest = 0
+while not select.select([sys.stdin], [], [], 0.001)[0]:
+    with open("/proc/{pid}/status") as file:
+        highest = max(highest, next(int(line.split()[1]) for line in file if line.startswith("RssAnon")))
+print(highest)
+"""
+
+
 def peak(call: Callable[[], None], run: Run) -> int:
-    """Bytes of resident memory that `call` needs at most, beyond what is there before."""
-    done, highest = threading.Event(), [0]
-
-    def sample() -> None:
-        while not done.wait(SAMPLE_SECONDS):
-            highest[0] = max(highest[0], resident())
-
+    """Bytes of memory that `call` needs at most, beyond what is there before; of this rank."""
+    gc.collect()
     before = resident()
-    watcher = threading.Thread(target=sample)
-    watcher.start()
-    call()
-    run.after_async()
-    done.set()
-    watcher.join()
-    return max(0, highest[0] - before)
+    command = [sys.executable, "-S", "-c", _WATCH.format(pid=os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
+        time.sleep(0.2)  # until it watches
+        call()
+        run.after_async()
+        highest = int(watcher.communicate("done")[0])
+    return max(0, highest * 1024 - before)
 
 
 def resident() -> int:
-    # Anonymous memory: pages of mapped files are the system's cache, and count for nobody.
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
@@ -170,7 +177,7 @@ def measure(rank: int, args: argparse.Namespace, root: str) -> None:
     if args.ranks > 1:
         store = dist.FileStore(f"{root}/store", args.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
-    run = Run(args.megabytes, Path(root))
+    run = Run(args.megabytes, Path(root), zero=args.zero)
     saves = {
         "torch.save + fsync": run.torch_save,
         "torch.save again": run.torch_save,
@@ -179,6 +186,8 @@ def measure(rank: int, args: argparse.Namespace, root: str) -> None:
     }
     loads = {"torch.load": run.torch_load, "DCP": run.dcp_load, "booster": run.booster_load}
     blocking = {"a copy of the state": run.copy, "again": run.copy, "booster, async_save": run.booster_async}
+    if args.zero:
+        saves, loads, blocking = {"booster": run.booster_save}, {"booster": run.booster_load}, {}
     size = run.num_bytes()
     if run.first:
         print(f"{size / 2**20:.0f} MB, {args.ranks} rank(s), {args.rounds} rounds; {describe_machine()}\n")
@@ -207,6 +216,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--zero", action="store_true", help="with --ranks: LowLevelZeroPlugin, booster alone")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     args = parser.parse_args()
     root = tempfile.mkdtemp(prefix="checkpoint_", dir=args.folder)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from booster.checkpoint.agree import exchange
-from booster.checkpoint.layout import storable
+from booster.checkpoint.layout import Held, storable
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.plain import encode
 from booster.data import OWN_STATE, RANDOM, DataLoaderWrapper
@@ -17,7 +16,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.randomness import random_state
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Held]
 
 
 def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> tuple[Tensors, dict[str, Any]]:
@@ -74,7 +73,7 @@ def split_state(loader: Any) -> tuple[dict[str, Any], Any]:
 
 def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names."""
-    state = optimizer.state_dict()
+    state = optimizer.divided_state_dict()
     names = optimizer.parameter_names()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     flat = [entry for group in names for entry in group]

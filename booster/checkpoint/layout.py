@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from booster.shards import is_dtensor
+from booster.shards.divided import Divided
+
+Held = torch.Tensor | Divided  # what a rank holds of a tensor
 
 
-def storable(tensor: torch.Tensor) -> torch.Tensor:
+def storable(tensor: Held) -> Held:
     """Return `tensor` as the planners take it: a DTensor of plain shards as it is, any other one whole.
 
     A collective for a DTensor whose shards are not boxes of the whole, as those of a fused projection are that tensor
     parallelism divides part by part.
     """
-    if is_dtensor(tensor) and not _is_boxes(tensor):
-        return tensor.full_tensor()  # type: ignore[attr-defined]
+    if is_dtensor(tensor) and not _is_boxes(tensor):  # type: ignore[arg-type]
+        return tensor.full_tensor()  # type: ignore[union-attr]
     return tensor
 
 
@@ -32,6 +39,36 @@ def placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """Torch's planner for tensors under their whole names, some of them `Divided`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """As torch's, which also makes real what is on the meta device, and for that takes tensors alone."""
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """As torch's, which looks for parts in tensors alone."""
+        held = self.state_dict[index.fqn]
+        return held.box_at(index.offset) if isinstance(held, Divided) else super().lookup_tensor(index)
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """Torch's planner for tensors under their whole names, some of them `Divided`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """As torch's, which looks for parts in tensors alone."""
+        held = self.state_dict[index.fqn]
+        return held.box_at(index.offset) if isinstance(held, Divided) else super().lookup_object(index)
 
 
 def _is_boxes(tensor: torch.Tensor) -> bool:

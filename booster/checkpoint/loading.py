@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from booster.casting import HALF_DTYPES
 from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
 from booster.checkpoint.folder import checkpoints, damage, latest, standing
-from booster.checkpoint.layout import empty_like_whole, placed_like
+from booster.checkpoint.layout import Held, LoadPlanner, empty_like_whole, placed_like
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, Tensor, read_manifest
 from booster.checkpoint.parts import Loaded, Parts, parts
 from booster.checkpoint.plain import decode
@@ -29,10 +29,11 @@ from booster.checkpoint.storage import ManifestReader, dtype_of
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper
 from booster.interface.model import ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.masters.loaded import LoadedWeights
 from booster.modules import bare
 from booster.randomness import set_random_state
+from booster.shards.divided import Divided
 from booster.trees import map_tensors
 from booster.update.checkpoint import PARAMETERS, STATE_KEY
 from booster.update.loading import Reading
@@ -118,7 +119,7 @@ class _Reading:
         self.tree = tree
         self.parts = parts
         self.rank = rank
-        self.targets: dict[str, torch.Tensor] = {}
+        self.targets: dict[str, Held] = {}
         self.notes: list[str] = []
 
     # ------------------------------------------------------------------ before anything is read
@@ -214,9 +215,9 @@ class _Reading:
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
         for param_name, param in params.items():
             for reference in (saved["state"].get(param_name) or {}).values():
-                self._want(_reference(reference), param)
+                self._want_part(_reference(reference), param, optimizer)
             if optimizer.has_master(param):
-                self._want(self._wide(param_name, name), param)
+                self._want_part(self._wide(param_name, name), param, optimizer)
         for key, value in saved[STATE_KEY].items():
             if key != "masters":
                 self._want_all(value)
@@ -233,7 +234,7 @@ class _Reading:
             dcp.load(
                 self.targets,
                 storage_reader=ManifestReader(self.folder, self.manifest),
-                planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
+                planner=LoadPlanner(),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -249,7 +250,7 @@ class _Reading:
                     if key not in saved:
                         continue
                     if isinstance(value, torch.Tensor):
-                        state[key] = placed_like(self.targets[str(sources[key])], value)
+                        state[key] = placed_like(self.targets[str(sources[key])], value)  # type: ignore[arg-type]
                     else:
                         state[key] = decode(saved[key], self.targets)
                 self._module_states.append((module, state))
@@ -297,7 +298,7 @@ class _Reading:
             held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {name_: self._wide(name_, name) for name_, param in held.items() if optimizer.has_master(param)}
             own["masters"] = {
-                "weights": {param: self.targets[key].float() for param, key in weights.items() if key is not None},
+                "weights": {param: _float(self.targets[key]) for param, key in weights.items() if key is not None},
                 **({"rounding": decode(rounding, self.targets)} if rounding else {}),
             }
         if optimizer.is_partial:
@@ -366,6 +367,16 @@ class _Reading:
         entry = self._entry(name)
         if name is not None and entry is not None and name not in self.targets:
             self.targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
+
+    def _want_part(self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper) -> None:
+        """Want what this rank steps of a state of `param`; all of it where it has another shape."""
+        entry = self._entry(name)
+        if name is not None and entry is not None and name not in self.targets and entry.shape == tuple(param.shape):
+            (update,) = updates_of([optimizer])
+            part = update.shards.part_to_read(param, dtype_of(entry))
+            if part is not None:
+                self.targets[name] = part
+        self._want(name, param)
 
     def _want_all(self, tree: Any) -> None:
         for name in _references(tree):
@@ -447,6 +458,10 @@ def _way_back(part: Any) -> Callable[[], None]:
             vars(part).update(attributes)
 
     return back
+
+
+def _float(tensor: Held) -> Held:
+    return tensor.with_values(tensor.values.float()) if isinstance(tensor, Divided) else tensor.float()
 
 
 def _reference(value: Any) -> str | None:

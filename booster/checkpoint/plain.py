@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from booster.shards.divided import Divided
+
 _TAG = "__booster__"  # the key of everything that JSON has no form for
 
 
-def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -> Any:
     """Return `value` as what `json.dumps` takes; its tensors go into `tensors`, under names that begin with `where`.
 
     Takes None, booleans, numbers, strings, lists, tuples, sets of them, mappings with any of these as keys, tensors, dtypes
@@ -21,8 +23,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-    if isinstance(value, torch.Tensor):
-        tensors[where] = value.detach()
+    if isinstance(value, (torch.Tensor, Divided)):
+        tensors[where] = value if isinstance(value, Divided) else value.detach()
         return {_TAG: "tensor", "name": where}
     if isinstance(value, (torch.dtype, torch.device)):
         return {_TAG: type(value).__name__, "value": str(value).removeprefix("torch.")}
@@ -45,7 +47,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(value: Any, tensors: Mapping[str, torch.Tensor | Divided]) -> Any:
     """Return what `encode` was given. Raises ValueError for what it did not write."""
     if isinstance(value, list):
         return [decode(entry, tensors) for entry in value]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
 from booster.checkpoint.collect import collect
 from booster.checkpoint.folder import checkpoints, name_of, prune, publish, remove, staging_folder, write_synced
-from booster.checkpoint.layout import storable
+from booster.checkpoint.layout import Held, SavePlanner, storable
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, read_manifest
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
@@ -28,6 +28,7 @@ from booster.checkpoint.weights import export
 from booster.installed import version_of
 from booster.interface.model import ModelWrapper
 from booster.shards import is_dtensor
+from booster.shards.divided import Divided
 
 STATE = "state.json"
 
@@ -36,7 +37,7 @@ STATE = "state.json"
 class Snapshot:
     """All that one rank puts into a checkpoint: tensors by name, and the tree of all ranks."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Held]
     tree: dict[str, Any]
 
     def copied(self) -> Snapshot:
@@ -83,7 +84,7 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
             dcp.save(
                 taken.tensors,
                 storage_writer=writer,
-                planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+                planner=SavePlanner(),
                 process_group=group,
                 no_dist=group is None,
             )
@@ -159,7 +160,9 @@ def _told_to_all(group: dist.ProcessGroup | None) -> Iterator[None]:
     agree_on_success(problem, group)
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+def _host_copy(tensor: Held) -> Held:
+    if isinstance(tensor, Divided):
+        return tensor.with_values(_host_copy(tensor.values))  # type: ignore[arg-type]
     if tensor.device.type == "cpu":
         return tensor.clone()
     if is_dtensor(tensor):

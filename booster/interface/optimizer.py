@@ -336,6 +336,13 @@ class OptimizerWrapper(Optimizer):
         state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
         return state
 
+    def divided_state_dict(self) -> dict[str, Any]:
+        """`state_dict` without a collective: where ranks divide tensors flat, each has its part, a `shards.divided.Divided`."""
+        self.settle()
+        state, own = state_of(self._update, divided=True)
+        state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or a plain torch optimizer's or one without a loss scaler; then the scale stays.
 

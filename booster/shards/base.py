@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from booster.params import Kept
+    from booster.shards.divided import Divided
 
 State = dict[str, Any]
 
@@ -116,6 +117,21 @@ class Shards:
     def widen_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of whole parameters from that of parts. May be a collective."""
         return states
+
+    def divided_state(self, states: dict[int, State]) -> dict[int, State]:
+        """Return state by index, as in a torch state dict, of this rank's parts, each of which knows the whole that it is of.
+
+        As `widen_state`, with a `Divided` where that would gather; not a collective.
+        """
+        return self.widen_state(states)
+
+    def divided_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
+        """Return tensors by parameter name from those of parts: `widen_weights`, with a `Divided` where that would gather."""
+        return self.widen_weights(weights, names)
+
+    def part_to_read(self, param: torch.Tensor, dtype: torch.dtype) -> Divided | None:
+        """Return memory for this rank's part of a tensor of the shape of `param`; None where a whole tensor is wanted."""
+        return None
 
     def cut_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return the inverse of `widen_state`, also of states of whole tensors where that makes DTensors."""

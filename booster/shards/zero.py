@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from booster.flat import flat_like, shaped_like
 from booster.optimizer_kinds import Kind, kind_of, unknown
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State
+from booster.shards.divided import Divided
 from booster.shards.replicated import Replica, check_replicas
 from booster.shards.zero_buckets import Layout, stretch
 from booster.shards.zero_states import Holding, gather_states
@@ -227,6 +228,33 @@ class ZeroShards(Shards):
                 kept[index] = {key: self._cut_entry(value, holdings[index].param) for key, value in own.items()}
         return kept
 
+    def divided_state(self, states: dict[int, State]) -> dict[int, State]:
+        holdings = self._by_index()
+        return {
+            index: {key: self._divided(value, holdings.get(index)) for key, value in own.items()}
+            for index, own in states.items()
+        }
+
+    def divided_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
+        holdings = self._by_name(names)
+        return {name: self._divided(weight, holdings.get(name)) for name, weight in weights.items()}
+
+    def part_to_read(self, param: torch.Tensor, dtype: torch.dtype) -> Divided | None:
+        holding = self._holding(param)
+        if holding is None or not param.dim():
+            return None
+        start, stop = holding.bucket.overlap(holding.position, self._rank)
+        values = torch.empty(stop - start, dtype=dtype, device=param.device)
+        return Divided(values, start, param.shape, param.stride())
+
+    def _divided(self, value: Any, holding: Holding | None) -> Any:
+        if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or not holding.param.dim():
+            return value
+        if not holding.has_shape_of_part(value, self._rank):
+            return value
+        start, _ = holding.bucket.overlap(holding.position, self._rank)
+        return Divided(value, start, holding.param.shape, holding.param.stride())
+
     def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
         holdings = self._by_name(names)
         states = {name: {"": weight} for name, weight in weights.items() if name in holdings}
@@ -288,6 +316,8 @@ class ZeroShards(Shards):
         return part
 
     def _cut_entry(self, value: Any, param: torch.Tensor) -> Any:
+        if isinstance(value, Divided):
+            return value.values if self.part_of(param).dim() == 1 else shaped_like(value.values, param)
         if not _alike(value, param) or value.dim() == 0:
             return value
         return self.cut(value, param).clone()  # not a view, which would keep the whole in memory

@@ -9,6 +9,7 @@ import torch
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer
 
 from booster.optimizer_kinds import kind_of
+from booster.shards.divided import Divided
 
 if TYPE_CHECKING:
     from booster.update.base import Update
@@ -24,14 +25,19 @@ _SHAPED = {
 }
 
 
-def state_of(update: Update) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Torch's state dict of the optimizer, and what `update` keeps besides. A collective where ranks hold flat shards."""
+def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Torch's state dict of the optimizer, and what `update` keeps besides. A collective where ranks hold flat shards.
+
+    divided: have `Divided` tensors there, of what this rank holds, and no collective.
+    """
     shards = update.shards
     with shards.local():
         state, own = update.optimizer_state_dict()
-        state["state"] = shards.widen_state(state["state"])
+        widen = shards.divided_state if divided else shards.widen_state
+        state["state"] = widen(state["state"])
         if "masters" in own:
-            weights = shards.widen_weights(own["masters"]["weights"], update.names)
+            widen_weights = shards.divided_weights if divided else shards.widen_weights
+            weights = widen_weights(own["masters"]["weights"], update.names)
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
         own["masters"][IN_MODEL] = update.weights_in_model()
@@ -141,7 +147,8 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
-            needed = not _may_be_none(optimizer, key) if value is None else not isinstance(value, torch.Tensor)
+            is_tensor = isinstance(value, (torch.Tensor, Divided))
+            needed = not _may_be_none(optimizer, key) if value is None else not is_tensor
             if needed and key in _SHAPED and kind_of(optimizer) == "elementwise":
                 found = "None" if value is None else type(value).__name__
                 raise ValueError(
@@ -182,9 +189,9 @@ def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: to
     return whole if isinstance(present, torch.Tensor) and present.shape == param.shape else given
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[Any]:
     for entry in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(entry, torch.Tensor):
+        if isinstance(entry, (torch.Tensor, Divided)):
             yield entry
 
 

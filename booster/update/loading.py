@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from booster.loss_scaler import LossScaler
 from booster.shards.base import is_dtensor
+from booster.shards.divided import Divided
 from booster.update.checkpoint import STATE_KEY, check_shapes, cut, numbered
 from booster.update.fused import implementation, keep_implementation
 from booster.update.outcome import StepHistory, read_counters
@@ -135,11 +136,12 @@ def _check_masters(masters: Any) -> None:
 
 
 def _why_no_master(weight: Any) -> str | None:
-    if not isinstance(weight, torch.Tensor):
+    if not isinstance(weight, (torch.Tensor, Divided)):
         return f"is of type {type(weight).__name__}, and must be a tensor"
     if weight.dtype not in (torch.float32, torch.float64):
         return f"is of {weight.dtype}, and must be of float32"
-    local: Any = weight.to_local() if is_dtensor(weight) else weight  # type: ignore[attr-defined]
+    local: Any = weight.values if isinstance(weight, Divided) else weight
+    local = local.to_local() if is_dtensor(local) else local
     return "holds NaN: the run had failed when it was saved" if bool(local.isnan().any()) else None
 
 

@@ -1,0 +1,75 @@
+"""Under ZeRO each rank writes and reads its own part of states and masters, and nobody holds the whole."""
+
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.checkpoint.manifest import read_manifest
+from booster.plugin import LowLevelZeroPlugin, SingleDevice
+from booster.shards import zero
+
+OPTIMIZERS = {
+    "AdamW": torch.optim.AdamW,
+    "Adafactor": torch.optim.Adafactor,  # states of other shapes; parameters are dealt whole
+}
+CASES = [("fp32", "AdamW"), ("bf16_naive", "AdamW"), ("fp32", "Adafactor")]
+
+
+def boosted(precision, optimizer, plugin, seed=0):
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+    model = nn.Sequential(conv, nn.Flatten(), nn.Linear(5 * 4 * 4, 7), nn.Linear(7, 33))
+    booster = Booster("cpu", precision, plugin)
+    model, optimizer, *_ = booster.boost(model, OPTIMIZERS[optimizer](model.parameters(), lr=0.01))
+    return booster, model, optimizer
+
+
+def train(booster, model, optimizer, steps, rank):
+    for step in range(steps):
+        torch.manual_seed(10 * step + rank)
+        booster.backward(model(torch.randn(2, 3, 6, 6)).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def flat_state(model, optimizer):
+    """Weights, and states and masters of whole parameters, by name; a collective under ZeRO."""
+    state = optimizer.state_dict()
+    found = {f"model {name}": value.clone() for name, value in model.state_dict().items()}
+    found |= {f"{index} {key}": v.clone() for index, own in state["state"].items() for key, v in own.items()}
+    return found | {f"master {k}": v.clone() for k, v in state["booster"].get("masters", {}).get("weights", {}).items()}
+
+
+def save_and_load(rank, world_size, root):
+    """For each case: the state at the save, and that after loading it into another run, without gathering anything."""
+    results = []
+    for index, (precision, optimizer) in enumerate(CASES):
+        booster, model, made = boosted(precision, optimizer, LowLevelZeroPlugin(stage=2))
+        train(booster, model, made, 2, rank)
+        gather, zero.gather_states = zero.gather_states, None
+        try:
+            booster.save(f"{root}/{index}", model, made, step=1)
+            other, model_, made_ = boosted(precision, optimizer, LowLevelZeroPlugin(stage=1), seed=1)
+            train(other, model_, made_, 1, rank)
+            other.load(f"{root}/{index}", model_, made_)
+        finally:
+            zero.gather_states = gather
+        results.append((flat_state(model, made), flat_state(model_, made_)))
+    return results
+
+
+def test_a_checkpoint_is_written_and_read_in_parts(ranks2, tmp_path):
+    ranks = ranks2(save_and_load, str(tmp_path))
+    for index, (precision, optimizer) in enumerate(CASES):
+        booster, model, made = boosted(precision, optimizer, SingleDevice(), seed=2)
+        booster.load(tmp_path / str(index), model, made)
+        alone = flat_state(model, made)
+        for results in ranks:
+            saved, loaded = results[index]
+            assert saved.keys() == loaded.keys() == alone.keys()
+            for name, value in saved.items():
+                assert torch.equal(value, loaded[name]), (precision, optimizer, name)
+                assert torch.equal(value, alone[name]), (precision, optimizer, name)
+        tensors = read_manifest(tmp_path / str(index) / "step-0000000001").tensors
+        states = [tensor for name, tensor in tensors.items() if name.startswith("optimizers")]
+        assert len({chunk.file for tensor in states for chunk in tensor.chunks}) == 2
