@@ -7,12 +7,15 @@ import torch
 
 from booster import Booster
 
+KEPT = ("loss", "loss_scale", "skipped", "num_images", "seconds")
+
 
 @dataclass
 class History:
     """Losses and outcomes of the steps of one run.
 
-    During training only references are kept, so that recording never waits for the device; `close` reads them all.
+    During training only references are kept, so that recording never waits for the device; `close` reads them all, at the
+    end and before a checkpoint.
     """
 
     precision: str
@@ -36,16 +39,28 @@ class History:
         self.seconds = time.perf_counter() - self._start
 
     def close(self, b: Booster) -> None:
-        """Read what was recorded; one collective. Call it on every rank when training ends."""
-        self.loss = b.reduce(torch.stack(self._losses), "mean").tolist()
+        """Read what was recorded since the last time; one collective, if anything was. Call it on every rank."""
+        if not self._losses:
+            return
+        self.loss += b.reduce(torch.stack(self._losses), "mean").tolist()
         self.seconds = time.perf_counter() - self._start
-        self.loss_scale = [result.loss_scale for result in self._results]
-        self.skipped = [not result.applied for result in self._results]
+        self.loss_scale += [result.loss_scale for result in self._results]
+        self.skipped += [not result.applied for result in self._results]
         self._losses, self._results = [], []
+
+    def state_dict(self) -> dict:
+        """What a checkpoint keeps of it, once it is closed."""
+        kept = (self.loss, self.loss_scale, self.skipped, self.num_images, self.seconds)
+        return dict(zip(KEPT, kept, strict=True))
+
+    def load_state_dict(self, state: dict) -> None:
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self._start = time.perf_counter() - self.seconds
 
     @property
     def num_steps(self) -> int:
-        return len(self._results) or len(self.loss)
+        return len(self.loss) + len(self._results)
 
     @property
     def images_per_second(self) -> float:

@@ -32,10 +32,6 @@ class Recipe:
     def num_steps(self, steps_per_epoch: int) -> int:
         return self.epochs * steps_per_epoch if self.steps is None else self.steps
 
-    def num_epochs(self, steps_per_epoch: int) -> int:
-        """How often to go through the data; the last time may stop early."""
-        return -(-self.num_steps(steps_per_epoch) // steps_per_epoch)
-
     def make_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> Optimizer:
         return AdamW(parameters, lr=self.lr, weight_decay=0.05)
 

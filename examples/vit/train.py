@@ -4,6 +4,7 @@ python examples/vit/train.py                                          # one proc
 booster run --nproc_per_node 2 examples/vit/train.py                  # two processes
 python examples/vit/train.py --compare fp32,bf16,fp16                 # three runs, one table, one plot
 booster run --nproc_per_node gpu examples/vit/train.py --recipe tutorial --precision fp16 --data DIR
+booster run --max_restarts 5 examples/vit/train.py --resume --save-every 100    # goes on after whatever kills it
 """
 
 import argparse
@@ -28,17 +29,20 @@ from booster import Booster, DistCoordinator
 from booster.plugin import TorchDDPPlugin
 
 TEST_BATCH = 256
+STOPPED = 75  # exit status: try again later
 
 
-def train(b: Booster, precision: str, recipe: Recipe, spec: ModelSpec, images: ImageSet, seed: int) -> History:
-    """Train one model from its initialisation and evaluate it; every rank calls this."""
-    torch.manual_seed(seed)  # the same initialisation for every precision and on every rank
+def train(
+    b: Booster, precision: str, recipe: Recipe, spec: ModelSpec, images: ImageSet, args: argparse.Namespace
+) -> History:
+    """Train one model, from its initialisation or from a checkpoint, and evaluate it; every rank calls this."""
+    torch.manual_seed(args.seed)  # the same initialisation for every precision and on every rank
     world_size = DistCoordinator().world_size
 
     # What any PyTorch script has ...
     model = spec.build(None if recipe.tutorial else images.num_classes, drop_rate=recipe.drop_rate)
     loader = b.plugin.prepare_dataloader(
-        images.train, recipe.batch_size // world_size, shuffle=True, seed=seed, drop_last=True
+        images.train, recipe.batch_size // world_size, shuffle=True, seed=args.seed, drop_last=True
     )
     optimizer = recipe.make_optimizer(model.parameters())
     criterion = torch.nn.CrossEntropyLoss()
@@ -49,20 +53,28 @@ def train(b: Booster, precision: str, recipe: Recipe, spec: ModelSpec, images: I
 
     num_steps = recipe.num_steps(len(loader))
     history = History(precision)
+    folder = args.output / f"{recipe.model}-{precision}-checkpoints"
+    parts = (model, optimizer, criterion, loader, lr_scheduler)
+    if args.resume:
+        b.resume_or_start(folder, *parts, extra=history)
     with ProgressBar(precision, num_steps) as bar:
         model.train()
-        for _epoch in range(recipe.num_epochs(len(loader))):
+        while history.num_steps < num_steps:
             for inputs, labels in islice(loader, num_steps - history.num_steps):
                 loss = criterion(model(inputs), labels)
                 b.backward(loss, optimizer)
                 result = optimizer.step()
                 optimizer.zero_grad()
-                if not recipe.schedules_epochs:
-                    lr_scheduler.step()
                 history.record(loss, result, num_images=len(inputs) * world_size)
+                if not recipe.schedules_epochs or history.num_steps % len(loader) == 0:
+                    lr_scheduler.step()
                 bar.show(history, loss, optimizer)
-            if recipe.schedules_epochs:
-                lr_scheduler.step()
+                stopped = args.resume and b.stop_requested()
+                if (args.save_every and history.num_steps % args.save_every == 0) or stopped:
+                    history.close(b)
+                    b.save(folder, *parts, extra=history, step=history.num_steps, keep_last=2)
+                if stopped:
+                    raise SystemExit(STOPPED)
     history.close(b)
     if images.test is not None:
         history.accuracy = evaluate(b, model, images)
@@ -96,6 +108,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=_positive, help="images per update, over all processes (default: 64)")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: 1e-3)")
     parser.add_argument("--seed", type=int, default=1024)
+    parser.add_argument("--save-every", type=_positive, metavar="STEPS", help="write a checkpoint every so many steps")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the newest checkpoint; on SIGTERM or SIGUSR1, save and stop"
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("runs/vit"), help="folder of the picture (default: runs/vit)"
     )
@@ -133,7 +149,7 @@ def main() -> None:
 
     spec = find_model(recipe.model)
     images = load_images(recipe.dataset, args.data, channels=spec.channels, size=spec.size, tutorial=recipe.tutorial)
-    histories = [train(b, name, recipe, spec, images, args.seed) for name, b in boosters.items()]
+    histories = [train(b, name, recipe, spec, images, args) for name, b in boosters.items()]
 
     if coordinator.is_master():
         processes = "1 process" if coordinator.world_size == 1 else f"{coordinator.world_size} processes"

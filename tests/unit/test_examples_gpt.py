@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -257,3 +258,51 @@ def test_a_file_that_is_no_history_is_refused(gpt: Load, tmp_path: Path) -> None
 
     with pytest.raises(ValueError, match=r"other\.json is not a history"):
         gpt("history").History.load(tmp_path / "other.json")
+
+
+# --------------------------------------------------------------------- checkpoints
+
+TINY = [
+    *("--width", "8", "--blocks", "1", "--heads", "2", "--context", "8", "--batch-size", "2", "--steps", "6"),
+    *("--precision", "fp16", "--output"),
+]
+
+
+def trained(gpt: Load, monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> dict:
+    """The history of a run of the script in this process."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY, str(folder), *options])
+    try:
+        gpt("train").main()
+    finally:
+        if torch.distributed.is_initialized():  # as the end of the process does
+            torch.distributed.destroy_process_group()
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_a_run_that_breaks_off_is_resumed_from_its_last_save_and_ends_the_same(
+    gpt: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    unbroken = trained(gpt, monkeypatch, tmp_path / "unbroken", "--save-every", "2")
+    show, broken = gpt("train").DistCoordinator.print_on_master, tmp_path / "broken"
+
+    def break_off(self: object, text: str) -> None:
+        show(self, text)
+        if text.startswith("step    5"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpt("train"), "STEPS_PER_LINE", 5)
+    monkeypatch.setattr(gpt("train").DistCoordinator, "print_on_master", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        trained(gpt, monkeypatch, broken, "--resume", "--save-every", "2")
+    monkeypatch.setattr(gpt("train").DistCoordinator, "print_on_master", show)
+    (checkpoints,) = broken.glob("*-checkpoints")
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-0000000002", "step-0000000004"]
+    try:
+        resumed = trained(gpt, monkeypatch, broken, "--resume", "--save-every", "2")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for name in ("loss", "loss_scale", "skipped", "validation_loss"):
+        assert resumed[name] == unbroken[name], name

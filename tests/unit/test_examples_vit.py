@@ -1,7 +1,9 @@
 """The parts of the vision transformer example: its data is what the README claims, its recipes are what they say."""
 
 import argparse
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -171,7 +173,7 @@ def test_the_tutorial_recipe_is_the_known_one(vit: Load) -> None:
     recipe = vit("recipe").choose_recipe(flags(recipe="tutorial"))
 
     assert (recipe.model, recipe.dataset, recipe.drop_rate) == ("vit_base_patch16_224", "caltech101", 0.1)
-    assert (recipe.batch_size, recipe.num_epochs(67), recipe.num_steps(67)) == (128, 2, 134)
+    assert (recipe.batch_size, recipe.num_steps(67)) == (128, 134)
     optimizer = recipe.make_optimizer([torch.nn.Parameter(torch.zeros(1))])
     assert type(optimizer) is torch.optim.SGD
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (1e-2, 0.1)
@@ -213,12 +215,12 @@ def test_a_flag_that_repeats_the_tutorial_recipe_is_not(vit: Load) -> None:
 
 def test_epochs_take_the_place_of_the_default_number_of_steps(vit: Load) -> None:
     recipe = vit("recipe").choose_recipe(flags(epochs=2))
-    assert (recipe.num_steps(156), recipe.num_epochs(156)) == (312, 2)
+    assert recipe.num_steps(156) == 312
 
 
 def test_steps_may_end_in_the_middle_of_an_epoch(vit: Load) -> None:
     recipe = vit("recipe").choose_recipe(flags(steps=160))
-    assert (recipe.num_steps(156), recipe.num_epochs(156)) == (160, 2)
+    assert recipe.num_steps(156) == 160
 
 
 def test_the_comparison_is_drawn(vit: Load, tmp_path: Path) -> None:
@@ -230,3 +232,50 @@ def test_the_comparison_is_drawn(vit: Load, tmp_path: Path) -> None:
 
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+# --------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_on_a_signal_is_resumed_and_ends_the_same(
+    vit: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    script, histories = vit("train"), []
+    monkeypatch.setattr(script, "evaluate", lambda *args: 0.0)
+    monkeypatch.setattr(script, "print_table", lambda found, title: histories.append(found[0].state_dict()))
+    monkeypatch.setattr(script, "save_plot", lambda *args: None)
+
+    def run(folder: str, *options: str) -> None:
+        given = ["--steps", "4", "--batch-size", "2", "--plugin", "none", "--output", str(tmp_path / folder), *options]
+        monkeypatch.setattr(sys, "argv", ["train.py", *given])
+        try:
+            script.main()
+        finally:
+            if torch.distributed.is_initialized():  # as the end of the process does
+                torch.distributed.destroy_process_group()
+
+    try:
+        run("unbroken")
+        show = script.ProgressBar.show
+
+        def signalled(bar: object, history: object, *args: object) -> None:
+            show(bar, history, *args)
+            if history.num_steps == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        monkeypatch.setattr(script.ProgressBar, "show", signalled)
+        with pytest.raises(SystemExit) as stopped:
+            run("broken", "--resume", "--save-every", "2")
+        assert stopped.value.code == 75
+        monkeypatch.setattr(script.ProgressBar, "show", show)
+        (checkpoints,) = (tmp_path / "broken").glob("*-checkpoints")
+        assert sorted(path.name for path in checkpoints.iterdir()) == ["step-0000000002", "step-0000000003"]
+        run("broken", "--resume")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for history in histories:
+        history.pop("seconds")
+    assert histories[0] == histories[1]
