@@ -150,6 +150,8 @@ class Booster:
                 self._optimizers[id(wrapper.unwrap())] = wrapper
                 for record in self._records:
                     record.attach(wrapper)
+        for record in self._records:
+            record.attach_model(boosted)
         wrapped = [LRSchedulerWrapper(each, self._optimizers[id(owner)]) for each, owner in owners]
         schedulers = wrapped if isinstance(lr_scheduler, (list, tuple)) else next(iter(wrapped), None)
         return boosted, boosted_optimizer, boosted_criterion, loader, schedulers
@@ -274,12 +276,15 @@ class Booster:
         folder: str | os.PathLike[str],
         *,
         every: int | None = 100,
+        activations: str | Sequence[str] = (),
         tracker: Callable[[dict[str, float], int], Any] | None = None,
     ) -> Record:
         """Write down every optimizer step from now on, in `folder`: losses, scales, norms, clips, and skips with culprits.
 
         every: in the first step and in every so many, gradients and weights are looked at too, parameter by parameter: how
-        their magnitudes are spread, what underflows, which weights stand still; None never looks.
+        their magnitudes are spread, what underflows, which weights stand still; None never looks. activations: names of
+        modules whose outputs, and the gradients of them, are looked at in these steps too, by forward hooks; `*` stands for
+        anything within one part of a name, `**` across parts.
 
         Each rank appends to a file of its own there, so ranks exchange nothing, and a kill loses no line that was written.
         Nothing in a step waits for a device: there, lines follow some steps later. `booster report FOLDER` shows it.
@@ -288,10 +293,18 @@ class Booster:
 
         Raises ValueError for a folder that this Booster writes to already, OSError where it cannot.
         """
+        from booster.numerics.activations import check_patterns
         from booster.numerics.record import Record
 
         root = arguments.path("folder", folder)
         every = None if every is None else arguments.count("every", every, what="of steps", also="None for never")
+        patterns = [activations] if isinstance(activations, str) else activations
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p.strip() for p in patterns):
+            raise TypeError(arguments.refusal("activations", activations, "a name of modules, or several in a list"))
+        if patterns and every is None:
+            raise ValueError(
+                f"activations={activations!r} are looked at in samples, and every=None takes none; pass a number"
+            )
         if tracker is not None:
             arguments.function("tracker", tracker, "a function of the numbers by name and of the step", also="None")
         self._records = [record for record in self._records if not record.closed]
@@ -299,11 +312,22 @@ class Booster:
             raise ValueError(
                 f"this Booster records in {root} already; close that record first, or choose another folder"
             )
+        models = [model for model in self._models if isinstance(model, ModelWrapper)]
+        if patterns and models:
+            check_patterns(patterns, models)
         record = Record(
-            root, precision=self.precision, plugin=self.plugin, device=self.device, every=every, tracker=tracker
+            root,
+            precision=self.precision,
+            plugin=self.plugin,
+            device=self.device,
+            every=every,
+            activations=patterns,
+            tracker=tracker,
         )
         for wrapper in self._optimizers.values():
             record.attach(wrapper)
+        for model in models:
+            record.attach_model(model)
         self._records.append(record)
         return record
 

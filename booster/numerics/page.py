@@ -18,6 +18,8 @@ _WIDE, _NARROW = 720, 340  # pixels; of each picture there are two, because text
 _MOST_ROWS = 40
 _MOST_COLUMNS = 60
 _WORTH_SAYING = 0.001
+_STILL = 0.05  # of a small parameter a weight or two always stand still
+_MOST_CULPRITS = 10
 
 _STYLE = f"""{COLOURS}{SHAPES}
 body {{ background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 16px;
@@ -105,7 +107,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
             ),
         )
     if summary.skips_by_culprit:
-        culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:20]
+        culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:_MOST_CULPRITS]
         more = len(summary.skips_by_culprit) - len(culprits)
         yield _panel(
             "Skips by culprit",
@@ -117,8 +119,8 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
         yield _groups(summary)
     tensors = by_tensor(samples)
     yield from _over_time(
-        "Underflow, by parameter",
-        "Share of the gradient that was lost to zero or lost bits as a subnormal number.",
+        "Underflow",
+        "Share of each gradient that was lost to zero or lost bits as a subnormal number.",
         tensors,
         lambda row: row.lost + row.subnormal,
     )
@@ -127,10 +129,11 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
         "Share of weights that a step did not change, although their gradient was not zero: updates below half an ulp.",
         tensors,
         lambda row: row.still,
+        least=_STILL,
     )
     for format, left_out, picture in exponent_maps([own[-1] for own in tensors.values()]):
         text = f"In the last sample, times the loss scale, in {format}. The strongest colour is the most frequent of a row."
-        yield _panel("Exponents of gradients", text + (f" {left_out} more are left out." if left_out else ""), picture)
+        yield _panel("Exponents", text + (f" {left_out} more are left out." if left_out else ""), picture)
 
 
 def _tiles(summary: OptimizerSummary) -> str:
@@ -164,10 +167,11 @@ def _over_time(
     text: str,
     tensors: dict[tuple[str, str], list[Underflow]],
     share: Callable[[Underflow], float | None],
+    least: float = _WORTH_SAYING,
 ) -> Iterator[str]:
     """A map of a share over steps, of the tensors where it is worth saying, in the order of the model."""
     worst = {key: max((share(row) or 0.0 for row in own), default=0.0) for key, own in tensors.items()}
-    telling = sorted((key for key in worst if worst[key] >= _WORTH_SAYING), key=lambda key: -worst[key])[:_MOST_ROWS]
+    telling = sorted((key for key in worst if worst[key] >= least), key=lambda key: -worst[key])[:_MOST_ROWS]
     if not telling:
         return
     steps = sorted({row.step for own in tensors.values() for row in own})
@@ -175,7 +179,7 @@ def _over_time(
     columns = steps[::every]
     kept = [key for key in tensors if key in telling]
     shares = [_at(tensors[key], columns, share) for key in kept]
-    left_out = sum(value >= _WORTH_SAYING for value in worst.values()) - len(kept)
+    left_out = sum(value >= least for value in worst.values()) - len(kept)
     more = f" {left_out} with less are left out." if left_out else ""
     names, most = [_named(key) for key in kept], max(worst.values())
     yield _panel(

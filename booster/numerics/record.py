@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ import torch.distributed as dist
 from booster.coordinator import DistCoordinator
 from booster.device import HostCopy
 from booster.installed import version_of
+from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision import MixedPrecision
+from booster.numerics.activations import Activations, Taken
 from booster.numerics.lines import SCHEMA, LineFile
 from booster.numerics.samples import Sample
 from booster.plugin import Plugin
@@ -47,10 +49,13 @@ class Record:
         plugin: Plugin,
         device: torch.device,
         every: int | None = None,
+        activations: Sequence[str] = (),
         tracker: Tracker | None = None,
     ) -> None:
         self.folder = folder
         self.every = every
+        self.activations = Activations(activations) if activations and every is not None else None
+        self._sampled_next: dict[str, bool] = {}
         self._policy = precision.policy
         self._group = plugin.group
         ranks = DistCoordinator()
@@ -66,7 +71,19 @@ class Record:
     def attach(self, optimizer: OptimizerWrapper) -> None:
         """Write down what `optimizer` does from now on, under its number, from 0."""
         optimizer.listen(_Track(self, str(self._number)))
+        self.expect(str(self._number), self.every is not None)
         self._number += 1
+
+    def attach_model(self, model: ModelWrapper) -> None:
+        """Count what the modules of `model` that were asked for return from now on."""
+        if self.activations is not None:
+            self.activations.attach(model)
+
+    def expect(self, name: str, sampled: bool) -> None:
+        """Whether the next step of the optimizer `name` is sampled."""
+        self._sampled_next[name] = sampled
+        if self.activations is not None:
+            self.activations.on = any(self._sampled_next.values())
 
     def looks_at(self, update: Update, number: int, first: bool) -> bool:
         """Whether gradients and weights are sampled in this step. Where all ranks hold the same, one of them does it."""
@@ -100,6 +117,8 @@ class Record:
         if not self.closed:
             self.flush()
             self._close()
+        if self.activations is not None:
+            self.activations.close()
 
     def __enter__(self) -> Record:
         return self
@@ -133,7 +152,7 @@ class _Waiting:
     """
 
     def __init__(
-        self, line: Line, numbers: Mapping[str, torch.Tensor], result: StepResult, sample: Sample | None
+        self, line: Line, numbers: Mapping[str, torch.Tensor], result: StepResult, sample: _Sampled | None
     ) -> None:
         self._line = line
         self._keys = list(numbers)
@@ -164,6 +183,19 @@ class _Waiting:
         return [line, *({**sample, **place} for sample in self._sample.lines(line["applied"]))]
 
 
+class _Sampled(NamedTuple):
+    """What was looked at in one step."""
+
+    gradients: Sample
+    activations: Taken | None
+
+    def ready(self) -> bool:
+        return self.gradients.ready() and (self.activations is None or self.activations.ready())
+
+    def lines(self, applied: bool) -> list[Line]:
+        return self.gradients.lines(applied) + ([] if self.activations is None else self.activations.lines())
+
+
 class _Track:
     """What listens to one optimizer; see `StepListener`."""
 
@@ -172,7 +204,7 @@ class _Track:
         self._name = name
         self._losses: list[torch.Tensor] = []
         self._clip: Any = None
-        self._sample: Sample | None = None
+        self._sample: _Sampled | None = None
         self._first = True
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
@@ -183,7 +215,9 @@ class _Track:
         self._clip = update.carried[1]
         record = self._record
         if record.looks_at(update, number, self._first):
-            self._sample = Sample(update, lambda param: record.format_of(update, param))
+            sample = Sample(update, lambda param: record.format_of(update, param))
+            taken = None if record.activations is None else record.activations.take(update.carried[2])
+            self._sample = _Sampled(sample, taken)
         self._first = False
 
     def after_step(self, update: Update, number: int, result: StepResult) -> None:
@@ -193,7 +227,8 @@ class _Track:
         if self._record.closed:
             return
         if sample is not None:
-            sample.after(result.decision)
+            sample.gradients.after(result.decision)
+        self._record.expect(self._name, self._record.looks_at(update, number + 1, False))
         line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
         numbers: dict[str, Any] = {**({} if clip is None else {"clip": clip}), **result.pending}
         if len(losses) == 1:

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from booster.numerics.run import Run, Step
-from booster.numerics.summary import OptimizerSummary, summarise
+from booster.numerics.summary import OptimizerSummary, TensorSummary, summarise
 
 __all__ = ["show"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
+_BESIDE = 61  # columns of a terminal, at most, that stand before the bars
 _MOST_ROWS = 8
 _WORTH_SAYING = 0.001
+_STILL = 0.05  # of a small parameter a weight or two always stand still
+_NEAR = 2.0  # bits below overflow, of an activation, whose loss scale nobody can lower
 
 
 def show(run: Run, console: Any = None) -> None:
@@ -70,7 +73,8 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
     ]
     for name, spread, values, logarithmic in rows:
         if spread is not None:
-            table.add_row(name, *(f"{value:.4g}" for value in spread), sparkline(values, logarithmic=logarithmic))
+            bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BESIDE)))
+            table.add_row(name, *(f"{value:.4g}" for value in spread), bars)
     if table.row_count:
         console.print(table)
     if summary.clipped:
@@ -104,7 +108,7 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
             highlight=False,
         )
     small = sorted(summary.tensors, key=lambda tensor: (-tensor.lost, -tensor.subnormal))
-    small = [tensor for tensor in small if max(tensor.lost, tensor.subnormal) >= _WORTH_SAYING]
+    small = [tensor for tensor in small if max(tensor.lost, tensor.subnormal) >= _WORTH_SAYING or _near(tensor)]
     if small:
         table = Table(box=None, pad_edge=False, header_style="dim")
         for heading in ("underflow", "of", "format", "zero", "of it lost", "subnormal", "headroom"):
@@ -115,7 +119,7 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
             table.add_row(Text(tensor.name), tensor.of, tensor.format, *shares, room)
         console.print(table)
         _rest(console, len(small))
-    still = sorted((t for t in summary.tensors if (t.still or 0) >= _WORTH_SAYING), key=lambda t: -(t.still or 0))
+    still = sorted((t for t in summary.tensors if (t.still or 0) >= _STILL), key=lambda t: -(t.still or 0))
     if still:
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("stands still")
@@ -135,6 +139,10 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
             numbers = ("" if value is None else f"{value:.3g}" for value in (grad, weight, update, ratio))
             table.add_row(str(index), *numbers)
         console.print(table)
+
+
+def _near(tensor: TensorSummary) -> bool:
+    return tensor.of == "activation" and tensor.headroom is not None and tensor.headroom < _NEAR
 
 
 def _rest(console: Any, count: int) -> None:

@@ -219,6 +219,7 @@ RANGES: dict[str, Predicate] = {
     # checkpoints
     "folder": either(text, a(Path)),
     "every": whole(1),
+    "activations": one_of([], ()),
     "tracker": callable,
     "step": whole(0),
     "keep_last": whole(1),

@@ -1,0 +1,88 @@
+"""Records of what modules return: counted in sampled steps alone, over all passes, with hooks that change nothing."""
+
+import copy
+
+import pytest
+import torch
+from small_job import backward, batch, boost, flat, train
+from test_underflow import spread
+from torch.nn import functional as F
+
+from booster.mixed_precision import FP16TorchMixedPrecision
+from booster.numerics import read_run
+
+SCALE = 2.0**8
+
+
+def fp16():
+    return boost(FP16TorchMixedPrecision(init_scale=SCALE))
+
+
+def rows(folder, of):
+    return [row for row in read_run(folder).samples["0"] if row.of == of]
+
+
+def test_outputs_and_their_gradients_are_counted_in_sampled_steps(tmp_path):
+    booster, model, optimizer = fp16()
+    seen = []
+    booster.unwrap(model)[0].register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
+    with booster.record(tmp_path, every=2, activations="0"):
+        train(booster, model, optimizer, steps=5)
+    found = rows(tmp_path, "activation")
+    assert [(row.name, row.step, row.format, row.scale) for row in found] == [
+        ("0", n, "float16", 1.0) for n in (1, 2, 4)
+    ]
+    assert [row.exponents for row in found] == [spread(seen[n - 1]) for n in (1, 2, 4)]
+    gradients = rows(tmp_path, "activation gradient")
+    assert [(row.step, row.scale) for row in gradients] == [(n, SCALE) for n in (1, 2, 4)]
+    assert gradients[0].exponents.total == seen[0].numel()
+    assert gradients[0].norm < 1 < gradients[0].largest * SCALE
+
+
+def test_passes_of_one_step_add_up_and_evaluation_does_not_count(tmp_path):
+    booster, model, optimizer = fp16()
+    with booster.record(tmp_path, every=1, activations=["*"]):
+        with booster.accumulate(model, optimizer, 2):
+            for seed in (1, 2):
+                backward(booster, model, optimizer, seed)
+                with torch.no_grad():
+                    model(batch()[0])
+        optimizer.step()
+    found = {row.name: row.exponents.total for row in rows(tmp_path, "activation")}
+    assert found == {"0": 2 * 16 * 16, "1": 2 * 16 * 16, "2": 2 * 16 * 4}
+
+
+def test_counting_changes_no_bit_and_closing_takes_the_hooks_off(tmp_path):
+    weights = []
+    for counted in ("**", ()):
+        booster, model, optimizer = fp16()
+        record = booster.record(tmp_path / str(bool(counted)), every=1, activations=counted)
+        train(booster, model, optimizer)
+        weights.append(flat(model))
+        record.close()
+        assert not any(module._forward_hooks for module in booster.unwrap(model).modules())
+    assert torch.equal(*weights)
+
+
+def test_models_boosted_later_are_counted_and_copies_are_not(tmp_path):
+    booster, model, optimizer = fp16()
+    record = booster.record(tmp_path, every=1, activations="**")
+    late = torch.nn.Sequential(torch.nn.Linear(8, 4))
+    late, second, *_ = booster.boost(late, torch.optim.SGD(late.parameters(), lr=0.1))
+    x, y = batch()
+    copy.deepcopy(booster.unwrap(late))(x)
+    booster.backward(F.cross_entropy(late(x), y), second)
+    second.step()
+    record.close()
+    found = [row for row in read_run(tmp_path).samples["1"] if row.of == "activation" and row.name == "0"]
+    assert [row.exponents.total for row in found] == [16 * 4]
+
+
+def test_names_without_a_module_and_activations_without_samples_are_refused(tmp_path):
+    booster, *_ = fp16()
+    with pytest.raises(
+        ValueError, match=r"activations='blocks.\*' names no module of the boosted models; there are \['0', '1', '2'\]"
+    ):
+        booster.record(tmp_path, activations="blocks.*")
+    with pytest.raises(ValueError, match="every=None takes none; pass a number"):
+        booster.record(tmp_path, every=None, activations="0")
