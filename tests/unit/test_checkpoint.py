@@ -1,5 +1,6 @@
 """A checkpoint holds a whole run, appears whole or not at all, and is verified before anything is touched."""
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -410,6 +411,58 @@ def test_a_manifest_says_only_what_was_written(tmp_path):
     (path / "manifest.json").write_text(text.replace('"step":2', '"step":3'))
     with pytest.raises(CheckpointError, match="its content does not match its hash"):
         first.booster.load(path, *first.parts)
+
+
+def _resealed(path, change):
+    """Write a manifest that was changed by somebody who made its hash right again."""
+    outer = json.loads((path / "manifest.json").read_text())
+    change(outer)
+    text = json.dumps(outer["content"], sort_keys=True, separators=(",", ":"))
+    outer["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(outer))
+
+
+def _names_a_file_outside(outer):
+    outer["content"]["files"]["../state.json"] = outer["content"]["files"].pop("state.json")
+
+
+def _covers_half_a_tensor(outer):
+    chunk = outer["content"]["tensors"]["models/0/0.weight"]["chunks"][0]
+    chunk["sizes"][0] //= 2
+
+
+def _is_of_version_2(outer):
+    outer["version"] = 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_names_a_file_outside, "'../state.json' is not the name of a file of a checkpoint"),
+        (_covers_half_a_tensor, "the parts of models/0/0.weight do not make up its shape"),
+        (_is_of_version_2, "is of version 2 of the format; this booster reads version 1"),
+    ],
+)
+def test_a_manifest_that_nobody_here_wrote_is_refused(tmp_path, change, message):
+    first = job()
+    path = first.booster.save(tmp_path / "runs", *first.parts, step=2)
+    (tmp_path / "runs" / "state.json").write_bytes((path / "state.json").read_bytes())
+    _resealed(path, change)
+    with pytest.raises(CheckpointError, match=message):
+        first.booster.load(path, *first.parts)
+
+
+def test_another_number_of_groups_is_refused(tmp_path):
+    def boosted(split):
+        booster, model = Booster("cpu"), nn.Linear(2, 2)
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}] if split else [{"params": model.parameters()}]
+        return booster, *booster.boost(model, torch.optim.SGD(groups, lr=0.1))[:2]
+
+    booster, *parts = boosted(split=False)
+    booster.save(tmp_path, *parts)
+    booster, *parts = boosted(split=True)
+    with pytest.raises(CheckpointError, match="the checkpoint has 1 parameter groups, this has 2"):
+        booster.load(tmp_path, *parts)
 
 
 def test_an_empty_folder_says_that_it_is_one(tmp_path):
