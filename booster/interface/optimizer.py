@@ -119,7 +119,13 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
         arguments.flag("set_to_none", set_to_none)
-        self.optimizer.zero_grad(**({"set_to_none": set_to_none} if self._takes_set_to_none else {}))
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not set_to_none and self._takes_set_to_none and len({type(grad) for grad in grads}) > 1:
+            # torch's way, all in one call, refuses plain tensors beside DTensors, as tensor parallelism has them.
+            for grad in grads:
+                grad.detach_().zero_()
+        else:
+            self.optimizer.zero_grad(**({"set_to_none": set_to_none} if self._takes_set_to_none else {}))
         self._update.forget_gradients(set_to_none)
 
     def unscale_grads(self) -> None:

@@ -383,3 +383,24 @@ def gathers_of_a_step(rank, world_size, precision, options):
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
 def test_without_data_parallelism_no_weight_is_gathered_from_a_group_of_one(ranks2, precision, tp_size, pp_size):
     assert ranks2(gathers_of_a_step, precision, {"tp_size": tp_size, "pp_size": pp_size}) == [[], []]
+
+
+def zeroed_in_place(rank, world_size, precision, zero_stage):
+    booster, model, optimizer, criterion = built(rank, world_size, precision, zero_stage=zero_stage)
+
+    def gradients():
+        return [getattr(param.grad, "to_local", lambda grad=param.grad: grad)().clone() for param in model.parameters()]
+
+    data = batch(0, booster)
+    booster.execute_pipeline(iter([data]), model, criterion, optimizer)
+    first = gradients()
+    optimizer.zero_grad(set_to_none=False)
+    assert not any(grad.any() for grad in gradients())
+    booster.execute_pipeline(iter([data]), model, criterion, optimizer)
+    return max(float((again - before).abs().max()) for again, before in zip(gradients(), first, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive"])
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_gradients_beside_tensor_parallel_ones_are_zeroed_in_place(ranks2, precision, zero_stage):
+    assert ranks2(zeroed_in_place, precision, zero_stage) == [0.0, 0.0]
