@@ -518,6 +518,9 @@ class PerTensor(nn.Module):
         return self.layers[2](torch.tanh(self.layers[1](torch.tanh(self.layers[0](x)))))
 
 
+OF_MUON = 2**-3  # of the norm of the update
+
+
 def whole_tensors(rank, world_size, precision, stage, name):
     jobs = []
     for plugin in (TorchDDPPlugin(**SMALL), zero(stage)):
@@ -533,7 +536,7 @@ def whole_tensors(rank, world_size, precision, stage, name):
         if name == "Muon":
             # It orthogonalises in bfloat16, which blows up the last bits of gradients that are summed in another order,
             # differently on every machine. An update of a part of the tensor would be another one altogether.
-            assert (jobs[1].weights()[key] - weight).norm() <= 2**-3 * (weight - start[key]).norm(), key
+            assert (jobs[1].weights()[key] - weight).norm() <= OF_MUON * (weight - start[key]).norm(), key
         else:
             assert torch.allclose(jobs[1].weights()[key], weight, atol=TOLERANCE[precision]), key
     parts = jobs[1].parts()
@@ -559,6 +562,35 @@ def test_optimizers_of_whole_tensors_get_whole_tensors(ranks2, precision, stage,
     assert not first & second, "each tensor has one owner, and each rank some"
     assert len(first | second) == 3
     assert same(weights, other_weights)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("dim", [0, 1])
+def test_muon_on_halves_of_tensors_is_beyond_what_is_allowed(dim):
+    def trained(halved):
+        torch.manual_seed(0)
+        model = PerTensor()
+        weights = [layer.weight for layer in model.layers]
+        start = [weight.detach().clone() for weight in weights]
+        parts = [[nn.Parameter(p.clone()) for p in w.detach().chunk(2, dim)] if halved else [w] for w in weights]
+        optimizer = torch.optim.Muon([part for each in parts for part in each], lr=1e-2)
+        for step in range(STEPS):
+            x, y = batch(step)
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            for weight, each in zip(weights, parts if halved else [], strict=halved):
+                for part, grad in zip(each, weight.grad.chunk(2, dim), strict=True):
+                    part.grad = grad.clone()
+            optimizer.step()
+            with torch.no_grad():
+                for weight, each in zip(weights, parts if halved else [], strict=halved):
+                    weight.copy_(torch.cat(each, dim))
+        return [weight.detach() for weight in weights], start
+
+    (wrong, start), (right, _) = trained(True), trained(False)
+    for own, wanted, before in zip(wrong, right, start, strict=True):
+        assert (own - wanted).norm() > 2 * OF_MUON * (wanted - before).norm()
 
 
 class Unknown(torch.optim.SGD):
