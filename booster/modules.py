@@ -8,6 +8,10 @@ import torch
 from torch import nn
 
 
+class LinearStandIn(nn.Linear):
+    """Base of what takes the place of an `nn.Linear` and multiplies in another way; plugins divide it as one."""
+
+
 class PlacedModule(nn.Module):
     """Base of what a plugin wraps around the user's model, which is `module`; names are those of the user's model.
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from booster.mixed_precision import Int8MixedPrecision
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.plan import resolve_plan
 from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise
@@ -483,6 +484,15 @@ def test_an_attention_module_and_a_feed_forward_one_are_known_by_their_shape():
     assert plan["0"].divide == ("embed_dim",)
     assert plan["0.norm"].partial_gradients
     assert plan["1.act"].partial_gradients
+
+
+def test_layers_converted_to_a_low_precision_are_divided_as_the_linear_ones_were():
+    def make():
+        return nn.Sequential(Attention(norm=nn.LayerNorm(4)), ResidualFeedForward(between=nn.LayerNorm(16)))
+
+    converted = Int8MixedPrecision(keep=()).convert(make())
+    assert not any(type(module) is nn.Linear for module in converted.modules())
+    assert kinds(resolve(converted)) == kinds(resolve(make()))
 
 
 @pytest.mark.parametrize(

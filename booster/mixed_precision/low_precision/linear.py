@@ -9,9 +9,10 @@ from torch import nn
 
 from booster.mixed_precision.low_precision.product import product
 from booster.mixed_precision.low_precision.recipes import Recipe
+from booster.modules import LinearStandIn
 
 
-class LowPrecisionLinear(nn.Linear):
+class LowPrecisionLinear(LinearStandIn):
     """An `nn.Linear` whose products run in the formats of a recipe; made of one with `of`, under whose names it keeps state.
 
     Inputs of any shape (..., in_features) in float32 or half; the output has autocast's dtype where that is on, else the

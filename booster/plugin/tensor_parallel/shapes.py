@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from booster.modules import LinearStandIn
 from booster.plugin.forward_order import names_in_forward, parsed, side_of
 from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise, is_conv1d, output_dim
 
@@ -200,7 +201,7 @@ def _child(module: Any, name: str) -> Any:
 
 
 def _is_linear(module: Any) -> bool:
-    return type(module) is nn.Linear or (module is not None and is_conv1d(module))
+    return type(module) is nn.Linear or isinstance(module, LinearStandIn) or (module is not None and is_conv1d(module))
 
 
 def _is_norm_of(module: nn.Module, size: int) -> bool:
