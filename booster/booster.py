@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +35,8 @@ from booster.update.options import UpdateOptions
 
 if TYPE_CHECKING:
     from booster.numerics import Diagnosis, Record
+    from booster.numerics.replay import Replay
+    from booster.numerics.skips import SkipWatcher
 
 Optimizers = OptimizerWrapper | Sequence[OptimizerWrapper]
 
@@ -49,7 +52,9 @@ class Booster:
     instead, and says so in a WARNING where it cannot. clip_grad_norm: every `step()` clips the gradients of its optimizer
     to this norm; 0 does not. skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and
     without clipping. max_consecutive_skips: so many skipped steps in a row
-    raise `LossScaleError`; None never does.
+    raise `LossScaleError`; None never does. diagnose: replay skipped steps, the "first", "every" one or so many, and log
+    what `diagnose` finds as one WARNING; `diagnoses` has it too. Until a step is over, what models and criteria were given in
+    it is kept, by reference, and the gradients of what they returned.
 
     Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
     """
@@ -64,6 +69,7 @@ class Booster:
         clip_grad_norm: float = 0.0,
         skip_nonfinite: bool = False,
         max_consecutive_skips: int | None = 50,
+        diagnose: int | Literal["first", "every"] | None = None,
     ) -> None:
         checks.check_plugin(plugin)
         self.precision = make(mixed_precision)
@@ -83,6 +89,15 @@ class Booster:
         # By id of the user's optimizer, which the wrapper keeps alive.
         self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
         self._accumulations: list[Accumulation] = []
+        self._watcher: SkipWatcher | None = None
+        if diagnose is not None:
+            from booster.numerics.skips import SkipWatcher
+
+            if isinstance(diagnose, str):
+                most = {"first": 1, "every": None}[arguments.choice("diagnose", diagnose, ("first", "every"))]
+            else:
+                most = arguments.count("diagnose", diagnose, what="of skipped steps", also="'first', 'every' or None")
+            self._watcher = SkipWatcher(most, self._replay, self.plugin.group, self.device)
         self._background = Background()
         self._stop_requests = StopRequests()
         self._unsynchronised: list[Unsynchronised] = []
@@ -143,6 +158,8 @@ class Booster:
         self._models |= {model, boosted}
         if isinstance(boosted_criterion, ModelWrapper):
             self._criteria.add(boosted_criterion)
+        if self._watcher is not None:
+            self._watcher.follow(boosted, boosted_criterion)
         if loader is not None:
             self._loaders.add(loader)
         for wrapper in [boosted_optimizer] if several is None else boosted_optimizer:
@@ -150,6 +167,8 @@ class Booster:
                 self._optimizers[id(wrapper.unwrap())] = wrapper
                 for record in self._records:
                     record.attach(wrapper)
+                if self._watcher is not None:
+                    self._watcher.attach(wrapper)
         for record in self._records:
             record.attach_model(boosted)
         wrapped = [LRSchedulerWrapper(each, self._optimizers[id(owner)]) for each, owner in owners]
@@ -194,6 +213,8 @@ class Booster:
         )
         for group in running:
             group.after_backward()
+        if self._watcher is not None:
+            self._watcher.tape.end_pass(loss, optimizers, running[0].divisor if running else 1.0)
 
     def execute_pipeline(
         self,
@@ -216,7 +237,8 @@ class Booster:
         arguments.flag("return_loss", return_loss)
         arguments.flag("return_outputs", return_outputs)
         wrapper, batch = self._own(model, "execute_pipeline"), checks.next_batch(data_iter)
-        return execute(
+        run = functools.partial(
+            execute,
             batch,
             wrapper,
             criterion,
@@ -230,6 +252,13 @@ class Booster:
             return_loss=return_loss,
             return_outputs=return_outputs,
         )
+        if self._watcher is None or not optimizers or self.plugin.pipeline(wrapper.module) is None:
+            return run()
+        state = self._watcher.tape.random_state()
+        with self._watcher.tape.paused():
+            result = run()
+        self._watcher.tape.end_pipeline(run, optimizers, state)
+        return result
 
     def accumulate(
         self, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: float | None = None
@@ -345,12 +374,18 @@ class Booster:
         """
         # Imported here: most scripts never need it.
         from booster.numerics.diagnose import diagnose
-        from booster.numerics.replay import Replay, replayed_scale
+        from booster.numerics.replay import replayed_scale
 
         arguments.function("forward", forward, "a function that computes and returns the loss")
         optimizers = checks.check_boosted_optimizers(optimizer, "diagnose")
-        replay = Replay(forward, optimizers, self._labelled_models(), list(self._criteria), replayed_scale(optimizers))
-        return diagnose(replay, group=self.plugin.group, device=self.device)
+        with nullcontext() if self._watcher is None else self._watcher.tape.paused():
+            replay = self._replay(forward, optimizers, replayed_scale(optimizers))
+            return diagnose(replay, group=self.plugin.group, device=self.device)
+
+    @property
+    def diagnoses(self) -> tuple[Diagnosis, ...]:
+        """What skipped steps were diagnosed as, with `Booster(diagnose=...)`, the latest last."""
+        return () if self._watcher is None else tuple(self._watcher.diagnoses)
 
     def save(
         self,
@@ -586,6 +621,11 @@ class Booster:
     def reduce(self, tensor: Any, op: Literal["mean", "sum", "max", "min"] = "mean") -> Any:
         """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective."""
         return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
+
+    def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
+        from booster.numerics.replay import Replay
+
+        return Replay(forward, optimizers, self._labelled_models(), list(self._criteria), scale)
 
     def _labelled_models(self) -> dict[str, ModelWrapper]:
         """The boosted models, by what tells them apart in messages; "" for a single one."""

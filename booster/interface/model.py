@@ -14,6 +14,7 @@ from torch import nn
 from booster import arguments
 from booster.cast_regions import forward_region
 from booster.casting import cast_floats
+from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
 from booster.trees import tensors
 
@@ -48,6 +49,7 @@ class PrecisionModule(TransparentModule):
 
     _precision: ForwardPrecision
     _input_dtype: torch.dtype | None
+    _tape: Tape | None = None
 
     def __init__(
         self, module: nn.Module, precision: ForwardPrecision, *, input_dtype: torch.dtype | None = None
@@ -57,6 +59,13 @@ class PrecisionModule(TransparentModule):
         self.__dict__.update(_precision=precision, _input_dtype=input_dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs) if self._tape is None else self._tape.call(self._run, self, args, kwargs)
+
+    def keep_calls(self, tape: Tape) -> None:
+        """Keep what every call was given on `tape` from now on."""
+        self.__dict__["_tape"] = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         with forward_region(self._precision):
             output = self.module(*self.cast_inputs(args), **self.cast_inputs(kwargs))
         return self.cast_outputs(output)
@@ -133,8 +142,16 @@ class CriterionWrapper:
     def __init__(self, criterion: Callable[..., Any], precision: ForwardPrecision) -> None:
         self.criterion = criterion
         self._precision = precision
+        self._tape: Tape | None = None
+
+    def keep_calls(self, tape: Tape) -> None:
+        """Keep what every call was given on `tape` from now on."""
+        self._tape = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs) if self._tape is None else self._tape.call(self._run, self, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         with forward_region(self._precision):
             output = self.criterion(*args, **kwargs)
         return cast_floats(output, self._precision.output_dtype)

@@ -110,7 +110,7 @@ def _all_bad(event: Event) -> bool:
 
 def _cause(outcome: Outcome, event: Event, leaf: Leaf | None, rank: int, *, alone: bool) -> Cause:
     place = event.place
-    last = outcome.watch.last_in_model
+    last = outcome.watch.last_in_model.get(event.micro_batch, -1)
     direction = "backward" if place.backward else "loss" if not place.inside and event.index > last else "forward"
     chain = place.modules
     if leaf is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from booster.numerics.unchanged import Memory, unchanged
 from booster.numerics.watch import Event, Leaf, Watch
 from booster.shards.base import is_dtensor
 from booster.torch_internals import storage_key
+from booster.trees import tensors
 
 Forward = Callable[[], Any]
 
@@ -45,9 +45,9 @@ class Outcome:
 class Replay:
     """Runs `forward` and its backward pass under `Watch`, as often as asked, each time from the same state.
 
-    forward: computes and returns the loss; or runs backward passes too, by boosted optimizers, and returns the loss, or the
-    dictionary of `execute_pipeline`. models: boosted ones, by the label that tells them apart, "" for a single one. criteria:
-    boosted modules. scale: of the loss.
+    forward: computes and returns the loss; or runs backward passes too, by boosted optimizers, and returns the loss, the
+    dictionary of `execute_pipeline`, or in place of the loss what it is computed from. models: boosted ones, by the label that
+    tells them apart, "" for a single one. criteria: boosted modules. scale: of the loss.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class Replay:
         if not counted.num_backwards:
             _call(watch, lambda: self._backward(loss, scale))
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
-        bad_loss = value is not None and not math.isfinite(value)
+        bad_roots = [root.detach() for root in tensors(loss) if not bool(root.isfinite().all())]
         gradients = self._gradients()
         bad = [grad for grad in gradients if not bool(grad.isfinite().all())]
         largest = max((float(grad.abs().max()) for grad in gradients if grad.numel()), default=0.0)
-        made_by = [watch.origin_of(tensor) for tensor in ([loss] if bad_loss else bad)]
+        made_by = [watch.origin_of(tensor) for tensor in (bad_roots or bad)]
         sinks = [origin for origin in made_by if origin is not None]
-        if not sinks and (bad_loss or bad):  # it reached them by ways that no operation shows
-            sinks = [event for event in watch.events if event.place.backward is not bad_loss] or [*watch.events]
-        return Outcome(watch, sinks, bad_loss or bool(bad), value, largest)
+        if not sinks and (bad_roots or bad):  # it reached them by ways that no operation shows
+            sinks = [event for event in watch.events if event.place.backward is not bool(bad_roots)] or [*watch.events]
+        return Outcome(watch, sinks, bool(bad_roots or bad), value, largest)
 
     def _backward(self, loss: Any, scale: float) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:

@@ -128,7 +128,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.events: list[Event] = []
         self.num_operations = 0
-        self.last_in_model = -1  # the last operation of a forward pass inside the model
+        self.last_in_model: dict[int, int] = {}  # by micro-batch, the last operation of a forward pass inside the model
         self._places = places
         self._names = names
         self._before_write = before_write
@@ -160,7 +160,7 @@ class Watch(TorchDispatchMode):
         place = self._places.of(operation)
         index, self.num_operations = self.num_operations, self.num_operations + 1
         if place.inside and not place.backward:
-            self.last_in_model = index
+            self.last_in_model[self._micro_batch()] = index
         collective = func.namespace in _COLLECTIVES
         given = [tensor for tensor in tensors((args, kwargs)) if _is_plain(tensor)]
         written = given if collective else [t for t in _written(func, args, kwargs) if _is_plain(t)]

@@ -1,0 +1,213 @@
+"""What a training step called: enough to call it again, kept by reference until the step is over."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from booster.torch_internals import storage_key, version
+from booster.trees import map_tensors, tensors
+
+_MANY = 64  # calls after which those that lead nowhere are looked for
+
+
+@dataclass(frozen=True)
+class Link:
+    """Output number `output` of `call`, or a view of it: size, stride and offset, None for the output itself."""
+
+    call: Call
+    output: int
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+    def of(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the same of other outputs of the call."""
+        tensor = outputs[self.output]
+        return tensor if self.view is None else tensor.as_strided(*self.view)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a boosted model or criterion that records gradients.
+
+    links: of tensors among the arguments, in the order of `trees.tensors`, those that earlier calls returned; None elsewhere.
+    versions: of the arguments then, which tell of writes since. loose: an argument has a graph that no link explains. grads: of
+    the outputs, as they came in the backward pass, by number. reached: they came in the present pass.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    links: list[Link | None]
+    versions: list[int]
+    loose: bool
+    random: tuple[Any, ...]
+    outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    grads: dict[int, torch.Tensor] = field(default_factory=dict)
+    reached: bool = False
+
+    def again(self, made: dict[Call, list[torch.Tensor]], *, linked: bool) -> list[torch.Tensor]:
+        """Call once more, from the random state of then, and return the tensors that come out.
+
+        made: outputs of calls that were made again. linked: take arguments from there; otherwise they are the old ones.
+        """
+        _set_random(self.random)
+        links = iter(self.links)
+
+        def argument(tensor: torch.Tensor) -> torch.Tensor:
+            link = next(links)
+            if link is not None and linked:
+                return link.of(made[link.call])
+            return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+        args, kwargs = map_tensors(argument, (self.args, self.kwargs))
+        return list(tensors(self.run(*args, **kwargs)))
+
+    @property
+    def was_written_to(self) -> bool:
+        """Return whether an argument was written in place since."""
+        now = [version(tensor) for tensor in tensors((self.args, self.kwargs))]
+        return any(after != before for after, before in zip(now, self.versions, strict=True))
+
+
+@dataclass(eq=False)
+class Pass:
+    """One backward pass. calls: those that its gradients reached, in order. link: where the loss came from; None if no call
+    returned it. run: does the whole pass again, for a pipeline; then there are no calls."""
+
+    optimizers: tuple[Any, ...]
+    calls: list[Call]
+    link: Link | None
+    loss: torch.Tensor | None
+    divisor: float
+    run: Callable[[], Any] | None = None
+
+
+class Tape:
+    """Keeps the calls and backward passes of each optimizer's present step. device: whose random state belongs to a call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: list[Call] = []
+        self._passes: list[Pass] = []
+        self._inside = False
+        self._made: dict[int, Link] = {}  # by memory of the outputs
+
+    def call(
+        self, run: Callable[..., Any], again: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return `run(*args, **kwargs)`, and keep the call, unless nothing would lead gradients back or it is inside another.
+
+        again: what does the same later, where the tape is paused.
+        """
+        if self._inside or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        given = list(tensors((args, kwargs)))
+        links = [self._link(tensor) if tensor.grad_fn is not None else None for tensor in given]
+        loose = any(t.grad_fn is not None and link is None for t, link in zip(given, links, strict=True))
+        call = Call(again, args, kwargs, links, [version(tensor) for tensor in given], loose, _random(self._device))
+        self._inside = True
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            self._inside = False
+        self._calls.append(call)
+        if len(self._calls) % _MANY == 0:
+            self._forget_unused()
+        for number, tensor in enumerate(tensors(result)):
+            call.outputs.append(weakref.ref(tensor))
+            if tensor.requires_grad:
+                self._made[storage_key(tensor)] = Link(call, number)
+                tensor.register_hook(_Keep(call, number))
+        return result
+
+    def end_pass(self, loss: torch.Tensor, optimizers: Sequence[Any], divisor: float) -> None:
+        """A backward pass of `loss` is over."""
+        calls = [call for call in self._calls if call.reached]
+        for call in calls:
+            call.reached = False
+        self._passes.append(Pass(tuple(optimizers), calls, self._link(loss), loss.detach(), divisor))
+
+    def end_pipeline(self, run: Callable[[], Any], optimizers: Sequence[Any], state: tuple[Any, ...]) -> None:
+        """A pipeline ran its passes; `run` does it again, from the random state `state`."""
+
+        def again() -> Any:
+            _set_random(state)
+            return run()
+
+        self._passes.append(Pass(tuple(optimizers), [], None, None, 1.0, again))
+
+    def random_state(self) -> tuple[Any, ...]:
+        """Return the random state of now, for `end_pipeline`."""
+        return _random(self._device)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which nothing is kept."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def __reduce__(self) -> Any:
+        return _no_tape, ()  # a copy of a boosted model is not recorded
+
+    def take(self, optimizer: Any) -> list[Pass]:
+        """Return the passes that `optimizer` took part in since its last step, and forget them, and calls before them."""
+        taken = [each for each in self._passes if optimizer in each.optimizers]
+        self._passes = [each for each in self._passes if optimizer not in each.optimizers]
+        if not self._passes:
+            self._calls.clear()
+            self._made.clear()
+        return taken
+
+    def _forget_unused(self) -> None:
+        """Drop calls that no backward pass can reach any more, as of a model that is evaluated with gradients on."""
+        self._calls = [call for call in self._calls if call.grads or any(ref() is not None for ref in call.outputs)]
+        kept = set(self._calls)
+        self._made = {key: link for key, link in self._made.items() if link.call in kept}
+
+    def _link(self, tensor: torch.Tensor) -> Link | None:
+        found = self._made.get(storage_key(tensor))
+        output = None if found is None else found.call.outputs[found.output]()
+        if found is None or output is None:
+            return None
+        if tensor is output:
+            return found
+        if tensor.dtype != output.dtype or tensor._base is not (output if output._base is None else output._base):
+            return None
+        return Link(found.call, found.output, (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())))
+
+
+class _Keep:
+    """A hook that keeps the gradient of an output. It does not keep the output."""
+
+    def __init__(self, call: Call, number: int) -> None:
+        self._call, self._number = call, number
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self._call.grads[self._number] = grad.detach()
+        self._call.reached = True
+
+
+def _random(device: torch.device) -> tuple[Any, ...]:
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), random.getstate(), of_device, device
+
+
+def _set_random(state: tuple[Any, ...]) -> None:
+    of_torch, of_python, of_device, device = state
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    if of_device is not None:
+        torch.cuda.set_rng_state(of_device, device)
+
+
+def _no_tape() -> None:
+    return None

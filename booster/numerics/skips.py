@@ -1,0 +1,157 @@
+"""Skipped steps that are diagnosed by themselves: replayed from what the step's tape kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.cast_regions import backward_region
+from booster.interface.model import CriterionWrapper, ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.tape import Call, Pass, Tape
+from booster.logging import get_dist_logger
+from booster.numerics.diagnose import diagnose
+from booster.numerics.diagnosis import Diagnosis
+from booster.numerics.replay import Replay
+from booster.update import agreement
+from booster.update.backward import begin_backward, end_backward, run_backward
+from booster.update.outcome import StepResult
+
+_ADVICE = "To see all of it, pass the criterion to boost(), or call booster.diagnose(lambda: loss, optimizer)."
+_logger = get_dist_logger("booster.numerics")
+
+
+class SkipWatcher:
+    """Diagnoses steps that were skipped, at most `most` of them (None: all), and logs each as one WARNING.
+
+    make_replay: of a function that runs the passes of a step, for so many optimizers, at a loss scale. group: ranks that skip
+    together, and replay together. Whatever goes wrong in a replay is logged, and never ends the training.
+    """
+
+    def __init__(
+        self,
+        most: int | None,
+        make_replay: Callable[[Callable[[], Any], Sequence[OptimizerWrapper], float], Replay],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.tape = Tape(device)
+        self.diagnoses: list[Diagnosis] = []
+        self._left = most
+        self._make_replay, self._group, self._device = make_replay, group, device
+
+    def follow(self, *boosted: Any) -> None:
+        """Keep the calls of a boosted model and criterion."""
+        for each in boosted:
+            if isinstance(each, (ModelWrapper, CriterionWrapper)):
+                each.keep_calls(self.tape)
+
+    def attach(self, optimizer: OptimizerWrapper) -> None:
+        """Diagnose the skipped steps of `optimizer`."""
+        optimizer.listen(_Steps(self, optimizer))
+
+    def after_step(self, optimizer: OptimizerWrapper, result: StepResult) -> None:
+        """A step is made or skipped; which of them may be known later."""
+        passes = self.tape.take(optimizer)
+        if passes and self._left != 0:
+            optimizer.when_settled(lambda: self._settled(passes, result))
+
+    # ------------------------------------------------------------------ inside
+
+    def _settled(self, passes: list[Pass], result: StepResult) -> None:
+        if result.applied or self._left == 0:
+            return
+        if self._left is not None:
+            self._left -= 1
+        try:
+            found = self._diagnose(passes, result.loss_scale)
+        except Exception as error:
+            _logger.warning(f"a skipped step could not be replayed: {type(error).__name__}: {error}")
+            return
+        self.diagnoses.append(found)
+        _logger.warning(f"a step was skipped. {found}", ranks=[0])
+
+    def _diagnose(self, passes: list[Pass], scale: float) -> Diagnosis:
+        whole = all(each.run is not None or (each.link is not None and not _is_cut(each)) for each in passes)
+        whole = not agreement.largest(float(not whole), self._group)
+        written = any(call.was_written_to for each in passes for call in each.calls)
+        written = bool(agreement.largest(float(written), self._group))
+        notes = ["An input was written to in place since, so the replay may differ from the step."] if written else []
+        with self.tape.paused():
+            replay = self._make_replay(lambda: _again(passes, whole, scale), passes[0].optimizers, scale)
+            found = diagnose(replay, group=self._group, device=self._device)
+        if not whole:
+            notes.append(f"What computes the loss is not in the replay. {_ADVICE}")
+            if found.kind is None:
+                found = dataclasses.replace(found, **_outside(passes))
+        certain = found.certain and not written
+        return dataclasses.replace(found, certain=certain, notes=(*found.notes, *notes))
+
+
+class _Steps:
+    """Tells the watcher of one optimizer's steps; see `StepListener`."""
+
+    def __init__(self, watcher: SkipWatcher, optimizer: OptimizerWrapper) -> None:
+        self._watcher, self._optimizer = watcher, weakref.ref(optimizer)
+
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        pass
+
+    def before_step(self, update: Any, number: int) -> None:
+        pass
+
+    def after_step(self, update: Any, number: int, result: StepResult) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._watcher.after_step(optimizer, result)
+
+
+def _is_cut(of: Pass) -> bool:
+    """Return whether something outside of the calls lies between them."""
+    return any(call.loose for call in of.calls)
+
+
+def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
+    """Run the passes of a step once more. Returns the last loss, or, where losses are not known, what the models returned."""
+    result: Any = None
+    for each in passes:
+        updates = updates_of(each.optimizers)
+        context = each.optimizers[0].backward_context
+        if each.run is not None:
+            result = each.run()
+            continue
+        made: dict[Call, list[torch.Tensor]] = {}
+        for call in each.calls:
+            made[call] = call.again(made, linked=whole)
+        if whole and each.link is not None:
+            result = each.link.of(made[each.link.call])
+            run_backward(result, updates, context, divisor=each.divisor)
+            continue
+        roots = [(made[call][number], grad) for call in each.calls for number, grad in call.grads.items()]
+        this, now = begin_backward(updates)
+        with backward_region(context):
+            torch.autograd.backward(
+                [root for root, _ in roots],
+                [torch.nan_to_num(grad * (now / scale), 0.0, 0.0, 0.0) for _, grad in roots],
+            )
+        end_backward(this, None)
+        result = [root for root, _ in roots]
+    return result
+
+
+def _outside(passes: list[Pass]) -> dict[str, Any]:
+    """What can be said of a step whose models and criteria made nothing bad."""
+    for index, each in enumerate(passes):
+        loss = None if each.loss is None else each.loss.double()
+        if loss is not None and not bool(loss.isfinite().all()):
+            text = f"What the model returned is finite; what computes the loss from it made it {float(loss):g}."
+            return {"kind": "loss", "direction": "loss", "loss": float(loss), "micro_batch": index, "notes": (text,)}
+        if any(not bool(grad.isfinite().all()) for call in each.calls for grad in call.grads.values()):
+            text = "The loss is finite, and the gradient that came back from it to the model's output is not."
+            return {"kind": "loss", "direction": "backward", "micro_batch": index, "notes": (text,)}
+    return {}

@@ -1,0 +1,206 @@
+"""`Booster(diagnose=...)`: a skipped step is replayed by itself, from what it was given, and told in one paragraph."""
+
+import copy
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from booster import Booster
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.down(F.dropout(F.relu(self.up(x)), 0.2))
+
+
+class Run:
+    def __init__(self, diagnose="first", precision="fp16", criterion=F.cross_entropy, **options):
+        torch.manual_seed(0)
+        self.raw = Net()
+        self.booster = Booster("cpu", precision, diagnose=diagnose, **options)
+        optimizer = torch.optim.AdamW(self.raw.parameters(), lr=1e-2)
+        self.model, self.optimizer, self.criterion, *_ = self.booster.boost(self.raw, optimizer, criterion)
+        self.x, self.y = torch.randn(6, 4), torch.arange(6) % 3
+
+    def step(self, loss=None):
+        loss = loss or (lambda: self.criterion(self.model(self.x), self.y))
+        value = loss()
+        self.booster.backward(value, self.optimizer)
+        result = self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(value.detach()), result.applied
+
+    def break_up(self):
+        with torch.no_grad():
+            self.raw.up.weight.fill_(6e4)
+            self.x.abs_().add_(1)
+
+
+def told(run):
+    return [(found.kind, found.module, found.direction, found.certain) for found in run.booster.diagnoses]
+
+
+def test_a_skipped_step_is_diagnosed_and_told_in_one_warning(caplog):
+    run = Run()
+    assert run.step()[1]
+    assert told(run) == []
+    run.break_up()
+    with caplog.at_level(logging.WARNING, "booster.numerics"):
+        assert not run.step()[1]
+    assert told(run) == [("overflow", "up", "forward", True)]
+    (record,) = caplog.records
+    assert "Overflow of float16" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize(("diagnose", "expected"), [("first", 1), (2, 2), ("every", 3)])
+def test_as_many_skips_are_diagnosed_as_were_asked_for(diagnose, expected):
+    run = Run(diagnose)
+    run.break_up()
+    for _ in range(3):
+        run.step()
+    assert len(run.booster.diagnoses) == expected
+
+
+def test_the_replay_has_the_random_numbers_of_the_step_and_changes_nothing():
+    class Chancy(Net):
+        def forward(self, x):
+            return self.down(self.up(x)) * (torch.rand(()) * 1e3).floor()
+
+    run = Run()
+    run.raw.__class__ = Chancy
+    plain = Run(None)
+    plain.raw.__class__ = Chancy
+    torch.manual_seed(7)
+    expected = [plain.step() for _ in range(4)]
+    torch.manual_seed(7)
+    assert [run.step() for _ in range(4)] == expected
+    assert not expected[0][1]
+    assert run.booster.diagnoses[0].kind == "loss_scale"
+    assert abs(run.booster.diagnoses[0].loss - expected[0][0]) < 1e-6 * expected[0][0]
+    for one, other in zip(plain.raw.parameters(), run.raw.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_bad_loss_of_a_boosted_criterion_is_named():
+    run = Run(criterion=lambda out, y: -(out.softmax(-1) * torch.tensor([0.0, 1, 1])).log().mean())
+    run.step()
+    (found,) = run.booster.diagnoses
+    assert (found.kind, found.operation, found.direction, found.certain) == ("loss", "aten.log", "loss", True)
+
+
+def test_views_between_model_and_criterion_are_followed():
+    run = Run()
+    run.break_up()
+    run.step(lambda: run.criterion(run.model(run.x.view(2, 3, 4)).flatten(0, 1), run.y))
+    (found,) = run.booster.diagnoses
+    assert (found.kind, found.module, found.notes) == ("overflow", "up", ())
+
+
+def test_a_loss_made_outside_is_said_to_be_out_of_sight_but_the_model_is_seen():
+    run = Run("every")
+    weight = torch.tensor(float("inf"))
+    run.step(lambda: F.cross_entropy(run.model(run.x), run.y) * weight)
+    (found,) = run.booster.diagnoses
+    assert (found.kind, found.direction, found.certain) == ("loss", "loss", False)
+    assert "What computes the loss is not in the replay" in str(found)
+    run.break_up()
+    run.step(lambda: F.cross_entropy(run.model(run.x), run.y) * 1.0)
+    assert told(run)[1] == ("overflow", "up", "forward", True)
+
+
+def test_a_backward_overflow_is_found_without_the_loss():
+    run = Run()
+    run.step(lambda: F.cross_entropy(run.model(run.x), run.y) * 1e4)
+    (found,) = run.booster.diagnoses
+    assert (found.kind, found.direction) == ("loss_scale", "backward")
+    assert found.remedies[0].startswith("finite at scale 2**")
+
+
+def test_the_micro_batch_is_named():
+    run = Run()
+    good, bad = run.x, run.x.clone()
+    bad[4] = torch.nan
+    with run.booster.accumulate(run.model, run.optimizer, 3):
+        for x in (good, bad, good):
+            run.booster.backward(run.criterion(run.model(x), run.y), run.optimizer)
+    run.optimizer.step()
+    (found,) = run.booster.diagnoses
+    assert (found.kind, found.micro_batch, found.rows) == ("data", 1, (4,))
+
+
+def test_inputs_written_to_since_are_said_and_nothing_is_certain():
+    run = Run()
+    run.x[2] = torch.nan
+    loss = run.criterion(run.model(run.x), run.y)
+    run.booster.backward(loss, run.optimizer)
+    run.x[3] = torch.nan
+    run.optimizer.step()
+    (found,) = run.booster.diagnoses
+    assert not found.certain
+    assert "written to in place" in str(found)
+
+
+def test_nothing_of_a_step_is_kept_after_it():
+    run = Run()
+    x = torch.randn(6, 4)
+    kept = weakref.ref(x)
+    run.x = x
+    run.step()
+    run.x = None
+    del x
+    gc.collect()
+    assert kept() is None
+
+
+def test_calls_that_no_backward_pass_follows_are_not_kept_for_ever():
+    run = Run()
+    first = torch.randn(6, 4)
+    kept = weakref.ref(first)
+    run.model(first)
+    del first
+    for _ in range(64):
+        run.model(run.x)
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_copy_of_a_model_is_not_recorded():
+    run = Run()
+    average = copy.deepcopy(run.model)
+    run.step()
+    average(run.x)
+    assert run.step()[1]
+
+
+def test_a_failing_replay_is_told_and_does_not_end_the_training(caplog):
+    run = Run()
+    run.x[0] = torch.nan
+    calls = iter(range(10))
+
+    class Once(Net):
+        def forward(self, x):
+            if next(calls):
+                raise RuntimeError("only once")
+            return super().forward(x)
+
+    run.raw.__class__ = Once
+    with caplog.at_level(logging.WARNING, "booster.numerics"):
+        assert not run.step()[1]
+    assert "could not be replayed: RuntimeError: only once" in caplog.text
+
+
+def test_diagnose_says_what_is_legal():
+    with pytest.raises(ValueError, match="diagnose='last'"):
+        Booster("cpu", diagnose="last")
+    with pytest.raises(ValueError, match="diagnose=0"):
+        Booster("cpu", diagnose=0)
