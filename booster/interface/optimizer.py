@@ -89,7 +89,7 @@ class OptimizerWrapper(Optimizer):
         """
         if self._held is not None:
             raise RuntimeError(self._held)
-        if closure is None and _is_of_torch_checkpoint(3):
+        if closure is None and not self.optimizer.state and _is_of_torch_checkpoint(3):
             # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
             return self._update.step()
         if closure is not None:
@@ -119,11 +119,12 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
         arguments.flag("set_to_none", set_to_none)
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not set_to_none and self._takes_set_to_none and len({type(grad) for grad in grads}) > 1:
+        grads = [] if set_to_none else [p.grad for group in self.param_groups for p in group["params"]]
+        if self._takes_set_to_none and len({type(grad) for grad in grads if grad is not None}) > 1:
             # torch's way, all in one call, refuses plain tensors beside DTensors, as tensor parallelism has them.
             for grad in grads:
-                grad.detach_().zero_()
+                if grad is not None:
+                    grad.detach_().zero_()
         else:
             self.optimizer.zero_grad(**({"set_to_none": set_to_none} if self._takes_set_to_none else {}))
         self._update.forget_gradients(set_to_none)
