@@ -23,10 +23,10 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.scaling.job import MICRO_BATCH, SMALL, Case, Decoder, loss_of, make_precision, run_step
-from benchmarks.scaling.memory import Memory, held_memory, receive_buffers
-from benchmarks.scaling.model import PRECISIONS, Axis, Model, Plan, axis_shape, layer_parameters, stage_parameters
 from benchmarks.scaling.traffic import Message, data_parallel_messages, pipeline_messages, tensor_parallel_messages
 from booster import Booster
+from booster.memory.decoder import PRECISIONS, Axis, Model, Plan, axis_shape, layer_parameters, stage_parameters
+from booster.memory.formulas import Memory, held_memory, receive_buffers
 
 NOISE = 512  # bytes; shorter messages are flags, losses and norms
 Messages = dict[tuple[str, str], int]  # (kind, axis) -> bytes

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.scaling.model import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, zero
+from booster.memory.decoder import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, zero
 from booster.mixed_precision import BF16MixedPrecision, BF16NaiveMixedPrecision, MixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 

@@ -8,16 +8,18 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.scaling.memory import (
-    Memory,
-    accumulated_bytes,
-    activations,
-    gathered_bytes,
-    held_memory,
-    layer_activations,
-    receive_buffers,
+from benchmarks.scaling.traffic import (
+    H100,
+    Message,
+    bubble,
+    compute_seconds,
+    data_parallel_messages,
+    message_seconds,
+    pipeline_messages,
+    sent_bytes,
+    tensor_parallel_messages,
 )
-from benchmarks.scaling.model import (
+from booster.memory.decoder import (
     LLAMA_7B,
     LLAMA_70B,
     PRECISIONS,
@@ -32,16 +34,14 @@ from benchmarks.scaling.model import (
     stage_parameters,
     zero,
 )
-from benchmarks.scaling.traffic import (
-    H100,
-    Message,
-    bubble,
-    compute_seconds,
-    data_parallel_messages,
-    message_seconds,
-    pipeline_messages,
-    sent_bytes,
-    tensor_parallel_messages,
+from booster.memory.formulas import (
+    Memory,
+    accumulated_bytes,
+    activations,
+    gathered_bytes,
+    held_memory,
+    layer_activations,
+    receive_buffers,
 )
 
 GB = 1e9

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.scaling.model import Axis, Model, Plan, Precision, axis_shape, boundary_bytes
+from booster.memory.decoder import Axis, Model, Plan, Precision, axis_shape, boundary_bytes
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 

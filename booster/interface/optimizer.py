@@ -312,6 +312,10 @@ class OptimizerWrapper(Optimizer):
         """Whether the state says of float32 numbers behind half weights, and of how they and states are rounded."""
         return self._update.keeps_masters
 
+    def master_tensors(self) -> list[torch.Tensor]:
+        """What is kept beside half weights, in the form in which it is kept."""
+        return self._update.master_tensors()
+
     @property
     def is_partial(self) -> bool:
         """Whether other ranks step layers that this one lacks."""

@@ -130,6 +130,9 @@ class MasterUpdate(HostUpdate):
     def weights_in_model(self) -> list[str]:
         return [name for name, param in self._named().items() if param.requires_grad and param.dtype in _WIDE]
 
+    def master_tensors(self) -> list[torch.Tensor]:
+        return [bucket.rest for bucket in self.masters.buckets if bucket.rest is not None]
+
     def watch(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
         self._loaded = LoadedWeights.of(model, self._watched)

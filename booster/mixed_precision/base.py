@@ -16,6 +16,7 @@ from booster.casting import HALF_DTYPES
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler, NoScale
+from booster.masters.options import MasterOptions
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy
 from booster.modules import PlacedModule, bare
@@ -120,6 +121,16 @@ class MixedPrecision:
         names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
         """
         return None
+
+    @property
+    def master_options(self) -> MasterOptions | None:
+        """What is kept beside half weights, and of states; None where parameters are stepped as they are."""
+        return None
+
+    @property
+    def has_own_update(self) -> bool:
+        """Whether `make_update` is a strategy's own."""
+        return type(self).make_update is not MixedPrecision.make_update
 
     def after_step(self, applied: bool | torch.Tensor) -> None:
         """Called after every `step()` of an optimizer under this precision, applied or skipped, on every rank alike.

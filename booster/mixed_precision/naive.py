@@ -88,6 +88,10 @@ class NaiveMixedPrecision(MixedPrecision):
         return dataclasses.replace(policy, store=self._store)
 
     @property
+    def master_options(self) -> MasterOptions:
+        return self._masters
+
+    @property
     def _store(self) -> torch.dtype | None:
         # Where a plugin shards, float32 shards are the masters, unless another form of them was asked for by name.
         return self.dtype if self._masters.master_weights in ("split", "split24", "none") else None

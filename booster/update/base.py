@@ -288,6 +288,10 @@ class Update(ABC):
         """Names of trained parameters that are their own masters. Not inside `local()`."""
         return []
 
+    def master_tensors(self) -> list[torch.Tensor]:
+        """Return what is kept beside half weights."""
+        return []
+
     def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
         """Of masters of whole parameters, the part that is kept besides, and values of parameters that are their own masters.
 

@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.scaling import bytes as scaling_bytes
 from benchmarks.scaling.job import cases, hybrid_plugin
-from benchmarks.scaling.memory import accumulated_bytes, layer_activations
-from benchmarks.scaling.model import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, stage_parameters, zero
 from benchmarks.scaling.traffic import sent_bytes
+from booster.memory.decoder import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, stage_parameters, zero
+from booster.memory.formulas import accumulated_bytes, layer_activations
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 HALF = "naive, fp32 masters"

@@ -10,15 +10,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.scaling import tables as scaling
-from benchmarks.scaling.memory import (
-    accumulated_bytes,
-    activations,
-    gathered_bytes,
-    held_memory,
-    layer_activations,
-    receive_buffers,
+from benchmarks.scaling.traffic import (
+    H100,
+    Message,
+    bandwidth,
+    bubble,
+    compute_seconds,
+    data_parallel_messages,
+    pipeline_messages,
+    sent_bytes,
+    tensor_parallel_messages,
 )
-from benchmarks.scaling.model import (
+from booster.memory.decoder import (
     LLAMA_7B,
     LLAMA_70B,
     PRECISIONS,
@@ -31,16 +34,13 @@ from benchmarks.scaling.model import (
     stage_parameters,
     zero,
 )
-from benchmarks.scaling.traffic import (
-    H100,
-    Message,
-    bandwidth,
-    bubble,
-    compute_seconds,
-    data_parallel_messages,
-    pipeline_messages,
-    sent_bytes,
-    tensor_parallel_messages,
+from booster.memory.formulas import (
+    accumulated_bytes,
+    activations,
+    gathered_bytes,
+    held_memory,
+    layer_activations,
+    receive_buffers,
 )
 
 FP32, AUTOCAST = PRECISIONS["fp32"], PRECISIONS["autocast"]

@@ -1,13 +1,13 @@
 """Bytes that a rank holds: weights, masters, Adam states, gradients, whole weights for a while, activations.
 
-`bytes.py` compares them with what small jobs really hold.
+`benchmarks/scaling/bytes.py` compares them with what small jobs really hold.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.scaling.model import Model, Plan, Precision, boundary_bytes
+from booster.memory.decoder import Model, Plan, Precision, boundary_bytes
 
 ADAM_STATES = 8  # bytes a parameter: two float32 moments
 LOGIT = 12  # bytes a logit at the peak: float32 logits, their log-softmax, and its gradient
@@ -125,7 +125,7 @@ def activations(
     """
     tokens = micro_batch * model.sequence
     layer = layer_activations(model, precision, tokens, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-    at_once = min(plan.pp, num_micro_batches)
+    at_once: float = min(plan.pp, num_micro_batches)
     if plan.chunks > 1:
         at_once *= 1 + (plan.pp - 1) / (plan.pp * plan.chunks)
     num = model.layers // plan.pp * at_once

@@ -1,0 +1,64 @@
+"""The memory that a model and its optimizer hold now, by what it serves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.interface.optimizer import OptimizerWrapper
+from booster.masters.packed import Packed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes on this rank; weights: with buffers. peak: of the CUDA device since its statistics were reset; None on CPU."""
+
+    weights: int
+    masters: int
+    gradients: int
+    states: int
+    peak: int | None
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.masters + self.gradients + self.states
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        return {**dataclasses.asdict(self), "held": self.held}
+
+
+def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
+    """Count the storages of a boosted model and its optimizer, each once; no collective, no copy.
+
+    After a step, with gradients there, it stands beside what `estimate` said.
+    """
+    params = list(model.parameters())
+    seen: set[int] = set()
+    weights = _bytes([*params, *model.buffers()], seen)
+    gradients = _bytes([param.grad for param in params if param.grad is not None], seen)
+    kept = _bytes(optimizer.master_tensors(), seen)
+    values = [value for own in optimizer.unwrap().state.values() for value in own.values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors += [tensor for value in values if isinstance(value, Packed) for tensor in value.tensors]
+    states = _bytes(tensors, seen)
+    device = next((param.device for param in params), torch.device("cpu"))
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return Measured(weights, kept, gradients, states, peak)
+
+
+def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        local = tensor.detach()
+        local = local.to_local() if hasattr(local, "to_local") else local
+        storage = local.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total

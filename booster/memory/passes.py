@@ -1,0 +1,128 @@
+"""One forward and backward pass on fake tensors: shapes and dtypes are real, and no memory is taken."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster import torch_internals, trees
+from booster.memory.tracker import StorageTracker
+from booster.micro_batch import MicroBatch
+from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.policy import cast_parameters
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes. weights, buffers, inputs: of tensors that are there before; gradients: there after it; activations: alive
+    between forward and backward; highest: beside what is there before, at the highest point.
+
+    sizes: elements of each trainable parameter, by the dtype that it is stored in. blocks: bytes of weights of the largest
+    child of a module list, of what lies outside of them, and their number.
+    """
+
+    weights: int
+    buffers: int
+    inputs: int
+    gradients: int
+    activations: int
+    highest: int
+    sizes: tuple[tuple[torch.dtype, int], ...]
+    blocks: tuple[int, int, int]
+
+
+def run_passes(
+    model: nn.Module, precision: MixedPrecision, batch: Any, criterion: Callable[..., Any], device: torch.device
+) -> Passes:
+    """Run `criterion(model(*inputs), target)` and its backward under `precision`, as on `device`, on copies without memory.
+
+    Nothing of the arguments changes. Raises ValueError for a model that does not copy, or whose forward reads numbers out of
+    tensors, which have none here.
+    """
+    precision.check(model)
+    placed = _without_memory(model)
+    placed = cast_parameters(precision.convert(placed), precision.policy_for(model))
+    errors = (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException)
+    with torch_internals.FakeTensorMode(allow_non_fake_inputs=True):
+        _give_fakes(placed, device)
+        cut = MicroBatch.of(trees.map_tensors(lambda tensor: _fake(tensor, device), batch))
+        own_criterion = criterion
+        if isinstance(criterion, nn.Module):
+            own_criterion = _without_memory(criterion)
+            _give_fakes(own_criterion, device)
+        wrapped, loss_of = precision.wrap_model(placed), precision._wrap_criterion(own_criterion, device)
+        params, buffers = list(placed.parameters()), list(placed.buffers())
+        inputs = [*trees.tensors((cut.args, cut.kwargs)), *trees.tensors(cut.target)]
+        tracker = StorageTracker([*params, *buffers, *inputs])
+        try:
+            with tracker:
+                loss = loss_of(wrapped(*cut.args, **cut.kwargs), cut.target)  # type: ignore[misc]
+                activations = tracker.now
+                with precision.backward_context():
+                    loss.backward()
+        except errors as error:
+            raise ValueError(
+                f"the forward of {type(model).__name__} cannot be estimated, because it reads numbers out of tensors, which "
+                f"are not computed here ({error}); estimate a part of the model that does not"
+            ) from error
+        gradients = [param.grad for param in params if param.grad is not None]
+    return Passes(
+        weights=_bytes(params),
+        buffers=_bytes(buffers),
+        inputs=_bytes(inputs),
+        gradients=_bytes(gradients),
+        activations=activations,
+        highest=tracker.highest,
+        sizes=tuple((param.dtype, param.numel()) for param in params if param.requires_grad),
+        blocks=_blocks(placed),
+    )
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {id(p): nn.Parameter(_meta(p), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): _meta(buffer) for buffer in model.buffers()}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be copied, which an estimate needs: {error}. Keep what does not copy out of the "
+            "model's attributes"
+        ) from error
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _give_fakes(model: nn.Module, device: torch.device) -> None:
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            if param is not None:
+                known.setdefault(id(param), (nn.Parameter(_fake(param, device), param.requires_grad), param))
+                module._parameters[name] = known[id(param)][0]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                known.setdefault(id(buffer), (_fake(buffer, device), buffer))
+                module._buffers[name] = known[id(buffer)][0]
+
+
+def _blocks(model: nn.Module) -> tuple[int, int, int]:
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    blocks = [_bytes(child.parameters()) for each in lists[:1] for child in each]
+    whole = _bytes(model.parameters())
+    return max(blocks, default=0), whole - sum(blocks), len(blocks)
+
+
+def _bytes(tensors: Any) -> int:
+    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())

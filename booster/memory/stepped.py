@@ -1,0 +1,107 @@
+"""What a step of an optimizer holds and takes for each element, seen at steps of a copy of it on a thousand elements."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from booster.flat import aligned, bucket_size
+from booster.masters.dither import Dither
+from booster.masters.options import MasterOptions
+from booster.masters.packed import GROUP
+from booster.masters.packing import Packing
+from booster.memory.tracker import StorageTracker
+from booster.optimizer_kinds import kind_of
+from booster.torch_internals import unhooked
+from booster.update.fused import switch_to_fused
+
+_ELEMENTS = 2**10
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Bytes: states and masters that are held, and what a step takes beside them and the gradients."""
+
+    states: int
+    masters: int
+    temporaries: int
+
+
+def stepped(
+    optimizer: Optimizer, sizes: tuple[tuple[torch.dtype, int], ...], options: MasterOptions | None, *, fused: bool
+) -> Stepped:
+    """Return what steps of `optimizer` hold and take for parameters of these dtypes and sizes. It is not touched.
+
+    options: of masters; None where parameters are stepped as they are. Raises ValueError for one that cannot be stepped so,
+    or not on a few random numbers.
+    """
+    names, scalars, at_once = _observed(optimizer, fused)
+    packing = None if options is None else options.make_packing(optimizer, Dither())
+    if options is not None:
+        options.check(optimizer)
+    packs = packing is not None
+    bucketed = [
+        (d, n) for d, n in sizes if options is not None and n and (d in _HALF or (packs and d == torch.float32))
+    ]
+    plain = [entry for entry in sizes if entry not in bucketed]
+    states = sum(n * sum(names.values()) + scalars for _, n in plain)
+    temporaries = max((n * at_once for _, n in plain), default=0)
+    masters = 0
+    total = sum(n for _, n in bucketed)
+    for dtype in {dtype for dtype, _ in bucketed}:
+        own = sum(aligned(n) for d, n in bucketed if d == dtype)
+        size = bucket_size(total, torch.device("cpu"), packed=packs)
+        if kind_of(optimizer) != "elementwise":
+            size = max(n for d, n in bucketed if d == dtype)
+        largest = min(size, own)
+        format = options.make_format(optimizer, dtype, Dither())  # type: ignore[union-attr]
+        rest = format.allocate(64, dtype, torch.device("cpu"))
+        masters += 0 if rest is None else rest.nbytes * own // 64
+        kept = {name: _kept(packing, name, size) for name, size in names.items()}
+        states += int(own * sum(kept.values())) + scalars * max(1, -(-own // size))
+        widened = sum(names[name] for name in names if kept[name] != names[name])
+        temporaries = max(temporaries, int(largest * (4 + 4 * format.needs_values + widened + at_once)))
+    return Stepped(int(states), masters, int(temporaries))
+
+
+def _kept(packing: Packing | None, name: str, size: float) -> float:
+    if packing is None:
+        return size
+    way = packing.way_of(name, torch.empty(64), _Bucket())
+    return {None: size, "bf16": 2.0}.get(way, 1 + 2 / GROUP)
+
+
+class _Bucket:
+    size = 64
+    handles: list[object] = []
+
+    def clear_padding(self, values: torch.Tensor) -> None:
+        pass
+
+
+def _observed(optimizer: Optimizer, fused: bool) -> tuple[dict[str, float], int, float]:
+    """Return bytes an element of each state, bytes of single numbers, and bytes an element that a step takes for a while."""
+    weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)))
+    probe = object.__new__(type(optimizer))
+    vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**optimizer.param_groups[0], "params": [weights]}]
+    if fused:
+        switch_to_fused(probe)
+    weights.grad = torch.ones(_ELEMENTS)
+    with torch.no_grad():
+        for _ in range(2):
+            unhooked(type(probe).step)(probe)
+        state = probe.state[weights]
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        tracker = StorageTracker([weights, weights.grad, *tensors.values()])
+        with tracker:
+            unhooked(type(probe).step)(probe)
+    shaped = {name: value.nbytes / _ELEMENTS for name, value in tensors.items() if value.shape == weights.shape}
+    scalars = sum(value.nbytes for name, value in tensors.items() if name not in shaped)
+    return shaped, scalars, tracker.highest // _ELEMENTS
