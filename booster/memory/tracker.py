@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import trees
+from booster.torch_internals import TorchDispatchMode
 
 
 class StorageTracker(TorchDispatchMode):

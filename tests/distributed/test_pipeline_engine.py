@@ -22,6 +22,7 @@ from booster.micro_batch import divide
 from booster.mixed_precision.attention import Float32Attention
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import Pipeline, plan_pipeline
+from booster.shards.dtensor import local_of
 
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
 CPU = torch.device("cpu")
@@ -725,7 +726,7 @@ def gradients_over_first_runs(rank, world_size, style):
 
     def run(batch, *trained):
         booster.execute_pipeline(iter([batch]), model, criterion, *trained)
-        return {name: param.grad.to_local().clone() for name, param in model.named_parameters()}
+        return {name: local_of(param.grad).clone() for name, param in model.named_parameters()}
 
     def distance(one, other):
         return max(float((one[name] - other[name]).abs().max()) for name in one)

@@ -51,7 +51,7 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, DIM)
         self.position = nn.Parameter(torch.randn(LENGTH, DIM) * 0.1)
-        self.parts = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.parts = nn.ModuleList(Block(DIM) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCABULARY)
         if tied:
