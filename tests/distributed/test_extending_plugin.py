@@ -33,7 +33,7 @@ def trained(plugin, precision, rank):
     torch.manual_seed(rank)  # ranks start from rank 0's weights
     booster, model = (
         Booster("cpu", PRECISIONS[precision](), plugin),
-        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)),
+        nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2)),
     )
     names = [name for name, _ in model.named_parameters()]
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
