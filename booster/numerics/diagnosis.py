@@ -20,7 +20,7 @@ class Diagnosis:
     loss from the model's output made it, as log(0) or 0/0 do. "overflow": the true result is finite, and too large for the
     format. "loss_scale": the same in the backward pass, and a smaller scale is enough. "operation": an operation in the
     model has no finite result for these inputs, in any format. None: nothing bad was found, or not where it began.
-    certain: with this operation's result mended, or by a remedy, everything was finite.
+    certain: with this operation's result mended, or by a remedy, everything was finite; or every way back led to it alone.
 
     module: the qualified name, "criterion" for a boosted one, the class's name for the model itself and for modules outside of
     it, "" outside of all. operation: as torch's dispatcher calls it, "aten.addmm". direction: of the pass. dtype: of the
@@ -31,7 +31,7 @@ class Diagnosis:
     name of what is bad, for kind "weights". modules: those being called, the outermost first. passed: modules that the bad
     number went through afterwards. source: the line of the user's code, "file:line in function". inputs, output: ranges.
     rows: places along the first dimension of what is bad, for "data" the samples. micro_batch: which backward pass of the
-    step, from 0. stage: of a pipeline, else None. loss, loss_scale: of the replay. notes: what limits what is said here.
+    step, from 0. loss, loss_scale: of the replay. notes: what limits what is said here.
     """
 
     kind: Kind | None
@@ -53,7 +53,6 @@ class Diagnosis:
     output: Numbers | None = None
     rows: tuple[int, ...] = ()
     micro_batch: int = 0
-    stage: int | None = None
     loss: float | None = None
     loss_scale: float = 1.0
     notes: tuple[str, ...] = ()
@@ -97,7 +96,6 @@ class Diagnosis:
 
     def _where(self) -> list[str]:
         found = [f"rank {self.rank}"]
-        found += [] if self.stage is None else [f"pipeline stage {self.stage}"]
         found += [f"micro-batch {self.micro_batch}"] if self.micro_batch else []
         found += [f"rows {', '.join(map(str, self.rows))}"] if self.rows and self.direction != "backward" else []
         found += [f"{self.autograd_node} of {self.of}"] if self.autograd_node and self.of else []
