@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -259,7 +259,7 @@ TABLES: dict[str, Callable[[], str]] = {
 # ---- check
 
 
-def check(rank: int, n: int, port: int) -> None:
+def check(rank: int, n: int, meeting: str) -> None:
     """Measure all cases on this rank, and print them from rank 0. Raises AssertionError where formula and count differ.
 
     That a row is printed says that every rank agreed with the formulas.
@@ -272,7 +272,7 @@ def check(rank: int, n: int, port: int) -> None:
     from benchmarks.scaling.job import cases
 
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=n)
     rows = []
     for case in cases(n):
         measured = check_case(case)
@@ -284,12 +284,6 @@ def check(rank: int, n: int, port: int) -> None:
     if rank == 0:
         print(table(["ranks", "plan", "precision", "held, bytes", "sent in a step, bytes"], rows), flush=True)
     dist.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def sections() -> Iterator[str]:
@@ -304,6 +298,7 @@ def main() -> None:
         import torch.multiprocessing as mp
 
         for n in (2, 4):
-            mp.spawn(check, (n, free_port()), nprocs=n)
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(check, (n, f"{folder}/meeting"), nprocs=n)
         return
     print("\n".join(sections()))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120
@@ -66,12 +67,6 @@ def wait_for(condition, seconds=60.0):
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)
     return condition()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 REPORT = """

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120
@@ -171,7 +172,7 @@ def test_sigusr1_reaches_the_ranks_of_every_node(tmp_path):
     (tmp_path / "ssh").chmod(stat.S_IRWXU)
     nodes = ["--host", "node1,node2", "--master_addr", "127.0.0.1", "--nproc_per_node", "1", "--max_restarts", "1"]
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    job = start(tmp_path, *nodes, "--master_port", str(_free_port()), "train.py", PATH=path)
+    job = start(tmp_path, *nodes, "--master_port", str(free_port()), "train.py", PATH=path)
     wait_for_files(tmp_path, "at_0", "at_1")
     job.send_signal(signal.SIGUSR1)
     status, err = finish(job)
@@ -190,14 +191,6 @@ def test_who_does_not_end_within_the_grace_time_is_killed(tmp_path):
     job.send_signal(signal.SIGTERM)
     status, err = finish(job)
     assert (status, time.monotonic() - began < 15) == (143, True), err
-
-
-def _free_port():
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 GPT = ROOT / "examples" / "gpt" / "train.py"

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from bad_arguments import Predicate
+from ports import free_port
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Sampler, TensorDataset
@@ -423,8 +424,11 @@ def _optimizer(w: World) -> dict[str, Any]:
     return {"optimizer": w.raw_optimizer, "total_steps": 10}
 
 
+PORT = free_port()
+
+
 def _process(w: World) -> dict[str, Any]:
-    return {"rank": 0, "world_size": 1, "host": "127.0.0.1", "port": 29411}
+    return {"rank": 0, "world_size": 1, "host": "127.0.0.1", "port": PORT}
 
 
 _half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
@@ -484,8 +488,8 @@ EXAMPLES: dict[str, Examples] = {
     "DistCoordinator.print_on_master": [lambda w: {"msg": ""}],
     "DistCoordinator.print_on_node_master": [lambda w: {"msg": ""}],
     "launch": [_process],
-    "launch_from_slurm": [lambda w: {"host": "127.0.0.1", "port": 29411}],
-    "launch_from_openmpi": [lambda w: {"host": "127.0.0.1", "port": 29411}],
+    "launch_from_slurm": [lambda w: {"host": "127.0.0.1", "port": PORT}],
+    "launch_from_openmpi": [lambda w: {"host": "127.0.0.1", "port": PORT}],
     "translate": [lambda w: {"fp16": None}],
     "make": [lambda w: {"precision": None}],
     "register": [lambda w: {"name": "tests_bad_arguments", "strategy": FP32}],
@@ -655,7 +659,7 @@ ENVIRONMENTS: dict[str, dict[str, tuple[str, Predicate]]] = {
         "WORLD_SIZE": ("1", digits(1)),
         "LOCAL_RANK": ("0", digits(0)),
         "MASTER_ADDR": ("127.0.0.1", one_of("127.0.0.1")),
-        "MASTER_PORT": ("29412", digits(1, 65535)),
+        "MASTER_PORT": (str(PORT), digits(1, 65535)),
     },
     "launch_from_torch under plain python": {
         "SLURM_STEP_NUM_TASKS": ("1", digits(0, 1)),

@@ -27,6 +27,7 @@ from legal_arguments import (
     OBJECTS,
     OPTIONS,
     OTHER_ERRORS,
+    PORT,
     RANGES,
     SCRIPT_OPTIONS,
     TEXTS,
@@ -242,7 +243,7 @@ class Recorded(dict):
 @pytest.mark.parametrize("setting", ENVIRONMENTS)
 def test_bad_variables_of_a_launcher_raise_errors_that_name_them(monkeypatch, setting):
     function, arguments = getattr(booster, setting.split()[0]), ()
-    arguments = ("127.0.0.1", 29413) if "host" in inspect.signature(function).parameters else ()
+    arguments = ("127.0.0.1", PORT) if "host" in inspect.signature(function).parameters else ()
     good = {name: value for name, (value, _) in ENVIRONMENTS[setting].items()}
     recorded = Recorded({**os.environ, **good})
     with monkeypatch.context() as patch:

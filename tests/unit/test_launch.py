@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 from booster.launch import (
     environment_local_rank,
@@ -41,12 +42,6 @@ def clean_process(monkeypatch):
     random.setstate(states[0])
     numpy.random.set_state(states[1])
     torch.set_rng_state(states[2])
-
-
-def free_port(family=socket.AF_INET, host="127.0.0.1"):
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
 
 
 def draws():
@@ -167,10 +162,11 @@ def test_a_name_that_resolves_a_little_later_is_waited_for(monkeypatch):
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_ipv6_hosts_work_with_and_without_brackets(host):
     try:
-        port = free_port(socket.AF_INET6, "::1")
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
     except OSError:
         pytest.skip("this machine has no IPv6 loopback")
-    launch(0, 1, host, port, backend="gloo")
+    launch(0, 1, host, free_port(), backend="gloo")
     assert dist.get_world_size() == 1
 
 
