@@ -1,6 +1,7 @@
 """What every test shares: one thread per process, the `gpu` marker, packages that lean on torchvision, and fixtures that run
 a function on 2 or 4 ranks of one gloo group (tests/support/pool.py)."""
 
+import gc
 import os
 import sys
 import warnings
@@ -24,6 +25,12 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", metavar="FILE", help="write which precisions passed on which parallelism, as JSON")
     parser.addoption("--resume-out", metavar="FILE", help="write the same of interrupted and resumed runs")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: no later search for unreachable objects walks through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

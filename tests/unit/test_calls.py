@@ -32,7 +32,6 @@ def calls(function):
             depth -= 1
 
     before = sys.getprofile()
-    gc.collect()
     gc.disable()  # what it calls is not the function's
     sys.setprofile(look)
     try:
