@@ -1,0 +1,136 @@
+"""What a checkpoint says: its tree of names, and the tensors behind them that a load wants and reads."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from booster.checkpoint.layout import Held, LoadPlanner, empty_like_whole
+from booster.checkpoint.manifest import Tensor, read_manifest
+from booster.checkpoint.plain import decode
+from booster.checkpoint.saving import STATE
+from booster.checkpoint.storage import ManifestReader, dtype_of
+from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.update.checkpoint import STATE_KEY
+
+
+class Saved:
+    """A checkpoint, opened. tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
+
+    First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it.
+    notes: what the user is to be told if the load succeeds. Raises OSError, ValueError or KeyError if it cannot be opened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = read_manifest(folder)
+        self.tree: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+        self.notes: list[str] = []
+        self._targets: dict[str, Held] = {}
+
+    # ------------------------------------------------------------------ what there is
+
+    @property
+    def loaders(self) -> list[dict[str, Any]]:
+        """What of each loader's state is each rank's own, by rank and name."""
+        loaders: list[dict[str, Any]] = self.tree["loaders"]
+        return loaders
+
+    def entry(self, name: str | None) -> Tensor | None:
+        """Return shape and dtype of a tensor of the checkpoint; None where it has none."""
+        return self.manifest.tensors.get(name) if name is not None else None
+
+    def masters(self, optimizer: str) -> dict[str, Any]:
+        """Return what was kept of the masters of an optimizer: "weights" by parameter, "rounding"."""
+        return self.tree["optimizers"][optimizer][STATE_KEY].get("masters") or {}
+
+    def masters_of_models(self) -> dict[str, str]:
+        """Return the float32 numbers behind half weights, by the model's key; where several models share a name, none."""
+        if len(self.tree["models"]) != 1:
+            return {}
+        return {
+            key: name
+            for optimizer in self.tree["optimizers"]
+            for key, value in self.masters(optimizer).get("weights", {}).items()
+            if (name := reference(value)) is not None
+        }
+
+    def widest(self, param: str, optimizer: str) -> str | None:
+        """Return where the widest numbers of a parameter are: its master's, else those of its weight."""
+        master = reference(self.masters(optimizer).get("weights", {}).get(param))
+        if master is not None:
+            return master
+        holders = [tree[param] for tree in self.tree["models"].values() if param in tree]
+        return reference(holders[0]) if len(holders) == 1 else None
+
+    # ------------------------------------------------------------------ what is wanted of it, and read
+
+    def want(self, name: str | None, like: torch.Tensor | None) -> None:
+        """Read the tensor `name`, where there is one, in the layout of `like`; whole where that is None."""
+        entry = self.entry(name)
+        if name is not None and entry is not None and name not in self._targets:
+            self._targets[name] = empty_like_whole(entry.shape, dtype_of(entry), like)
+
+    def want_part(self, name: str | None, param: torch.Tensor, optimizer: OptimizerWrapper) -> None:
+        """Read what this rank steps of a state of `param`; all of it where it has another shape."""
+        entry = self.entry(name)
+        if name is not None and entry is not None and name not in self._targets and entry.shape == tuple(param.shape):
+            (update,) = updates_of([optimizer])
+            part = update.shards.part_to_read(param, dtype_of(entry))
+            if part is not None:
+                self._targets[name] = part
+        self.want(name, param)
+
+    def want_all(self, tree: Any) -> None:
+        """Read, whole, every tensor that a part of the tree refers to."""
+        for name in _references(tree):
+            self.want(name, None)
+
+    def read(self, group: dist.ProcessGroup | None) -> None:
+        """Read what was wanted; a collective. Nothing of the user's is touched."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(
+                self._targets,
+                storage_reader=ManifestReader(self.folder, self.manifest),
+                planner=LoadPlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
+
+    def tensor(self, name: str | None) -> Held:
+        """Return a tensor that was read."""
+        return self._targets[str(name)]
+
+    def value(self, tree: Any) -> Any:
+        """Return what a part of the tree stands for, with the tensors that were read."""
+        return decode(tree, self._targets)
+
+
+def reference(value: Any) -> str | None:
+    """Return the name of the tensor that an entry of the tree refers to."""
+    return value["name"] if isinstance(value, dict) and value.get("__booster__") == "tensor" else None
+
+
+def _references(tree: Any) -> Iterator[str]:
+    name = reference(tree)
+    if name is not None:
+        yield name
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _references(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _references(value)
+
+
+def listed(names: list[str], most: int = 8) -> str:
+    """Return `names` in a sentence, so many of them."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,18 @@
+"""Data loaders for ranks that share a dataset: made, checked, and boosted, with batches on the device and epochs counted."""
+
+from booster.data.batch import to_device
+from booster.data.boosted import DataLoaderWrapper, Share
+from booster.data.position import OWN_STATE, RANDOM
+from booster.data.samplers import check_sharded
+from booster.data.seeded import SeededDataLoader, prepare_dataloader
+
+__all__ = [
+    "OWN_STATE",
+    "RANDOM",
+    "DataLoaderWrapper",
+    "SeededDataLoader",
+    "Share",
+    "check_sharded",
+    "prepare_dataloader",
+    "to_device",
+]

@@ -1,0 +1,152 @@
+"""The boosted loader: batches on the device, epochs announced to its samplers, and a position that can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from booster import arguments
+from booster.data.batch import to_device
+from booster.data.iteration import Iteration
+from booster.data.position import OWN_STATE, RANDOM, is_stateful, position_of
+from booster.data.samplers import Announced, distributed_sampler
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is known of the rows that a loader has yielded, which is the same on every rank.
+
+    num_replicas: ranks to which the sampler deals in turn. num_padded: repeated samples at the end of what all ranks
+    together have yielded (0 before the last batch). rows: the row counts of the last batch and of the epoch so far on
+    each rank; empty where the batch size is not known.
+    """
+
+    num_replicas: int
+    num_padded: int
+    rows: frozenset[int]
+
+
+class DataLoaderWrapper:
+    """Any iterable of batches, with the batches on `device` and the epochs announced to its samplers.
+
+    Each `iter()` calls `set_epoch` of the loader, its sampler and its batch sampler, where they have it, with `epoch`,
+    and counts on. Who sets `epoch` (as after loading a checkpoint), calls `set_epoch` here, or gives the sampler
+    another epoch by its own `set_epoch`, is followed. Several iterators may be alive; each is of its own epoch. Other
+    attributes are the loader's.
+    """
+
+    def __init__(self, loader: Iterable[Any], device: str | torch.device) -> None:
+        if isinstance(loader, DataLoaderWrapper):
+            raise TypeError("this dataloader is boosted already; pass it on as it is")
+        iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+        if not iterable or isinstance(loader, (str, bytes, Mapping, type)) or getattr(loader, "ndim", 1) == 0:
+            raise TypeError(f"dataloader must be an iterable of batches, got {arguments.described(loader)}")
+        self._loader = loader
+        self.device = torch.device(device)
+        self._announced = Announced(loader)
+        self._epoch = self._announced.epoch
+        self._chosen = False  # whether the user has set the next epoch here
+        self._current: Iteration | None = None  # the one that yielded last
+        self._newest: Iteration | None = None  # the one that was made last
+        self._position: dict[str, Any] | None = None  # that the next iteration goes on from
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next `iter()` starts."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch = arguments.count("epoch", epoch, least=0)
+        self._chosen = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `iter()` that of `epoch`; counting goes on from there."""
+        self.epoch = epoch
+
+    @property
+    def share(self) -> Share | None:
+        """What is known of the rows yielded so far; None unless a torch DistributedSampler deals them.
+
+        Raises RuntimeError before the first batch.
+        """
+        sampler = distributed_sampler(self._loader)
+        if not isinstance(sampler, DistributedSampler):
+            return None
+        if self._current is None:
+            raise RuntimeError("this dataloader has not yielded a batch yet, so there are no rows of it")
+        batches = getattr(self._loader, "batch_sampler", None)
+        batch_size = getattr(batches, "batch_size", None)
+        left_over, rows = 0, frozenset[int]()
+        if isinstance(batch_size, int):
+            left_over = sampler.num_samples % batch_size if getattr(batches, "drop_last", False) else 0
+            count = self._current.count
+            epoch_rows = min(count * batch_size, sampler.num_samples - left_over)
+            rows = frozenset({epoch_rows - (count - 1) * batch_size, epoch_rows})
+        padded = sampler.total_size - len(sampler.dataset) - left_over * sampler.num_replicas  # type: ignore[arg-type]
+        return Share(sampler.num_replicas, max(0, padded) if self._current.at_end else 0, rows)
+
+    def unwrap(self) -> Iterable[Any]:
+        """The user's loader."""
+        return self._loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: the epoch, how many of its batches were yielded, and the loader's own state if it has one.
+
+        It is that of the iterator that was made last; batches that workers have read ahead do not count.
+        """
+        if self._position is not None:
+            return dict(self._position)
+        newest = self._newest
+        inside = newest is not None and not newest.at_end and newest.epoch + 1 == self._epoch
+        state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
+        if inside and newest is not None:
+            state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}
+            if newest.random is not None:
+                state[RANDOM] = newest.random
+        if is_stateful(self._loader):
+            state[OWN_STATE] = self._loader.state_dict()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Make the next `iter()` go on where `state` was taken, in the same order.
+
+        A loader of `prepare_dataloader` leaves out what was seen without reading it, and deals the rest to the ranks that
+        there are now; one with `load_state_dict` of its own is given its state; any other reads what was seen and drops it,
+        from the random states that the epoch began with. Raises ValueError for what `state_dict` did not write, and where
+        that other loader now reads another number of samples at a time over all ranks.
+        """
+        position = position_of(state, self._loader)
+        if OWN_STATE in position:
+            self._loader.load_state_dict(position[OWN_STATE])  # type: ignore[attr-defined]
+        self.epoch = position["epoch"]
+        self._position = position
+        self._newest = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":  # while being copied it has no loader yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]  # without a length: the loader's own TypeError
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._chosen:
+            told = self._announced.changed()
+            self._epoch = self._epoch if told is None else told
+        self._chosen = False
+        position, self._position = self._position, None
+        if position is not None and position["epoch"] != self._epoch:
+            position = None  # the user has chosen another epoch since
+        self._newest = iteration = Iteration(self._loader, self._announced, self._epoch, position, self._deliver)
+        self._epoch += 1
+        return iteration
+
+    def _deliver(self, iteration: Iteration, batch: Any) -> Any:
+        self._current = iteration
+        return to_device(batch, self.device)

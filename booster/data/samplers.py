@@ -1,0 +1,90 @@
+"""What the samplers of any loader tell: how it is dealt to ranks, and of which epoch it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch.utils.data import DistributedSampler, IterableDataset
+
+_logger = logging.getLogger(__name__)
+
+
+def check_sharded(loader: Iterable[Any], world_size: int) -> None:
+    """Raise ValueError if `loader` would give each of `world_size` ranks the same data, or the shares of another world.
+
+    A loader whose sharding cannot be seen, over an IterableDataset or not made of samplers at all, is accepted with a
+    logged warning.
+    """
+    if world_size <= 1:
+        return
+    sampler = distributed_sampler(loader)
+    if sampler is not None:
+        if sampler.num_replicas != world_size:
+            raise ValueError(
+                f"the dataloader's {type(sampler).__name__} has num_replicas={sampler.num_replicas}, but {world_size} ranks "
+                "see different data; make the loader with booster.prepare_dataloader(dataset, batch_size)"
+            )
+        return
+    opaque = not hasattr(loader, "sampler") and not isinstance(loader, Sequence)
+    if opaque or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        _logger.warning(
+            "booster cannot see whether this %s is sharded: make sure that each of the %d ranks reads different data",
+            type(loader).__name__,
+            world_size,
+        )
+        return
+    raise ValueError(
+        f"this {type(loader).__name__} has no distributed sampler, so all {world_size} ranks would train on the same "
+        "samples; make it with booster.prepare_dataloader(dataset, batch_size), or give it a DistributedSampler"
+    )
+
+
+def distributed_sampler(loader: Any) -> Any | None:
+    """Return the sampler of `loader` that knows of several ranks, or None."""
+    return next(
+        (s for s in samplers_of(loader) if isinstance(s, DistributedSampler) or hasattr(s, "num_replicas")), None
+    )
+
+
+def stride(loader: Any) -> int:
+    """Return how many samples all ranks together read in a step; 0 where that is not known."""
+    batch_size = getattr(loader, "batch_size", None)
+    return batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return the sampler of `loader`, its batch sampler, and the sampler of that, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found = [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+class Announced:
+    """The epochs that a loader, its sampler and its batch sampler are told, those of them that have `set_epoch`.
+
+    epoch: what they were told last, or held from the beginning, 0 where none says.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.epoch = next((epoch for epoch in self._held() if epoch is not None), 0)
+
+    def tell(self, epoch: int) -> None:
+        """Call `set_epoch` of all."""
+        for target in self._targets():
+            target.set_epoch(epoch)
+        self.epoch = epoch
+
+    def changed(self) -> int | None:
+        """Return the epoch that somebody else has told one of them since; None where nobody has."""
+        return next((epoch for epoch in self._held() if epoch not in (None, self.epoch)), None)
+
+    def _targets(self) -> list[Any]:
+        parts = [self._loader, *samplers_of(self._loader)]
+        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+
+    def _held(self) -> list[int | None]:
+        held = [getattr(target, "epoch", None) for target in self._targets()]
+        return [epoch if isinstance(epoch, int) else None for epoch in held]

@@ -1,0 +1,185 @@
+"""The loader made here: over the share of a dataset that one rank has, in an order that follows from a seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+
+from booster import arguments
+
+_RESERVED = {
+    "sampler": "pass shuffle, or distributed_sampler_cls; or build a torch DataLoader yourself and give it to boost()",
+    "batch_sampler": "build a torch DataLoader yourself, over a distributed sampler, and give it to boost()",
+    "generator": "pass seed",
+}
+
+
+class SeededDataLoader(DataLoader[Any]):
+    """A torch DataLoader whose shuffling and worker seeds follow from (seed, rank, epoch).
+
+    Until `set_epoch` is called they go on from one epoch to the next.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, seed: int, rank: int, shuffle: bool, **options: Any) -> None:
+        self._seed = seed
+        self._rank = rank
+        self._consumed = 0  # samples over all ranks that the next iteration leaves out
+        # Two generators: the order of the samples must not depend on whether there are workers to seed.
+        self._order = torch.Generator().manual_seed(seed)
+        if shuffle:
+            options["sampler"] = RandomSampler(dataset, generator=self._order)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(_mix(seed, rank, 0))
+        super().__init__(dataset, generator=generator, **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`; `booster.data.DataLoaderWrapper` calls it by itself."""
+        self._order.manual_seed(self._seed + epoch)
+        self.generator.manual_seed(_mix(self._seed, self._rank, epoch))
+        self._consumed = 0
+
+    def start_after(self, num_samples: int) -> None:
+        """Make the next iteration leave out the first `num_samples` of the epoch's order over all ranks, unread.
+
+        What is left is dealt to the ranks that there are now, in batches as ever; call it after `set_epoch`.
+        """
+        self._consumed = num_samples
+
+    def num_batches_after(self, num_samples: int) -> int:
+        """Return how many batches this rank has left after the first `num_samples` of the order over all ranks."""
+        sampler: Any = self.sampler
+        total = len(getattr(sampler, "dataset", sampler)) if hasattr(sampler, "num_replicas") else len(sampler)
+        return len(list(self._batches_after(range(total), num_samples)))
+
+    @property
+    def _index_sampler(self) -> Any:  # what DataLoader's iterators draw batches of indices from
+        if not self._consumed:
+            return super()._index_sampler
+        consumed, self._consumed = self._consumed, 0
+        return self._batches_after(self._whole_order(), consumed)
+
+    def _whole_order(self) -> list[int]:
+        """The indices of the epoch over all ranks."""
+        sampler: Any = self.sampler
+        if not isinstance(sampler, DistributedSampler):
+            return list(sampler)
+        whole: DistributedSampler[Any] = DistributedSampler(
+            sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=False
+        )
+        whole.set_epoch(sampler.epoch)
+        return list(whole)
+
+    def _batches_after(self, order: Sequence[int], consumed: int) -> Iterator[list[int]]:
+        sampler: Any = self.sampler
+        replicas, rank = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
+        rest = list(order)[consumed:]
+        if rest and len(rest) % replicas:
+            if self.drop_last:
+                rest = rest[: len(rest) // replicas * replicas]
+            else:  # repeated, as DistributedSampler does, so that all ranks have equally many
+                rest += [rest[index % len(rest)] for index in range(replicas - len(rest) % replicas)]
+        own = iter(rest[rank::replicas])
+        while batch := list(islice(own, self.batch_size)):
+            if len(batch) == self.batch_size or not self.drop_last:
+                yield batch
+
+
+def prepare_dataloader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    shuffle: bool = False,
+    seed: int = 1024,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    distributed_sampler_cls: type[Sampler[Any]] | None = None,
+    **dataloader_options: Any,
+) -> DataLoader[Any]:
+    """A DataLoader over the share of `dataset` that rank `rank` of `world_size` has; `batch_size` is per rank.
+
+    seed: of the shuffling, the same on all ranks; workers are seeded from it, the rank, the epoch and their id.
+    drop_last: drop the tail that does not divide among ranks or fill a batch; without it the sampler repeats samples, so
+    that all ranks have equally many. distributed_sampler_cls: called as cls(dataset, num_replicas=, rank=, shuffle=,
+    seed=, drop_last=); None means torch's DistributedSampler. dataloader_options: other arguments of the DataLoader.
+
+    Raises ValueError for `sampler`, `batch_sampler` and `generator`, and for an iterable dataset that would have to be
+    sharded or shuffled; TypeError or ValueError for arguments that are not legal, and options that DataLoader does not know.
+    """
+    _check_dataset(dataset)
+    arguments.count("batch_size", batch_size)
+    arguments.flag("shuffle", shuffle)
+    arguments.count("seed", seed, least=0, most=2**63 - 1)
+    arguments.flag("drop_last", drop_last)
+    arguments.flag("pin_memory", pin_memory)
+    arguments.count("num_workers", num_workers, least=0)
+    if distributed_sampler_cls is not None:
+        arguments.function("distributed_sampler_cls", distributed_sampler_cls, "a class of samplers", also="None")
+    for name in _RESERVED.keys() & dataloader_options.keys():
+        raise ValueError(f"prepare_dataloader got {name}, which it makes itself; {_RESERVED[name]}")
+    if isinstance(dataset, IterableDataset) and (world_size > 1 or shuffle or distributed_sampler_cls is not None):
+        raise ValueError(
+            f"{type(dataset).__name__} is an IterableDataset, which has no indices to shard among {world_size} ranks or to "
+            "shuffle; do both inside the dataset, build a torch DataLoader over it and give that to boost()"
+        )
+    if world_size > 1 or distributed_sampler_cls is not None:
+        dataloader_options["sampler"] = _sampler_of(
+            distributed_sampler_cls or DistributedSampler,
+            dataset,
+            num_replicas=world_size,
+            rank=rank,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        shuffle = False
+    return SeededDataLoader(
+        dataset,
+        seed=seed,
+        rank=rank,
+        shuffle=shuffle,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        num_workers=num_workers,
+        **dataloader_options,
+    )
+
+
+def _check_dataset(dataset: Any) -> None:
+    legal = "a Dataset: an object with a length and items by index, or an IterableDataset"
+    if isinstance(dataset, IterableDataset):
+        return
+    if isinstance(dataset, (str, bytes, type)) or not all(
+        hasattr(dataset, name) for name in ("__getitem__", "__len__")
+    ):
+        raise TypeError(arguments.refusal("dataset", dataset, legal))
+    try:
+        length = len(dataset)
+    except TypeError as error:  # as of a 0-dim tensor
+        raise TypeError(arguments.refusal("dataset", dataset, legal, fix=str(error))) from None
+    if length == 0:
+        raise ValueError("dataset is empty, so there is nothing to load; give it samples")
+
+
+def _sampler_of(make: Any, dataset: Any, **options: Any) -> Any:
+    try:
+        sampler = make(dataset, **options)
+    except TypeError as error:
+        called = "cls(dataset, num_replicas=, rank=, shuffle=, seed=, drop_last=)"
+        raise TypeError(f"distributed_sampler_cls={make!r} failed as it was called, {called}: {error}") from error
+    if not hasattr(sampler, "__iter__"):
+        raise TypeError(f"distributed_sampler_cls={make!r} made a {type(sampler).__name__}, which is no sampler")
+    return sampler
+
+
+def _mix(seed: int, rank: int, epoch: int) -> int:
+    """A seed that no other (seed, rank, epoch) is likely to have, as sums of the three would."""
+    digest = hashlib.blake2b(f"{seed}/{rank}/{epoch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
