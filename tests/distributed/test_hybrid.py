@@ -126,9 +126,11 @@ def half():
     return BF16NaiveMixedPrecision(master_weights="split")
 
 
-@pytest.mark.parametrize("precision", [scaled, half])
+@pytest.mark.parametrize(
+    ("precision", "zero_stage"),
+    [(scaled, 2), (half, 0), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((scaled, 0), (half, 2)))],
+)
 @pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
-@pytest.mark.parametrize("zero_stage", [0, 2])
 def test_a_resumed_run_continues_to_the_bit(run_on_ranks, precision, tp_size, pp_size, zero_stage):
     options = {"tp_size": tp_size, "pp_size": pp_size, "zero_stage": zero_stage}
     through = run_on_ranks(interrupted, 4, precision, options, False)
