@@ -32,6 +32,15 @@ import torch.distributed as dist
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
 CASE_TIMEOUT = 120.0  # seconds one case may take
 CASES = 40  # of one group: each process group that a case makes keeps its threads, which slow down the next case
+# Imported once, before the ranks are forked, and not by each rank of each group again, nor by its DataLoader workers.
+PRELOADED = [
+    "numpy",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "booster.plugin",
+]
 GRACE = 5.0  # seconds the other ranks have to answer after the first failure
 
 
@@ -106,8 +115,7 @@ class _Group:
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
-        # numpy: each DataLoader worker that is forked from a rank imports it otherwise.
-        context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        context.set_forkserver_preload(PRELOADED)
         self.folder = Path(tempfile.mkdtemp(prefix="booster-ranks-"))
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
