@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,3 +41,26 @@ def set_random_state(state: dict[str, Any]) -> None:
         own = state["numpy"]
         words = own["words"].numpy().astype("uint32")
         numpy.random.set_state((own["name"], words, own["position"], own["gauss"], own["cached"]))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[Callable[[int], None]]:
+    """Inside, all generators begin at `seed`; afterwards they are where they were. Yields what seeds them anew."""
+    if device.type == "cuda":
+        torch.cuda.init()  # the state of a device that was never used is not known
+    before = random_state()
+
+    def begin(seed: int) -> None:
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+
+    try:
+        begin(seed)
+        yield begin
+    finally:
+        set_random_state(before)

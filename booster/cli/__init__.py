@@ -1,5 +1,5 @@
 """The `booster` command: `run` starts jobs, `check` reports what this machine can do, `checkpoint` looks into checkpoints,
-`report` and `compare` into what runs wrote down.
+`report` and `compare` into what runs wrote down; `advise` chooses a precision.
 
 Each subcommand is imported when it is called, so that help and option errors come without heavy imports.
 """
@@ -18,6 +18,7 @@ _COMMANDS = {
     "checkpoint": "list, verify and convert checkpoints",
     "report": "show what a run did: losses, scales, skips and their culprits",
     "compare": "say where two runs part by more than their formats explain",
+    "advise": "train a few steps in every precision, and say which to take",
 }
 
 
@@ -45,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from booster.cli.compare import compare
 
             return compare(arguments[1:])
+        if arguments and arguments[0] == "advise":
+            from booster.cli.advise import advise
+
+            return advise(arguments[1:])
         parser = _parser()
         parser.parse_args(arguments)
         parser.error(f"no command given; choose one of {', '.join(_COMMANDS)}")

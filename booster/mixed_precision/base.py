@@ -82,6 +82,11 @@ class MixedPrecision:
         """A new loss scaler; every boosted optimizer gets its own."""
         return NoScale()
 
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether `device` only emulates this precision: its numbers, slower than the dtype that they are computed in."""
+        return False
+
     def check_loss_id(self, loss_id: int) -> None:
         """Raise unless there is a loss scaler of that number."""
         if type(loss_id) is not int or loss_id != 0:

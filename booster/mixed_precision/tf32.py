@@ -49,6 +49,10 @@ class TF32MixedPrecision(FP32):
     def backward_context(self) -> AbstractContextManager[Any]:
         return self.forward_context()
 
+    @property
+    def is_rehearsal(self) -> bool:
+        return not self._runs()
+
     def _runs(self) -> bool:
         """Whether the hardware does it, and not the emulation; raises ValueError where neither may."""
         if self._emulate is True:

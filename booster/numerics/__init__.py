@@ -1,5 +1,7 @@
 """Numerics one can see: what a run did, how close to the edges of its formats it is, what made a step bad."""
 
+from booster.numerics.advice import Advice, Budget
+from booster.numerics.advise import advise
 from booster.numerics.compare import Comparison, compare
 from booster.numerics.diagnosis import Diagnosis
 from booster.numerics.numbers import Numbers
@@ -7,4 +9,17 @@ from booster.numerics.record import Record
 from booster.numerics.run import Run, read_run
 from booster.numerics.table import Report, report
 
-__all__ = ["Comparison", "Diagnosis", "Numbers", "Record", "Report", "Run", "compare", "read_run", "report"]
+__all__ = [
+    "Advice",
+    "Budget",
+    "Comparison",
+    "Diagnosis",
+    "Numbers",
+    "Record",
+    "Report",
+    "Run",
+    "advise",
+    "compare",
+    "read_run",
+    "report",
+]

@@ -98,6 +98,10 @@ class LowPrecision(MixedPrecision):
         self._wide.bind(device)
         self._runs()
 
+    @property
+    def is_rehearsal(self) -> bool:
+        return not self._runs()
+
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._wide.forward_context()
 
