@@ -1,9 +1,9 @@
-"""Gradient accumulation over one known group of micro-batches."""
+"""Gradient accumulation over known groups of micro-batches, and gradients that stay unsynchronised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -106,22 +106,20 @@ class Accumulation:
 
 
 class Unsynchronised:
-    """Keeps note, while entered, that backward passes of a model leave its gradients incomplete.
+    """Knows whose backward passes leave gradients incomplete inside `context`, the plugin's own.
 
-    context: the plugin's own. optimizers: whose passes those are; None means every optimizer of the model's parameters.
+    optimizers: whose passes those are; None means every optimizer of the model's parameters.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[OptimizerWrapper] | None,
-        running: list[Unsynchronised],
         context: AbstractContextManager[Any],
     ) -> None:
+        self.context = context
         self._model = model
         self._optimizers = optimizers
-        self._running = running
-        self._context = context
         self._known: dict[int, bool] = {}
 
     def covers(self, optimizer: OptimizerWrapper) -> bool:
@@ -132,29 +130,47 @@ class Unsynchronised:
             self._known[id(optimizer)] = any(id(p) in own for g in optimizer.param_groups for p in g["params"])
         return self._known[id(optimizer)]
 
-    def __enter__(self) -> None:
-        self._context.__enter__()
-        self._running.append(self)
 
-    def __exit__(self, *error: Any) -> bool | None:
-        self._running.remove(self)
-        return self._context.__exit__(*error)
+class Accumulations:
+    """The groups that one Booster has open now, and what it leaves unsynchronised."""
 
+    def __init__(self) -> None:
+        self._groups: list[Accumulation] = []
+        self._unsynchronised: list[Unsynchronised] = []
 
-class Listed:
-    """Keeps an accumulation in the list of running ones while it is entered."""
+    def group_of(self, optimizers: Sequence[OptimizerWrapper]) -> Accumulation | None:
+        """Return the open group of `optimizers`. Raises ValueError where it is not of exactly these."""
+        running = [group for group in self._groups if any(entry in group.optimizers for entry in optimizers)]
+        if len(running) > 1 or any(entry not in group.optimizers for group in running for entry in optimizers):
+            raise ValueError("inside accumulate(), pass backward exactly the optimizer(s) that accumulate() was given")
+        return running[0] if running else None
 
-    def __init__(self, group: Accumulation, running: list[Accumulation]) -> None:
-        self._group = group
-        self._running = running
+    def any_of(self, optimizers: Sequence[OptimizerWrapper]) -> bool:
+        """Return whether a group of any of `optimizers` is open."""
+        return any(entry in group.optimizers for group in self._groups for entry in optimizers)
 
-    def __enter__(self) -> Accumulation:
-        if any(entry in other.optimizers for other in self._running for entry in self._group.optimizers):
+    def leaves_unsynchronised(self, optimizers: Sequence[OptimizerWrapper]) -> bool:
+        """Return whether a `no_sync` of any of `optimizers` is open."""
+        return any(entry.covers(optimizer) for entry in self._unsynchronised for optimizer in optimizers)
+
+    @contextmanager
+    def open(self, group: Accumulation) -> Iterator[Accumulation]:
+        """Return a context in which `group` is open. Raises RuntimeError inside another of the same optimizers."""
+        if self.any_of(group.optimizers):
             raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
-        self._group.__enter__()
-        self._running.append(self._group)
-        return self._group
+        with group:
+            self._groups.append(group)
+            try:
+                yield group
+            finally:
+                self._groups.remove(group)
 
-    def __exit__(self, *error: Any) -> None:
-        self._running.remove(self._group)
-        self._group.__exit__(*error)
+    @contextmanager
+    def unsynchronised(self, entry: Unsynchronised) -> Iterator[None]:
+        """Return a context in which passes that `entry` covers leave gradients incomplete."""
+        with entry.context:
+            self._unsynchronised.append(entry)
+            try:
+                yield
+            finally:
+                self._unsynchronised.remove(entry)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -16,15 +15,15 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
 from booster import arguments, checks, collectives
-from booster.accumulation import Accumulation, Listed, Unsynchronised
+from booster.accumulation import Accumulation, Accumulations, Unsynchronised
 from booster.cast_regions import forward_region
-from booster.checkpoint.background import Background
-from booster.checkpoint.parts import Loaded, check_no_gradients_wait, parts
-from booster.checkpoint.stopping import StopRequests
+from booster.checkpoint.parts import Loaded
+from booster.checkpoint.run import RunCheckpoints
 from booster.config import translate
 from booster.data import DataLoaderWrapper
 from booster.device import resolve_device
-from booster.interface.model import CriterionWrapper, ModelWrapper, boosted_wrapper
+from booster.interface.boosted import Boosted
+from booster.interface.model import CriterionWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, make
@@ -35,6 +34,7 @@ from booster.update.options import UpdateOptions
 
 if TYPE_CHECKING:
     from booster.numerics import Diagnosis, Record
+    from booster.numerics.records import Records
     from booster.numerics.replay import Replay
     from booster.numerics.skips import SkipWatcher
 
@@ -83,25 +83,16 @@ class Booster:
             skip_nonfinite=skip_nonfinite,
             max_consecutive_skips=max_consecutive_skips,
         )
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._criteria: weakref.WeakSet[ModelWrapper] = weakref.WeakSet()
-        self._loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
-        # By id of the user's optimizer, which the wrapper keeps alive.
-        self._optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
-        self._accumulations: list[Accumulation] = []
+        self._boosted = Boosted()
+        self._accumulations = Accumulations()
+        run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
+        self._checkpoints = RunCheckpoints(self.plugin.group, run)
+        self._records: Records | None = None
         self._watcher: SkipWatcher | None = None
         if diagnose is not None:
             from booster.numerics.skips import SkipWatcher
 
-            if isinstance(diagnose, str):
-                most = {"first": 1, "every": None}[arguments.choice("diagnose", diagnose, ("first", "every"))]
-            else:
-                most = arguments.count("diagnose", diagnose, what="of skipped steps", also="'first', 'every' or None")
-            self._watcher = SkipWatcher(most, self._replay, self.plugin.group, self.device)
-        self._background = Background()
-        self._stop_requests = StopRequests()
-        self._unsynchronised: list[Unsynchronised] = []
-        self._records: list[Record] = []
+            self._watcher = SkipWatcher(diagnose, self._replay, self.plugin.group, self.device)
 
     @classmethod
     def from_config(
@@ -141,37 +132,35 @@ class Booster:
         ValueError for an optimizer without parameters of the model, a parameter in two optimizers of the list, a loader
         that is not sharded in a world of several ranks, or a model that cannot train in this precision.
         """
-        checks.check_model(model, self._models)
+        checks.check_model(model, self._boosted.models)
         checks.check_criterion(criterion, self.plugin)
         several = list(optimizer) if isinstance(optimizer, (list, tuple)) else None
         for each in [optimizer] if several is None else several:
             checks.check_optimizer(
-                each, model, criterion, models=self._models, optimizers=self._optimizers, plugin=self.plugin
+                each,
+                model,
+                criterion,
+                models=self._boosted.models,
+                optimizers=self._boosted.optimizers,
+                plugin=self.plugin,
             )
         if several is not None:
             checks.check_shared(several, model)
-        owners = checks.scheduler_owners(lr_scheduler, optimizer, self._optimizers)
-        loader = checks.boosted_loader(dataloader, self._loaders, device=self.device, plugin=self.plugin)
+        owners = checks.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
+        loader = checks.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model, optimizer if several is None else several, criterion, placement=self.plugin, options=self._options
         )
-        self._models |= {model, boosted}
-        if isinstance(boosted_criterion, ModelWrapper):
-            self._criteria.add(boosted_criterion)
-        if self._watcher is not None:
-            self._watcher.follow(boosted, boosted_criterion)
+        wrappers = [
+            each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
+        ]
+        self._boosted.add(model, boosted, boosted_criterion, wrappers)
         if loader is not None:
-            self._loaders.add(loader)
-        for wrapper in [boosted_optimizer] if several is None else boosted_optimizer:
-            if wrapper is not None:
-                self._optimizers[id(wrapper.unwrap())] = wrapper
-                for record in self._records:
-                    record.attach(wrapper)
-                if self._watcher is not None:
-                    self._watcher.attach(wrapper)
-        for record in self._records:
-            record.attach_model(boosted)
-        wrapped = [LRSchedulerWrapper(each, self._optimizers[id(owner)]) for each, owner in owners]
+            self._boosted.loaders.add(loader)
+        for watching in (self._records, self._watcher):
+            if watching is not None:
+                watching.follow(boosted, boosted_criterion, wrappers)
+        wrapped = [LRSchedulerWrapper(each, self._boosted.optimizers[id(owner)]) for each, owner in owners]
         schedulers = wrapped if isinstance(lr_scheduler, (list, tuple)) else next(iter(wrapped), None)
         return boosted, boosted_optimizer, boosted_criterion, loader, schedulers
 
@@ -194,27 +183,25 @@ class Booster:
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "backward")
         self.precision.check_loss_id(loss_id)
-        running = [group for group in self._accumulations if any(entry in group.optimizers for entry in optimizers)]
-        if len(running) > 1 or any(entry not in group.optimizers for group in running for entry in optimizers):
-            raise ValueError("inside accumulate(), pass backward exactly the optimizer(s) that accumulate() was given")
-        for group in running:
+        group = self._accumulations.group_of(optimizers)
+        if group is not None:
             group.before_backward()
+        divisor = 1.0 if group is None else group.divisor
         run_backward(
             loss,
             updates_of(optimizers),
             optimizers[0].backward_context,
-            divisor=running[0].divisor if running else 1.0,
+            divisor=divisor,
             loss_id=loss_id,
-            delayed=any(group.delayed for group in running)
-            or any(entry.covers(optimizer) for entry in self._unsynchronised for optimizer in optimizers),
+            delayed=(group is not None and group.delayed) or self._accumulations.leaves_unsynchronised(optimizers),
             inputs=inputs,
             retain_graph=retain_graph,
             create_graph=create_graph,
         )
-        for group in running:
+        if group is not None:
             group.after_backward()
         if self._watcher is not None:
-            self._watcher.tape.end_pass(loss, optimizers, running[0].divisor if running else 1.0)
+            self._watcher.tape.end_pass(loss, optimizers, divisor)
 
     def execute_pipeline(
         self,
@@ -236,7 +223,7 @@ class Booster:
         arguments.function("criterion", criterion, "a function of output and target")
         arguments.flag("return_loss", return_loss)
         arguments.flag("return_outputs", return_outputs)
-        wrapper, batch = self._own(model, "execute_pipeline"), checks.next_batch(data_iter)
+        wrapper, batch = self._boosted.own(model, "execute_pipeline"), checks.next_batch(data_iter)
         run = functools.partial(
             execute,
             batch,
@@ -246,7 +233,7 @@ class Booster:
             plugin=self.plugin,
             precision=self.precision,
             device=self.device,
-            accumulating=any(entry in group.optimizers for group in self._accumulations for entry in optimizers),
+            accumulating=self._accumulations.any_of(optimizers),
             accumulate=lambda count: self.accumulate(wrapper, optimizers, count),
             backward=lambda loss: self.backward(loss, optimizers),
             return_loss=return_loss,
@@ -254,11 +241,7 @@ class Booster:
         )
         if self._watcher is None or not optimizers or self.plugin.pipeline(wrapper.module) is None:
             return run()
-        state = self._watcher.tape.random_state()
-        with self._watcher.tape.paused():
-            result = run()
-        self._watcher.tape.end_pipeline(run, optimizers, state)
-        return result
+        return self._watcher.keep_pipeline(run, optimizers)
 
     def accumulate(
         self, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: float | None = None
@@ -277,7 +260,7 @@ class Booster:
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
         num_micro_batches, num_tokens = checks.checked_group(num_micro_batches, num_tokens)
-        placed = self._own(model, "accumulate").module
+        placed = self._boosted.own(model, "accumulate").module
         size = self.plugin.data_parallel_size
         # Ranks average their gradients, while tokens count over all of them.
         divisor = float(num_micro_batches) if num_tokens is None else float(num_tokens) / size
@@ -289,7 +272,7 @@ class Booster:
             no_sync=lambda: self.plugin.no_sync(placed),
             synchronises=size > 1,
         )
-        return Listed(group, self._accumulations)
+        return self._accumulations.open(group)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizers | None = None) -> AbstractContextManager[Any]:
         """Context in which forward and backward of `model` leave gradients unsynchronised among ranks.
@@ -297,8 +280,9 @@ class Booster:
         optimizer: the boosted optimizer of the model, or several, for plugins that hold gradients in it.
         """
         optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
-        boosted = self._own(model, "no_sync")
-        return Unsynchronised(boosted, optimizers, self._unsynchronised, self.plugin.no_sync(boosted.module))
+        boosted = self._boosted.own(model, "no_sync")
+        entry = Unsynchronised(boosted, optimizers, self.plugin.no_sync(boosted.module))
+        return self._accumulations.unsynchronised(entry)
 
     def record(
         self,
@@ -322,43 +306,19 @@ class Booster:
 
         Raises ValueError for a folder that this Booster writes to already, OSError where it cannot.
         """
-        from booster.numerics.activations import check_patterns
-        from booster.numerics.record import Record
+        # Imported here, as for `diagnose`: most scripts never need it.
+        from booster.numerics.records import Records
 
-        root = arguments.path("folder", folder)
-        every = None if every is None else arguments.count("every", every, what="of steps", also="None for never")
-        patterns = [activations] if isinstance(activations, str) else activations
-        if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p.strip() for p in patterns):
-            raise TypeError(arguments.refusal("activations", activations, "a name of modules, or several in a list"))
-        if patterns and every is None:
-            raise ValueError(
-                f"activations={activations!r} are looked at in samples, and every=None takes none; pass a number"
-            )
-        if tracker is not None:
-            arguments.function("tracker", tracker, "a function of the numbers by name and of the step", also="None")
-        self._records = [record for record in self._records if not record.closed]
-        if any(record.folder.resolve() == root.resolve() for record in self._records):
-            raise ValueError(
-                f"this Booster records in {root} already; close that record first, or choose another folder"
-            )
-        models = [model for model in self._models if isinstance(model, ModelWrapper)]
-        if patterns and models:
-            check_patterns(patterns, models)
-        record = Record(
-            root,
-            precision=self.precision,
-            plugin=self.plugin,
-            device=self.device,
+        if self._records is None:
+            self._records = Records(self.precision, self.plugin, self.device)
+        return self._records.open(
+            folder,
+            self._boosted.wrappers(),
+            self._boosted.optimizers.values(),
             every=every,
-            activations=patterns,
+            activations=activations,
             tracker=tracker,
         )
-        for wrapper in self._optimizers.values():
-            record.attach(wrapper)
-        for model in models:
-            record.attach_model(model)
-        self._records.append(record)
-        return record
 
     def diagnose(self, forward: Callable[[], Any], optimizer: Optimizers) -> Diagnosis:
         """Replay a step that went bad, and say which operation made the first inf or NaN, why, and what helps.
@@ -372,7 +332,6 @@ class Booster:
         call it alike. Cost: about three steps for a replay; one to some ten of them, and a copy of what they write to.
         Raises what `forward` raises, and TypeError for a `forward` that returns no loss.
         """
-        # Imported here: most scripts never need it.
         from booster.numerics.diagnose import diagnose
         from booster.numerics.replay import replayed_scale
 
@@ -414,29 +373,12 @@ class Booster:
         Raises `booster.checkpoint.CheckpointError` on all ranks if any fails, with `folder` as it was; RuntimeError between
         backward and step, as within a group of `accumulate`, since gradients are not kept.
         """
-        # Imported here: it takes time that most scripts need not spend.
-        from booster.checkpoint.saving import reserve, snapshot, write
-
-        root = arguments.path("folder", folder)
-        step = None if step is None else arguments.count("step", step, least=0, also="None")
-        keep_last = None if keep_last is None else arguments.count("keep_last", keep_last, also="None for all")
-        arguments.flag("async_save", async_save)
-        self.wait_for_save()
-        given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        check_no_gradients_wait(given)
-        group = self.plugin.group
-        run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
-        taken = snapshot(given, run, group)
-        final, step = reserve(root, step, group)
-        if not async_save:
-            return write(final, taken, step=step, keep_last=keep_last, group=group)
-        taken, writers = taken.copied(), None if group is None else self._background.group()
-        self._background.start(lambda: write(final, taken, step=step, keep_last=keep_last, group=writers))
-        return final
+        given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        return self._checkpoints.save(folder, given, step=step, keep_last=keep_last, async_save=async_save)
 
     def wait_for_save(self) -> None:
         """Wait until what `save(async_save=True)` writes is complete; raises CheckpointError if it failed."""
-        self._background.wait()
+        self._checkpoints.wait()
 
     def load(
         self,
@@ -458,13 +400,8 @@ class Booster:
         Every byte is verified, and names, shapes and classes compared, before anything is touched. Raises
         `booster.checkpoint.CheckpointError` on all ranks, listing all that differs, with nothing loaded.
         """
-        from booster.checkpoint.loading import find, load
-
-        root = arguments.path("folder", folder)
-        arguments.flag("strict", strict)
-        self.wait_for_save()
-        given = parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        return load(find(root, self.plugin.group), given, strict=strict, group=self.plugin.group)
+        given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        return self._checkpoints.load(folder, given, strict=strict)
 
     def resume_or_start(
         self,
@@ -490,19 +427,11 @@ class Booster:
 
         A collective. Raises as `load` does, also where all checkpoints of `folder` are damaged.
         """
-        from booster.checkpoint.loading import anything_in
-
-        root = arguments.path("folder", folder)
-        parts(model, optimizer, criterion, dataloader, lr_scheduler, extra)  # wrong objects are errors now, not later
-        self._stop_requests.listen()
-        self.wait_for_save()
-        if not anything_in(root, self.plugin.group):
-            return Loaded(0, extra, None)
-        return self.load(folder, model, optimizer, criterion, dataloader, lr_scheduler, extra=extra)
+        return self._checkpoints.resume_or_start(folder, (model, optimizer, criterion, dataloader, lr_scheduler, extra))
 
     def stop_requested(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank since `resume_or_start`; a collective of one number."""
-        return self._stop_requests.requested(self.plugin.group)
+        return self._checkpoints.stop_requested()
 
     def save_model(
         self,
@@ -520,16 +449,13 @@ class Booster:
         use_safetensors: False writes files of `torch.save`. Weights that the optimizer keeps in float32 behind half ones
         are in what `save` writes, not here.
         """
-        from booster.checkpoint.saving import save_weights
-
-        save_weights(
+        self._checkpoints.save_model(
             boosted_wrapper(model, "save_model"),
-            arguments.path("path", path),
-            group=self.plugin.group,
-            shard=arguments.flag("shard", shard),
-            prefix=None if prefix is None else arguments.text("prefix", prefix, also="None"),
-            size_per_shard=arguments.count("size_per_shard", size_per_shard, what="of MB"),
-            use_safetensors=arguments.flag("use_safetensors", use_safetensors),
+            path,
+            shard=shard,
+            prefix=prefix,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
         )
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -538,19 +464,12 @@ class Booster:
         Raises CheckpointError that lists all names and shapes that differ, with nothing loaded. strict: False leaves out
         names that only one side has, with a WARNING. Masters of the optimizer follow the weights.
         """
-        from booster.checkpoint.loading import load_model
-
-        wrapper, file = boosted_wrapper(model, "load_model"), arguments.path("path", path)
-        load_model(wrapper, file, strict=arguments.flag("strict", strict), group=self.plugin.group)
+        self._checkpoints.load_model(boosted_wrapper(model, "load_model"), path, strict=strict)
 
     def save_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
         """Write the states, masters and loss scale of a boosted optimizer as the checkpoint folder `path`; a collective."""
-        from booster.checkpoint.saving import snapshot, write
-
         checks.check_boosted_optimizers(optimizer, "save_optimizer")
-        root = arguments.path("path", path)
-        taken = snapshot(parts(None, optimizer, None, None, None, None), {}, self.plugin.group)
-        write(root, taken, step=0, keep_last=None, group=self.plugin.group)
+        self._checkpoints.save_part(path, optimizer=optimizer)
 
     def load_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
         """Load what `save_optimizer` wrote, in any layout; raises as `load` does. A collective."""
@@ -559,12 +478,8 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
         """Write the state of a scheduler as the checkpoint folder `path`; a collective."""
-        from booster.checkpoint.saving import snapshot, write
-
         checks.check_named("lr_scheduler", lr_scheduler)
-        root = arguments.path("path", path)
-        taken = snapshot(parts(None, None, None, None, lr_scheduler, None), {}, self.plugin.group)
-        write(root, taken, step=0, keep_last=None, group=self.plugin.group)
+        self._checkpoints.save_part(path, lr_scheduler=lr_scheduler)
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
         """Load what `save_lr_scheduler` wrote; raises as `load` does. A collective."""
@@ -625,21 +540,4 @@ class Booster:
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
         from booster.numerics.replay import Replay
 
-        return Replay(forward, optimizers, self._labelled_models(), list(self._criteria), scale)
-
-    def _labelled_models(self) -> dict[str, ModelWrapper]:
-        """The boosted models, by what tells them apart in messages; "" for a single one."""
-        boosted = [model for model in self._models if isinstance(model, ModelWrapper)]
-        if len(boosted) == 1:
-            return {"": boosted[0]}
-        labelled: dict[str, ModelWrapper] = {}
-        for model in boosted:
-            name = type(model.unwrap()).__name__
-            labelled[f"{name}-{len(labelled)}" if name in labelled else name] = model
-        return labelled
-
-    def _own(self, model: nn.Module, method: str) -> ModelWrapper:
-        wrapper = boosted_wrapper(model, method)
-        if wrapper not in self._models:
-            raise ValueError(f"{method} got a {type(wrapper.unwrap()).__name__} that this Booster did not boost")
-        return wrapper
+        return Replay(forward, optimizers, self._boosted.labelled(), list(self._boosted.criteria), scale)

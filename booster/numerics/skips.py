@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from booster import arguments
 from booster.cast_regions import backward_region
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
@@ -27,7 +28,7 @@ _logger = get_dist_logger("booster.numerics")
 
 
 class SkipWatcher:
-    """Diagnoses steps that were skipped, at most `most` of them (None: all), and logs each as one WARNING.
+    """Diagnoses steps that were skipped, the "first", "every" one or so many, and logs each as one WARNING.
 
     make_replay: of a function that runs the passes of a step, for so many optimizers, at a loss scale. group: ranks that skip
     together, and replay together. Whatever goes wrong in a replay is logged, and never ends the training.
@@ -35,25 +36,34 @@ class SkipWatcher:
 
     def __init__(
         self,
-        most: int | None,
+        diagnose: int | str,
         make_replay: Callable[[Callable[[], Any], Sequence[OptimizerWrapper], float], Replay],
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> None:
         self.tape = Tape(device)
         self.diagnoses: list[Diagnosis] = []
-        self._left = most
+        if isinstance(diagnose, str):
+            self._left = {"first": 1, "every": None}[arguments.choice("diagnose", diagnose, ("first", "every"))]
+        else:
+            self._left = arguments.count("diagnose", diagnose, what="of skipped steps", also="'first', 'every' or None")
         self._make_replay, self._group, self._device = make_replay, group, device
 
-    def follow(self, *boosted: Any) -> None:
-        """Keep the calls of a boosted model and criterion."""
-        for each in boosted:
+    def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
+        """Keep the calls of a boosted model and criterion, and diagnose the skipped steps of `optimizers`."""
+        for each in (model, criterion):
             if isinstance(each, (ModelWrapper, CriterionWrapper)):
                 each.keep_calls(self.tape)
+        for optimizer in optimizers:
+            optimizer.listen(_Steps(self, optimizer))
 
-    def attach(self, optimizer: OptimizerWrapper) -> None:
-        """Diagnose the skipped steps of `optimizer`."""
-        optimizer.listen(_Steps(self, optimizer))
+    def keep_pipeline(self, run: Callable[[], Any], optimizers: Sequence[OptimizerWrapper]) -> Any:
+        """Return `run()`, the forward and backward passes of a pipeline, which can be run again as a whole."""
+        state = self.tape.random_state()
+        with self.tape.paused():
+            result = run()
+        self.tape.end_pipeline(run, optimizers, state)
+        return result
 
     def after_step(self, optimizer: OptimizerWrapper, result: StepResult) -> None:
         """A step is made or skipped; which of them may be known later."""

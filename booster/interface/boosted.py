@@ -1,0 +1,59 @@
+"""What one Booster has boosted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from booster.data import DataLoaderWrapper
+from booster.interface.model import ModelWrapper, boosted_wrapper
+from booster.interface.optimizer import OptimizerWrapper
+
+
+class Boosted:
+    """The objects of one Booster, as long as the user keeps them.
+
+    models: both what the user gave and what wraps it. optimizers: by id of the user's optimizer, which its wrapper keeps
+    alive.
+    """
+
+    def __init__(self) -> None:
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.criteria: weakref.WeakSet[ModelWrapper] = weakref.WeakSet()
+        self.loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
+        self.optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
+
+    def add(
+        self, model: nn.Module, boosted: ModelWrapper, criterion: Any, optimizers: Sequence[OptimizerWrapper]
+    ) -> None:
+        """Keep what `boost` was given and what it made of it."""
+        self.models |= {model, boosted}
+        if isinstance(criterion, ModelWrapper):
+            self.criteria.add(criterion)
+        for wrapper in optimizers:
+            self.optimizers[id(wrapper.unwrap())] = wrapper
+
+    def wrappers(self) -> list[ModelWrapper]:
+        """Return the boosted models."""
+        return [model for model in self.models if isinstance(model, ModelWrapper)]
+
+    def labelled(self) -> dict[str, ModelWrapper]:
+        """Return the boosted models, by what tells them apart in messages; "" for a single one."""
+        boosted = self.wrappers()
+        if len(boosted) == 1:
+            return {"": boosted[0]}
+        labelled: dict[str, ModelWrapper] = {}
+        for model in boosted:
+            name = type(model.unwrap()).__name__
+            labelled[f"{name}-{len(labelled)}" if name in labelled else name] = model
+        return labelled
+
+    def own(self, model: nn.Module, method: str) -> ModelWrapper:
+        """Return the boosted model that `method` was given. Raises TypeError or ValueError for one of somebody else."""
+        wrapper = boosted_wrapper(model, method)
+        if wrapper not in self.models:
+            raise ValueError(f"{method} got a {type(wrapper.unwrap()).__name__} that this Booster did not boost")
+        return wrapper
