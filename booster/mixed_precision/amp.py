@@ -60,6 +60,11 @@ class AutocastMixedPrecision(MixedPrecision):
                 name = torch.cuda.get_device_name(device)
                 raise ValueError(f"{name} only emulates bfloat16, slowly; use mixed_precision='fp16' or 'fp32'")
 
+    def keeping(self, names: Iterable[str]) -> AutocastMixedPrecision:
+        clone = copy.deepcopy(self)
+        clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
+        return clone
+
     def forward_context(self) -> AbstractContextManager[Any]:
         autocast = torch.autocast(self.device.type, self.dtype, cache_enabled=self._cache_enabled)
         if not self._float32_attention or not torch.is_grad_enabled():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -86,6 +86,15 @@ class MixedPrecision:
     def is_rehearsal(self) -> bool:
         """Whether `device` only emulates this precision: its numbers, slower than the dtype that they are computed in."""
         return False
+
+    def keeping(self, names: Iterable[str]) -> MixedPrecision:
+        """A new strategy like this one, bound to no device, that also keeps the modules of these names in float32.
+
+        Raises TypeError for strategies without keep_fp32.
+        """
+        raise TypeError(
+            f"{type(self).__name__} takes no keep_fp32; 'fp16', 'bf16', 'fp16_naive', 'bf16_naive' and the low precisions do"
+        )
 
     def check_loss_id(self, loss_id: int) -> None:
         """Raise unless there is a loss scaler of that number."""

@@ -102,6 +102,11 @@ class NaiveMixedPrecision(MixedPrecision):
             name = torch.cuda.get_device_name(device)
             raise ValueError(f"bfloat16 does not run on {name}; use mixed_precision='fp16_naive' or 'fp32'")
 
+    def keeping(self, names: Iterable[str]) -> NaiveMixedPrecision:
+        clone = copy.deepcopy(self)
+        clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
+        return clone
+
     def forward_context(self) -> AbstractContextManager[Any]:
         return self._context(attention=self._float32_attention and torch.is_grad_enabled())
 

@@ -5,6 +5,7 @@ from booster.numerics.advise import advise
 from booster.numerics.compare import Comparison, compare
 from booster.numerics.diagnosis import Diagnosis
 from booster.numerics.numbers import Numbers
+from booster.numerics.pins import Pins, auto_pins
 from booster.numerics.record import Record
 from booster.numerics.run import Run, read_run
 from booster.numerics.table import Report, report
@@ -15,10 +16,12 @@ __all__ = [
     "Comparison",
     "Diagnosis",
     "Numbers",
+    "Pins",
     "Record",
     "Report",
     "Run",
     "advise",
+    "auto_pins",
     "compare",
     "read_run",
     "report",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -97,6 +98,16 @@ class LowPrecision(MixedPrecision):
         super().bind(device)
         self._wide.bind(device)
         self._runs()
+
+    def keeping(self, names: Iterable[str]) -> LowPrecision:
+        if self._dtype == torch.float32:
+            raise ValueError(
+                "keep_fp32 says nothing under compute_dtype=torch.float32; leave layers wide with keep= instead"
+            )
+        clone, names = copy.deepcopy(self), tuple(names)
+        clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
+        clone._wide = self._wide.keeping(names)
+        return clone
 
     @property
     def is_rehearsal(self) -> bool:
