@@ -97,14 +97,22 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 def damage(folder: Path) -> list[str]:
     """Return what is wrong with the checkpoint in `folder`; empty if every byte is as it was written."""
     while True:
-        before = _seen(folder)
+        before = manifest_now(folder)
         try:
             found = list(problems(folder, read_manifest(folder)))
         except CheckpointError as error:
             found = [str(error)]
-        if not found or before == _seen(folder):
+        if not found or before == manifest_now(folder):
             return found
         # Another process has put a newer checkpoint of this name in its place meanwhile.
+
+
+def manifest_now(folder: Path) -> bytes | None:
+    """Return what the manifest in `folder` holds now, read or not; None without one."""
+    try:
+        return (folder / MANIFEST).read_bytes()
+    except OSError:
+        return None
 
 
 def prune(root: Path, keep_last: int) -> None:
@@ -169,10 +177,3 @@ def sync_folder(folder: Path) -> None:
 
 def _replaced(final: Path) -> Path:
     return final.with_name(final.name + _REPLACED)
-
-
-def _seen(folder: Path) -> bytes | None:
-    try:
-        return (folder / MANIFEST).read_bytes()
-    except OSError:
-        return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
-from booster.checkpoint.folder import checkpoints, damage, latest, standing
+from booster.checkpoint.agree import agree_on_success, exchange, is_first
+from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
+from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, parts
 from booster.checkpoint.saved import Saved
@@ -28,49 +27,84 @@ from booster.trees import map_tensors
 from booster.update.loading import Reading
 
 _logger = logging.getLogger(__name__)
+_CAUGHT = (OSError, ValueError, KeyError, TypeError, CheckpointError)  # what a wrong file or a wrong job raises
 
 
-def find(root: str | os.PathLike[str], group: dist.ProcessGroup | None) -> Path:
-    """Return the checkpoint that `root` is, or the newest valid one below it, the same on every rank; a collective.
+def load(root: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | None) -> Loaded:
+    """Load the checkpoint that `root` is, or the newest valid one below it, into the objects of `parts`; a collective.
 
-    Raises CheckpointError on every rank if there is none, or if the one that was named is damaged.
+    Files are compared with their hashes as they are read. If it raises, on any rank, it raises on all, and no object has
+    changed.
     """
+    new_hash()  # raises on every rank where xxhash is missing
+    passed_over: list[str] = []
+    while True:
+        folder = _candidate(root, passed_over, group)
+        before = manifest_now(folder)
+        try:
+            loading = _read(folder, parts, strict=strict, group=group)
+            break
+        except _CAUGHT as error:
+            # What the first rank sees counts: another process may be replacing the folder.
+            found = damage(folder) if is_first(group) else []
+            bad, replaced, named = exchange([found, before != manifest_now(folder), folder == standing(root)], group)[0]
+            if bad and named:
+                raise CheckpointError(f"{folder} is damaged: {'; '.join(bad)}") from error
+            if bad:
+                if is_first(group):
+                    _logger.warning("checkpoint %s is passed over: %s", folder, "; ".join(bad))
+                passed_over.append(folder.name)
+            elif not replaced:  # by a newer one of this name, while it was read
+                raise
+    return loading.apply(group)
+
+
+def _candidate(root: Path, passed_over: list[str], group: dist.ProcessGroup | None) -> Path:
+    """Return the checkpoint to try, the same on every rank; a collective. Raises CheckpointError if none is left."""
     found: str | None = None
     problem: BaseException | None = None
     if is_first(group):
         try:
-            found = str(_find(Path(root)))
+            found = str(_next(root, passed_over))
         except (OSError, CheckpointError) as error:
             problem = error
     agree_on_success(problem, group)
     return Path(exchange(found, group)[0])
 
 
-def load(folder: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | None) -> Loaded:
-    """Load the checkpoint in `folder`, which `find` gave, into the objects of `parts`; a collective over `group`.
+def _next(root: Path, passed_over: list[str]) -> Path:
+    named = standing(root)
+    if (named / MANIFEST).exists():
+        return named
+    below = [path for _, path in checkpoints(named)]
+    left = [path for path in below if path.name not in passed_over]
+    if not left:
+        names = [path.name for path in below]
+        raise CheckpointError(
+            f"there is no valid checkpoint in {root}: "
+            + (f"{names} are damaged (see the warnings)" if names else "it holds no folder `step-...`")
+        )
+    return left[0]
 
-    If it raises, on any rank, it raises on all, and no object has changed.
-    """
-    rank = 0 if group is None else dist.get_rank(group)
+
+def _read(folder: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | None) -> _Loading:
+    """Read and verify a checkpoint, and compare it with the job; touches no object. Raises on all ranks, or on none."""
     problem: BaseException | None = None
     loading: _Loading | None = None
     try:
-        loading = _Loading(Saved(folder), parts, rank)
+        loading = _Loading(Saved(folder), parts, 0 if group is None else dist.get_rank(group))
         loading.compare(strict=strict)
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+    except _CAUGHT as error:
         problem = error
     agree_on_success(problem, group)
     assert loading is not None  # there was no problem
-    try:
-        loading.saved.read(group)
-    except CheckpointException as error:
-        raise CheckpointError(f"reading {folder} failed {first_failure(error)}; nothing was loaded") from error
+    loading.saved.read(group)
     try:
         loading.prepare()
-    except (ValueError, KeyError, TypeError, CheckpointError) as error:
+    except _CAUGHT as error:
         problem = error
     agree_on_success(problem, group)
-    return loading.apply(group)
+    return loading
 
 
 def anything_in(root: Path, group: dist.ProcessGroup | None) -> bool:
@@ -82,7 +116,7 @@ def anything_in(root: Path, group: dist.ProcessGroup | None) -> bool:
 def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.ProcessGroup | None) -> None:
     """Load weights from plain files, or from a checkpoint, into a boosted model; see `Booster.load_model`. A collective."""
     if exchange((path / MANIFEST).exists(), group)[0]:
-        load(find(path, group), parts(model, None, None, None, None, None), strict=strict, group=group)
+        load(path, parts(model, None, None, None, None, None), strict=strict, group=group)
         return
     problem: Exception | None = None
     state: dict[str, torch.Tensor] = {}
@@ -228,23 +262,6 @@ class _Loading:
 
     def _found(self, kind: str) -> list[str]:
         return [name for name in getattr(self.parts, kind) if name in self.saved.tree.get(kind, {})]
-
-
-def _find(root: Path) -> Path:
-    root = standing(root)
-    if (root / MANIFEST).exists():
-        bad = damage(root)
-        if bad:
-            raise CheckpointError(f"{root} is damaged: " + "; ".join(bad))
-        return root
-    found = latest(root)
-    if found is None:
-        names = [path.name for _, path in checkpoints(root)]
-        raise CheckpointError(
-            f"there is no valid checkpoint in {root}: "
-            + (f"{names} are damaged (see the warnings)" if names else "it holds no folder `step-...`")
-        )
-    return found
 
 
 def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:

@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from booster.checkpoint.hashing import HASH, hash_of_file
+
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "booster checkpoint", 1
-_READ = 1 << 20  # bytes hashed at a time
+FORMAT, VERSION = "booster checkpoint", 2
+_VERSION_OF_SHA256 = 1  # is read, and differs in the hashes of files alone
 
 
 class CheckpointError(RuntimeError):
@@ -21,10 +23,11 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class File:
-    """One file beside the manifest: its size and the hexadecimal SHA-256 of its bytes."""
+    """One file beside the manifest: its size, the hexadecimal hash of its bytes, and which hash that is."""
 
     bytes: int
-    sha256: str
+    digest: str
+    hash: str = HASH
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,17 @@ def read_manifest(folder: Path) -> Manifest:
         if outer["format"] != FORMAT:
             raise ValueError(f"its format is {outer['format']!r}")
         version = outer["version"]
-        if version == VERSION and hashlib.sha256(_canonical(outer["content"])).hexdigest() != outer["sha256"]:
+        if (
+            version in (VERSION, _VERSION_OF_SHA256)
+            and hashlib.sha256(_canonical(outer["content"])).hexdigest() != outer["sha256"]
+        ):
             raise ValueError("its content does not match its hash")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
-    if version != VERSION:
-        raise CheckpointError(f"{path} is of version {version!r} of the format; this booster reads version {VERSION}")
+    if version not in (VERSION, _VERSION_OF_SHA256):
+        raise CheckpointError(
+            f"{path} is of version {version!r} of the format; this booster reads versions up to {VERSION}"
+        )
     try:
         return _of(outer["content"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -102,25 +110,12 @@ def problems(folder: Path, manifest: Manifest) -> Iterator[str]:
             size = path.stat().st_size
             if size != expected.bytes:
                 yield f"{name} has {size} bytes, and {expected.bytes} were written"
-            elif sha256_of(path) != expected.sha256:
+            elif hash_of_file(path, expected.hash) != expected.digest:
                 yield f"{name} holds other bytes than were written"
         except FileNotFoundError:
             yield f"{name} is missing"
         except OSError as error:
             yield f"{name} cannot be read: {error}"
-
-
-def sha256_of(path: Path) -> str:
-    """Return the hexadecimal SHA-256 of the file at `path`."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
-    while data := file.read(_READ):
-        digest.update(data)
-    return digest.hexdigest()
 
 
 def _canonical(content: Any) -> bytes:
@@ -129,7 +124,7 @@ def _canonical(content: Any) -> bytes:
 
 def _of(content: Mapping[str, Any]) -> Manifest:
     tensors = {name: _tensor(name, entry) for name, entry in content["tensors"].items()}
-    files = {name: File(int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+    files = {name: _file(entry) for name, entry in content["files"].items()}
     for name in files:
         if not name or Path(name).name != name or name == MANIFEST:
             raise ValueError(f"{name!r} is not the name of a file of a checkpoint")
@@ -137,6 +132,14 @@ def _of(content: Mapping[str, Any]) -> Manifest:
         if unknown := {chunk.file for chunk in tensor.chunks} - files.keys():
             raise ValueError(f"{name} lies in {sorted(unknown)}, which the manifest does not list")
     return Manifest(int(content["step"]), int(content["world_size"]), dict(content["versions"]), files, tensors)
+
+
+def _file(entry: Mapping[str, Any]) -> File:
+    if "sha256" in entry:  # of format 1
+        return File(int(entry["bytes"]), str(entry["sha256"]), "sha256")
+    if entry["hash"] != HASH:
+        raise ValueError(f"{entry['hash']!r} is no hash of this format")
+    return File(int(entry["bytes"]), str(entry["digest"]))
 
 
 def _tensor(name: str, entry: Mapping[str, Any]) -> Tensor:

@@ -64,13 +64,13 @@ class RunCheckpoints:
         self._background.wait()
 
     def load(self, folder: str | os.PathLike[str], given: Given, *, strict: bool) -> Loaded:
-        from booster.checkpoint.loading import find, load
+        from booster.checkpoint.loading import load
 
         root = arguments.path("folder", folder)
         arguments.flag("strict", strict)
         self.wait()
         found = parts(*given)
-        return load(find(root, self._group), found, strict=strict, group=self._group)
+        return load(root, found, strict=strict, group=self._group)
 
     def resume_or_start(self, folder: str | os.PathLike[str], given: Given) -> Loaded:
         from booster.checkpoint.loading import anything_in

@@ -11,12 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from booster.checkpoint.agree import agree_on_success, first_failure
+from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.layout import Held, LoadPlanner, empty_like_whole
-from booster.checkpoint.manifest import Tensor, read_manifest
+from booster.checkpoint.manifest import CheckpointError, Tensor, read_manifest
 from booster.checkpoint.plain import decode
 from booster.checkpoint.saving import STATE
-from booster.checkpoint.storage import ManifestReader, dtype_of
+from booster.checkpoint.storage import ManifestReader
+from booster.checkpoint.tensor_file import dtype_of
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.update.checkpoint import STATE_KEY
 
@@ -25,13 +29,17 @@ class Saved:
     """A checkpoint, opened. tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
 
     First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it.
-    notes: what the user is to be told if the load succeeds. Raises OSError, ValueError or KeyError if it cannot be opened.
+    notes: what the user is to be told if the load succeeds. Raises OSError, ValueError, KeyError or CheckpointError if it
+    cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self.tree: dict[str, Any] = json.loads((folder / STATE).read_bytes())
+        text, expected = (folder / STATE).read_bytes(), self.manifest.files[STATE]
+        if hash_of(text, expected.hash) != expected.digest:
+            raise CheckpointError(f"{STATE} holds other bytes than were written")
+        self.tree: dict[str, Any] = json.loads(text)
         self.notes: list[str] = []
         self._targets: dict[str, Held] = {}
 
@@ -94,16 +102,25 @@ class Saved:
             self.want(name, None)
 
     def read(self, group: dist.ProcessGroup | None) -> None:
-        """Read what was wanted; a collective. Nothing of the user's is touched."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(
-                self._targets,
-                storage_reader=ManifestReader(self.folder, self.manifest),
-                planner=LoadPlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
+        """Read what was wanted, and compare every file with its hash; a collective. Nothing of the user's is touched.
+
+        Raises CheckpointError on every rank if any of them finds damage, or cannot read.
+        """
+        rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        reader = ManifestReader(self.folder, self.manifest, rank, num_ranks)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                dcp.load(
+                    self._targets,
+                    storage_reader=reader,
+                    planner=LoadPlanner(),
+                    process_group=group,
+                    no_dist=group is None,
+                )
+        except CheckpointException as error:
+            raise CheckpointError(f"reading {self.folder} failed {first_failure(error)}; nothing was loaded") from error
+        agree_on_success(CheckpointError("; ".join(reader.damage)) if reader.damage else None, group)
 
     def tensor(self, name: str | None) -> Held:
         """Return a tensor that was read."""

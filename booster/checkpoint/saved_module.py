@@ -11,7 +11,7 @@ from torch import nn
 from booster.casting import HALF_DTYPES
 from booster.checkpoint.layout import placed_like
 from booster.checkpoint.saved import Saved, listed, reference
-from booster.checkpoint.storage import dtype_of
+from booster.checkpoint.tensor_file import dtype_of
 from booster.interface.model import ModelWrapper
 from booster.masters.loaded import LoadedWeights
 from booster.modules import bare

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import warnings
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
 from booster.checkpoint.collect import collect
 from booster.checkpoint.folder import checkpoints, name_of, prune, publish, remove, staging_folder, write_synced
+from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.layout import Held, SavePlanner, storable
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, read_manifest
 from booster.checkpoint.parts import Parts
@@ -50,6 +50,7 @@ class Snapshot:
 
 def snapshot(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> Snapshot:
     """Return the state of `parts` now; the tensors are those of the running job. A collective."""
+    new_hash()  # raises now, and not in the thread that writes, where xxhash is missing
     return Snapshot(*collect(parts, run, group))
 
 
@@ -173,7 +174,7 @@ def _host_copy(tensor: Held) -> Held:
 def _write_state(path: Path, tree: dict[str, Any]) -> dict[str, File]:
     data = json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
     write_synced(path, data)
-    return {path.name: File(len(data), hashlib.sha256(data).hexdigest())}
+    return {path.name: File(len(data), hash_of(data))}
 
 
 def _versions() -> dict[str, str]:

@@ -9,15 +9,10 @@ knows hashes, nor syncs the folder.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -40,34 +35,14 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from booster.checkpoint.folder import sync_folder
-from booster.checkpoint.manifest import CheckpointError, Chunk, File, Manifest, Tensor
-
-# The names of dtypes in the safetensors format.
-SAFETENSORS_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_ALIGNMENT = 8  # bytes, of the header; data follow at once
+from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor
+from booster.checkpoint.tensor_file import SAFETENSORS_DTYPES, dtype_of, open_tensors, read_tensors, write_tensors
 
 
 class ManifestWriter(StorageWriter):
     """Write each rank's tensors to one safetensors file in `staging`, synced; on the coordinator, collect the manifest.
 
-    Tensors are written one after another, and hashed by a second thread meanwhile: a rank holds no copy of what it writes.
+    Tensors are hashed and written block by block, from where they are: a rank holds no copy of what it writes.
     After `torch.distributed.checkpoint.save`, `manifest` is set on the coordinator alone, and not written yet.
     `other_files`, what this rank has written into `staging` by itself, are collected too.
     """
@@ -146,11 +121,21 @@ class ManifestWriter(StorageWriter):
 
 
 class ManifestReader(StorageReader):
-    """Read the parts of tensors that a plan asks for from the files of `folder`, as `manifest` describes them."""
+    """Read the parts of tensors that a plan asks for from the files of `folder`, as `manifest` describes them.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    Every file is compared with its hash by one of the `world_size` ranks, in the same pass in which that rank reads its own
+    part of it. `damage` has what `rank` found wrong; as long as another may have found something, what was read counts for
+    nothing.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.damage: list[str] = []
+        # Ranks read mostly what they have written themselves, where the layout is the same.
+        of_tensors = {chunk.file for tensor in manifest.tensors.values() for chunk in tensor.chunks}
+        names = sorted(manifest.files, key=lambda name: (name not in of_tensors, name))
+        self._verified_here = names[rank::world_size]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept from one load to the next: a reader serves one folder."""
@@ -181,27 +166,63 @@ class ManifestReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planner's tensors, file by file."""
-        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {name: [] for name in self._verified_here}
         for item in plan.items:
             chunks = self.manifest.tensors[item.storage_index.fqn].chunks
             chunk = next(c for c in chunks if c.offsets == tuple(item.storage_index.offset or ()))
             by_file.setdefault(chunk.file, []).append((chunk, item))
         for name, items in by_file.items():
-            with open_tensors(self.folder / name) as file:
-                for chunk, item in items:
-                    target = planner.resolve_tensor(item).detach()
-                    if item.lengths:
-                        box = tuple(
-                            slice(start, start + length)
-                            for start, length in zip(item.storage_offsets, item.lengths, strict=True)
-                        )
-                        target.copy_(file.get_slice(chunk.key)[box])
-                    else:
-                        target.copy_(file.get_tensor(chunk.key))
-                    planner.commit_tensor(item, target)
+            if name in self._verified_here:
+                items = self._read_verified(name, items, planner)
+            if items and not self.damage:
+                self._read(name, items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_verified(
+        self, name: str, items: list[tuple[Chunk, ReadItem]], planner: LoadPlanner
+    ) -> list[tuple[Chunk, ReadItem]]:
+        """Compare a file with its hash, reading what is wanted whole into its place; return what is still to be read."""
+        direct: dict[str, tuple[ReadItem, torch.Tensor]] = {}
+        rest = []
+        for chunk, item in items:
+            target = planner.resolve_tensor(item).detach()
+            in_place = (
+                tuple(target.shape) == chunk.sizes
+                and str(target.dtype) == f"torch.{self.manifest.tensors[item.storage_index.fqn].dtype}"
+                and target.device.type == "cpu"
+                and target.is_contiguous()
+                and chunk.key not in direct
+            )
+            if in_place:
+                direct[chunk.key] = item, target
+            else:
+                rest.append((chunk, item))
+        targets = {key: target for key, (_, target) in direct.items()}
+        try:
+            problem = read_tensors(self.folder / name, self.manifest.files[name], targets)
+        except OSError as error:
+            problem = f"{name} cannot be read: {error}"
+        if problem is not None:
+            self.damage.append(problem)
+        for item, target in direct.values():
+            planner.commit_tensor(item, target)
+        return rest
+
+    def _read(self, name: str, items: list[tuple[Chunk, ReadItem]], planner: LoadPlanner) -> None:
+        with open_tensors(self.folder / name) as file:
+            for chunk, item in items:
+                target = planner.resolve_tensor(item).detach()
+                if item.lengths:
+                    box = tuple(
+                        slice(start, start + length)
+                        for start, length in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
+                    target.copy_(file.get_slice(chunk.key)[box])
+                else:
+                    target.copy_(file.get_tensor(chunk.key))
+                planner.commit_tensor(item, target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -221,100 +242,6 @@ class _Entry:
 def tensor_file(rank: int) -> str:
     """Return the name of the file that `rank` writes tensors to."""
     return f"tensors-{rank:05d}.safetensors"
-
-
-def write_tensors(
-    path: Path,
-    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    tensor_of: Callable[[str], torch.Tensor],
-) -> File:
-    """Write a new safetensors file and wait until the disk has it; returns its size and hash.
-
-    tensor_of: called once for each key of `entries`, in order, for a tensor of that dtype and shape on any device.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for key, (dtype, shape) in entries.items():
-        start, end = end, end + dtype.itemsize * _numel(shape)
-        header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("xb") as file:
-        with closing(_Hash()) as add:
-            _write(file, memoryview(len(text).to_bytes(8, "little") + text), add)
-            for key in entries:
-                tensor = tensor_of(key).detach().cpu().contiguous()
-                _write(file, memoryview(tensor.view(-1).view(torch.uint8).numpy()), add)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-        return File(file.tell(), add.hexdigest())
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading; needs the package of that name."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError("reading a checkpoint needs safetensors: pip install 'booster-amp[checkpoint]'") from error
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not the safetensors file that the manifest describes: {error}") from error
-
-
-def dtype_of(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that a manifest's entry names."""
-    dtype = getattr(torch, tensor.dtype, None)
-    if dtype not in SAFETENSORS_DTYPES:
-        raise CheckpointError(f"the manifest names the dtype {tensor.dtype!r}, which this torch does not have")
-    return dtype
-
-
-class _Hash:
-    """A SHA-256 that is computed in a thread of its own, in the order of the calls.
-
-    Not in an executor of the standard library: these take no more work once the interpreter begins to end, which waits for
-    a save in the background.
-    """
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self._given: SimpleQueue[tuple[memoryview, Future[None]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="booster-checkpoint-hash", daemon=True)
-        self._thread.start()
-
-    def __call__(self, data: memoryview) -> Future[None]:
-        hashed: Future[None] = Future()
-        self._given.put((data, hashed))
-        return hashed
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        self._given.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (given := self._given.get()) is not None:
-            data, hashed = given
-            self._digest.update(data)
-            hashed.set_result(None)
-
-
-def _write(file: IO[bytes], data: memoryview, add: _Hash) -> None:
-    hashed = add(data)
-    file.write(data)
-    hashed.wait()  # the tensor's memory is freed only then
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 def _key(item: WriteItem) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from booster.checkpoint.folder import write_synced
 from booster.checkpoint.layout import placed_like
 from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
-from booster.checkpoint.storage import dtype_of, open_tensors, write_tensors
+from booster.checkpoint.tensor_file import dtype_of, open_tensors, write_tensors
 
 # (name of one file, ending) as transformers looks for them.
 _SAFETENSORS, _TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import RankPool, RanksFailed
-from runs import Run
+from runs import Run, differing
 
 from booster.checkpoint import CheckpointError, damage, latest
 from booster.checkpoint import storage as of_tensors
@@ -93,3 +93,27 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, victim):
     assert [name for name in sorted(os.listdir(tmp_path)) if not name.startswith("rank")] == STEPS, (
         "nothing is left behind"
     )
+
+
+def loads_past_damage(rank, world_size, layout, folder):
+    run = Run("fp16_naive", layout)
+    run.train(1)
+    run.save(folder, step=1)
+    expected = run.state()
+    run.train(1)
+    run.save(folder, step=2)
+    spoilt = Path(folder, STEPS[1], f"tensors-{world_size - 1:05d}.safetensors")
+    torch.distributed.barrier()
+    if rank == 0:
+        data = bytearray(spoilt.read_bytes())
+        data[-1] ^= 1
+        spoilt.write_bytes(data)
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError, match=f"is damaged: {spoilt.name} holds other bytes than were written"):
+        run.load(spoilt.parent)
+    return run.load(folder).step, differing(run.state(), expected)
+
+
+@pytest.mark.parametrize("layout", ["DDP", "ZeRO-2"])
+def test_damage_that_one_rank_finds_is_an_error_on_all(ranks2, tmp_path, layout):
+    assert ranks2(loads_past_damage, layout, str(tmp_path)) == [(1, [])] * 2

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import multiprocessing
+import sys
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from booster import Booster
-from booster.checkpoint import CheckpointError, latest, saving
+from booster.checkpoint import CheckpointError, latest, saved, saving
 from booster.checkpoint.plain import decode, encode
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
@@ -431,8 +432,12 @@ def _covers_half_a_tensor(outer):
     chunk["sizes"][0] //= 2
 
 
-def _is_of_version_2(outer):
-    outer["version"] = 2
+def _is_of_version_3(outer):
+    outer["version"] = 3
+
+
+def _names_another_hash(outer):
+    outer["content"]["files"]["state.json"]["hash"] = "md5"
 
 
 @pytest.mark.parametrize(
@@ -440,7 +445,8 @@ def _is_of_version_2(outer):
     [
         (_names_a_file_outside, "'../state.json' is not the name of a file of a checkpoint"),
         (_covers_half_a_tensor, "the parts of models/0/0.weight do not make up its shape"),
-        (_is_of_version_2, "is of version 2 of the format; this booster reads version 1"),
+        (_is_of_version_3, "is of version 3 of the format; this booster reads versions up to 2"),
+        (_names_another_hash, "'md5' is no hash of this format"),
     ],
 )
 def test_a_manifest_that_nobody_here_wrote_is_refused(tmp_path, change, message):
@@ -450,6 +456,93 @@ def test_a_manifest_that_nobody_here_wrote_is_refused(tmp_path, change, message)
     _resealed(path, change)
     with pytest.raises(CheckpointError, match=message):
         first.booster.load(path, *first.parts)
+
+
+def _of_format_1(path):
+    """Make the manifest in `path` what it was while files had a SHA-256."""
+
+    def change(outer):
+        outer["version"] = 1
+        for name, entry in outer["content"]["files"].items():
+            digest = hashlib.sha256((path / name).read_bytes()).hexdigest()
+            outer["content"]["files"][name] = {"bytes": entry["bytes"], "sha256": digest}
+
+    _resealed(path, change)
+
+
+def test_a_checkpoint_of_format_1_loads_and_is_verified(tmp_path):
+    first, second = job(), job(seed=1)
+    first.train(2)
+    path = first.booster.save(tmp_path, *first.parts, step=2)
+    _of_format_1(path)
+    second.booster.load(path, *second.parts)
+    assert same(first.state(), second.state())
+    _flip_last_byte(path / "tensors-00000.safetensors")
+    with pytest.raises(CheckpointError, match="tensors-00000.safetensors holds other bytes than were written"):
+        second.booster.load(path, *second.parts)
+
+
+def _flip_last_byte(file):
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_every_file_is_verified_whatever_is_read_of_it(tmp_path):
+    first = job()
+    path = first.booster.save(tmp_path, *first.parts, step=2)
+    _flip_last_byte(path / "tensors-00000.safetensors")
+    with pytest.raises(CheckpointError, match="is damaged: tensors-00000.safetensors holds other bytes"):
+        first.booster.load(path, first.parts[0], lr_scheduler=first.parts[4])
+    with pytest.raises(CheckpointError, match="is damaged: tensors-00000.safetensors holds other bytes"):
+        first.booster.load(path, None, lr_scheduler=first.parts[4])
+
+
+@pytest.mark.parametrize("width", [16, 8], ids=["which fits", "which fits no more"])
+def test_a_damaged_checkpoint_is_passed_over_when_it_is_read(tmp_path, caplog, width):
+    first = job()
+    first.train(1)
+    first.booster.save(tmp_path, *first.parts, step=1)
+    other = job(width=width)
+    _flip_last_byte(other.booster.save(tmp_path, *other.parts, step=2) / "tensors-00000.safetensors")
+    second = job(seed=1)
+    assert second.booster.load(tmp_path, *second.parts).step == 1
+    assert same(first.state(), second.state())
+    assert (
+        "step-0000000002 is passed over: tensors-00000.safetensors holds other bytes than were written" in caplog.text
+    )
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    first, second = job(), job(seed=1)
+    path = first.booster.save(tmp_path, *first.parts, step=1)
+    first.train(1)
+    real, times = saved.read_manifest, []
+
+    def replaced_afterwards(folder):
+        manifest = real(folder)
+        times.append(folder)
+        if len(times) == 1:
+            assert first.booster.save(tmp_path, *first.parts, step=1) == path
+        return manifest
+
+    monkeypatch.setattr(saved, "read_manifest", replaced_afterwards)
+    second.booster.load(path, *second.parts)
+    assert same(first.state(), second.state())
+    assert len(times) == 2
+
+
+@pytest.mark.parametrize("call", ["save", "save in the background", "load"])
+def test_without_xxhash_the_message_says_what_to_install(tmp_path, monkeypatch, call):
+    first = job()
+    path = first.booster.save(tmp_path / "runs", *first.parts, step=1)
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ImportError, match=r"need xxhash: pip install 'booster-amp\[checkpoint\]'"):
+        if call == "load":
+            first.booster.load(path, *first.parts)
+        else:
+            first.booster.save(tmp_path / "runs", *first.parts, step=2, async_save=call != "save")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["step-0000000001"]
 
 
 def test_another_number_of_groups_is_refused(tmp_path):

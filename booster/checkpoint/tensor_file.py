@@ -1,0 +1,184 @@
+"""Files of tensors in the safetensors format: written, and read and verified in one pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from booster.checkpoint.hashing import BLOCK, Hash, new_hash
+from booster.checkpoint.manifest import CheckpointError, File, Tensor
+
+# The names of dtypes in the safetensors format.
+SAFETENSORS_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_ALIGNMENT = 8  # bytes, of the header; data follow at once
+
+
+def write_tensors(
+    path: Path,
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensor_of: Callable[[str], torch.Tensor],
+) -> File:
+    """Write a new safetensors file and wait until the disk has it; returns its size and hash.
+
+    tensor_of: called once for each key of `entries`, in order, for a tensor of that dtype and shape on any device.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, (dtype, shape) in entries.items():
+        start, end = end, end + dtype.itemsize * _numel(shape)
+        header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("xb") as file:
+        digest = new_hash()
+        _write(file, memoryview(len(text).to_bytes(8, "little") + text), digest)
+        for key in entries:
+            tensor = tensor_of(key).detach().cpu().contiguous()
+            _write(file, _bytes_of(tensor), digest)
+        file.flush()
+        os.fsync(file.fileno())
+        return File(file.tell(), digest.hexdigest())
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that a manifest's entry names."""
+    dtype = getattr(torch, tensor.dtype, None)
+    if dtype not in SAFETENSORS_DTYPES:
+        raise CheckpointError(f"the manifest names the dtype {tensor.dtype!r}, which this torch does not have")
+    return dtype
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading; needs the package of that name."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading a checkpoint needs safetensors: pip install 'booster-amp[checkpoint]'") from error
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not the safetensors file that the manifest describes: {error}") from error
+
+
+def read_tensors(path: Path, expected: File, targets: Mapping[str, torch.Tensor]) -> str | None:
+    """Read whole tensors of a safetensors file into `targets`, comparing every byte of the file with its hash meanwhile.
+
+    targets: by their keys in the file, contiguous and in host memory; they hold anything where the file is damaged. Returns
+    what is wrong with the file, or None. The file is read once, a block at a time.
+    """
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected.bytes:
+            return f"{path.name} has {size} bytes, and {expected.bytes} were written"
+        stream = _Stream(file, new_hash(expected.hash))
+        try:
+            for start, end, key in _places(stream, size, targets):
+                stream.skip_to(start)
+                stream.read_into(_bytes_of(targets[key]))
+                if stream.position != end:
+                    raise ValueError(f"{key} has {end - start} bytes")
+            stream.skip_to(size)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return f"{path.name} is not the file that was written: {error!r}"
+    return None if stream.digest.hexdigest() == expected.digest else f"{path.name} holds other bytes than were written"
+
+
+class _Stream:
+    """A file that is hashed as it is read, from its beginning."""
+
+    def __init__(self, file: IO[bytes], digest: Hash) -> None:
+        self._file = file
+        self.digest = digest
+        self.position = 0
+        self._scratch: memoryview | None = None
+
+    def read(self, num: int) -> bytes:
+        data = bytearray(num)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def skip_to(self, position: int) -> None:
+        if position < self.position:
+            raise ValueError("two tensors share bytes")
+        if position > self.position and self._scratch is None:
+            self._scratch = memoryview(bytearray(BLOCK))
+        while position > self.position:
+            assert self._scratch is not None
+            self.read_into(self._scratch[: min(BLOCK, position - self.position)])
+
+    def read_into(self, memory: memoryview) -> None:
+        done = 0
+        while done < len(memory):
+            num = self._file.readinto(memory[done : done + BLOCK])  # type: ignore[attr-defined]
+            if not num:
+                raise ValueError("it ends early")
+            self.digest.update(memory[done : done + num])
+            done += num
+        self.position += done
+
+
+def _places(stream: _Stream, size: int, targets: Mapping[str, torch.Tensor]) -> list[tuple[int, int, str]]:
+    """Return where the bytes of `targets` begin and end in the file, in order, from the header that `stream` is at.
+
+    The header is not verified yet, so nothing in it is believed but what fits.
+    """
+    if not targets:  # then it may be a file of another kind
+        return []
+    length = int.from_bytes(stream.read(min(8, size)), "little")
+    if length > size - 8:
+        raise ValueError(f"its header has {length} bytes")
+    header = json.loads(stream.read(length))
+    places = []
+    for key, tensor in targets.items():
+        entry = header[key]
+        start, end = entry["data_offsets"]
+        if (entry["dtype"], entry["shape"]) != (SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape)):
+            raise ValueError(f"{key} is {entry['dtype']} {entry['shape']}")
+        if not 0 <= start <= end <= size - 8 - length:
+            raise ValueError(f"{key} lies outside")
+        places.append((8 + length + start, 8 + length + end, key))
+    return sorted(places)
+
+
+def _write(file: IO[bytes], data: memoryview, digest: Hash) -> None:
+    for start in range(0, len(data), BLOCK):
+        block = data[start : start + BLOCK]
+        digest.update(block)
+        file.write(block)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
