@@ -7,6 +7,7 @@ from booster.coordinator import DistCoordinator
 from booster.launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from booster.optimizer_kinds import register_elementwise
 from booster.update.outcome import LossScaleError, StepResult
+from booster.weights import load_weights
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "load_weights",
     "logging",
     "mixed_precision",
     "nn",

@@ -62,8 +62,8 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     Files of `torch.save` are read with weights_only=True. Raises CheckpointError for what is none of these.
     """
-    for file in _files(path):
-        if _is_safetensors(file):
+    for file in weight_files(path):
+        if is_safetensors(file):
             with open_tensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  (it is no mapping)
                     yield name, opened.get_tensor(name)
@@ -108,12 +108,14 @@ def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[st
     return state, left_out
 
 
-def _is_safetensors(file: Path) -> bool:
+def is_safetensors(file: Path) -> bool:
+    """Return whether a file is one of safetensors, by its name or how it begins."""
     with file.open("rb") as opened:
         return file.suffix == ".safetensors" or opened.read(9)[8:] == b"{"  # the header's length, and its JSON
 
 
-def _files(path: Path) -> list[Path]:
+def weight_files(path: Path) -> list[Path]:
+    """Return the files of weights that `path` means: itself, or those of a folder, by its index where it has one."""
     if path.is_file():
         return [path]
     indices = sorted(path.glob("*.index.json")) if path.is_dir() else []

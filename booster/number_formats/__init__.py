@@ -16,7 +16,8 @@ from booster.number_formats.formats import (
     noise_of,
     round_to,
 )
-from booster.number_formats.scaling import Scaled, Scaling, scale_to
+from booster.number_formats.nf4 import NF4_LEVELS, decode_nf4, encode_nf4
+from booster.number_formats.scaling import Scaled, Scaling, largest_under, scale_to
 
 __all__ = [
     "E2M1",
@@ -27,12 +28,16 @@ __all__ = [
     "E8M0",
     "FORMATS",
     "INT8",
+    "NF4_LEVELS",
     "TF32",
     "NumberFormat",
     "Scaled",
     "Scaling",
     "decode",
+    "decode_nf4",
     "encode",
+    "encode_nf4",
+    "largest_under",
     "noise_of",
     "round_to",
     "scale_to",

@@ -89,10 +89,10 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
     if x.dtype not in CARRIERS:
         raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
     wide = x.float()
-    largest = _largest(wide, scaling.over) / target.largest
+    largest = largest_under(wide, scaling.over) / target.largest
     outer = None
     if scaling.scale == "e4m3":
-        outer = (_largest(wide, "tensor") / target.largest / E4M3.largest).clamp(min=_TINY)
+        outer = (largest_under(wide, "tensor") / target.largest / E4M3.largest).clamp(min=_TINY)
         scale = round_to(largest / outer, E4M3).clamp(min=E4M3.smallest)
     elif scaling.scale == "power_of_two":
         bits = largest.view(torch.int32)
@@ -113,8 +113,8 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
     return Scaled(values, scale, outer, scaling)
 
 
-def _largest(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude under each scale."""
+def largest_under(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, int]) -> torch.Tensor:
+    """Return the largest magnitude of the matrix `x` under each scale: of shape (), (m, 1) or (blocks down, blocks across)."""
     size = x.abs()
     if isinstance(over, tuple):
         (rows, columns), (down, across) = x.shape, over

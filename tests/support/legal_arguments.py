@@ -281,6 +281,9 @@ RANGES: dict[str, Predicate] = {
     "keep_fp32": pins,
     "keep": pins,
     "compute_dtype": one_of(torch.bfloat16, torch.float32),
+    "storage_dtype": one_of("int8", "fp8", "nf4", torch.float32, torch.bfloat16, torch.float16),
+    "load_weights(compute_dtype)": one_of(torch.float32, torch.bfloat16, torch.float16),
+    "load_weights(model)": a(nn.Module),
     "KeptModules(option)": text,
     "init_scale": a_scale,
     "initial_scale": number(1, 2.0**32),
@@ -445,6 +448,7 @@ EXAMPLES: dict[str, Examples] = {
         f"Booster.{verb}_lr_scheduler": [lambda w: {"lr_scheduler": w.boosted[4], "path": "s"}]
         for verb in ("save", "load")
     },
+    "load_weights": [lambda w: {"model": nn.Linear(2, 2), "path": _weights_file(), "storage_dtype": "int8"}],
     "KeptModules": [lambda w: {"model": w.model, "keep_fp32": ()}],
     "KeptModules.contains": [lambda w: {"name": "0"}],
     "Booster.boost": [
@@ -517,6 +521,13 @@ EXAMPLES: dict[str, Examples] = {
     **{name: [lambda w: {**_optimizer(w), "lr_lambda": lambda step: 1.0}] for name in ("LambdaLR", "MultiplicativeLR")},
     **{name: [lambda w: {**_optimizer(w), "milestones": [3, 6]}] for name in ("MultiStepLR", "MultiStepWarmupLR")},
 }
+
+
+def _weights_file() -> str:
+    from safetensors.torch import save_file
+
+    save_file(nn.Linear(2, 2).state_dict(), "linear.safetensors")
+    return "linear.safetensors"
 
 
 def _apex_loss(w: World) -> dict[str, Any]:

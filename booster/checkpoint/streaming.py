@@ -1,0 +1,249 @@
+"""Weights from files straight into a model, in the dtypes that they are to be stored in: never two copies of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from booster.checkpoint.entries import Entry, entries_of, pieces
+from booster.checkpoint.manifest import CheckpointError
+from booster.checkpoint.weights import is_safetensors, weight_files
+from booster.frozen import Form, FrozenLinear, note_origin
+from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
+from booster.names import spelled
+from booster.tied import Place, places_of
+
+_logger = logging.getLogger(__name__)
+
+_WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How weights are to be stored. linear: those of linear layers that are to be frozen, None for none. wide: all other
+    floating parameters, None for the dtype that the model has. compute: what frozen layers multiply in.
+    """
+
+    linear: Form | torch.dtype | None
+    wide: torch.dtype | None
+    compute: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One tensor of the model, all its places, where its values come from, and in what it is stored."""
+
+    tensor: torch.Tensor
+    places: list[Place]
+    entry: Entry
+    stored: Form | torch.dtype
+    frozen: bool
+    packed: bool = False  # in the file already
+
+
+def stream(
+    model: nn.Module,
+    path: Path,
+    storage: Storage,
+    *,
+    keep: tuple[KeepFP32, ...],
+    device: torch.device,
+) -> nn.Module:
+    """Load the weights in `path` into `model`, in place, and return it, which is another object where it is one layer itself.
+
+    Tensor after tensor, in pieces of a few MB. keep: linear layers that are not frozen. device: where what is on the meta
+    device gets memory. Raises CheckpointError that lists all that does not fit, with nothing touched.
+    """
+    files = weight_files(path)
+    others = [str(file) for file in files if not is_safetensors(file)]
+    if others:
+        raise CheckpointError(
+            f"{others[0]} is not a safetensors file, and no other can be read in parts; save the weights as safetensors, by "
+            "Booster.save_model or save_pretrained"
+        )
+    entries: dict[str, Entry] = {}
+    problems = []
+    for file in files:
+        for name, entry in entries_of(file).items():
+            if name in entries:
+                problems.append(f"{name} is in {entries[name].file.name} and in {file.name}")
+            entries[name] = entry
+    steps, more = _plan(model, entries, storage, keep)
+    problems += more
+    if problems:
+        raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(problems))
+    with ExitStack() as stack:
+        opened = {file: stack.enter_context(file.open("rb")) for file in files}
+        # All memory first: between weights that stay, what is only needed for a while would leave holes.
+        targets = []
+        for step in steps:
+            model, target = _install(model, step, storage, device)
+            targets.append(target)
+        for step, target in sorted(
+            zip(steps, targets, strict=True), key=lambda pair: (str(pair[0].entry.file), pair[0].entry.start)
+        ):
+            _read(opened[step.entry.file], step, target)
+    frozen = [place.holder for step in steps if step.frozen for place in step.places[:1]]
+    if storage.linear is not None:
+        layers = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        _logger.info(
+            "%d linear layers of %s are stored in %s and frozen; stored wide: %s",
+            len(frozen),
+            type(model).__name__,
+            str(storage.linear).removeprefix("torch."),
+            spelled(layers) or "none",
+        )
+    return model
+
+
+def _plan(
+    model: nn.Module, entries: dict[str, Entry], storage: Storage, keep: Iterable[KeepFP32]
+) -> tuple[list[_Step], list[str]]:
+    """Return what is to be done, and all that does not fit, in words."""
+    kept = KeptModules(model, tuple(keep), option="keep")
+    params = {id(param) for param in model.parameters()}
+    steps, problems, used = [], [], set()
+    for tensor, places in places_of(model, buffers=True).items():
+        saved = [place for place in places if place.own not in place.holder._non_persistent_buffers_set]
+        names = [place.name for place in saved if place.name in entries]
+        used |= set(names)
+        first = places[0]
+        if not saved:
+            if tensor.is_meta:
+                problems.append(
+                    f"{first.name} is a buffer that no file holds, and it is on the meta device; build it on the CPU"
+                )
+            continue
+        frozen = id(tensor) in params and storage.linear is not None and _can_freeze(places, kept)
+        if frozen and not names and f"{first.name}_{storage.linear}" in entries:
+            entry = entries[f"{first.name}_{storage.linear}"]
+            fault = _fault_of_packed(tensor, entry, storage.linear)
+            problems += [f"{entry.name} {fault}"] if fault else []
+            used.add(entry.name)
+            steps.append(_Step(tensor, places, entry, storage.linear, frozen, packed=True))  # type: ignore[arg-type]
+            continue
+        if not names:
+            problems.append(f"{' and '.join(place.name for place in saved)}: not in the file")
+            continue
+        entry = entries[names[0]]
+        if frozen and storage.linear is not None:
+            stored: Form | torch.dtype = storage.linear
+        else:
+            stored = storage.wide if id(tensor) in params and storage.wide and _is_wide(tensor.dtype) else tensor.dtype
+        fault = _fault(tensor, entry, stored, said=storage.wide is not None or frozen, buffer=id(tensor) not in params)
+        problems += [f"{names[0]} {fault}"] if fault else []
+        problems += [
+            f"{name} and {names[0]} are one tensor in the model, and differ in the file"
+            for name in names[1:]
+            if not fault and not _same(entries[name], entry)
+        ]
+        steps.append(_Step(tensor, places, entry, stored, frozen))
+    problems += [f"{name}: not in the model" for name in entries if name not in used]
+    return steps, problems
+
+
+def _can_freeze(places: list[Place], kept: KeptModules) -> bool:
+    """Whether the tensor of these places is the weight of one plain linear layer, not kept."""
+    holder = places[0].holder
+    return (
+        type(holder) is nn.Linear
+        and "forward" not in vars(holder)
+        and all(place.holder is holder and place.own == "weight" for place in places)
+        and not any(kept.contains(place.name.removesuffix(".weight")) for place in places)
+    )
+
+
+def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, said: bool, buffer: bool) -> str:
+    """What of `entry` does not fit `tensor`, in words; empty where it does. said: it was said how to store it."""
+    if entry.shape != tuple(tensor.shape):
+        return f"has shape {entry.shape} in the file and {tuple(tensor.shape)} in the model"
+    has, wants = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, tensor.dtype))
+    if entry.dtype == stored:
+        return ""
+    if not (_is_wide(entry.dtype) and _is_wide(tensor.dtype)):
+        return f"is {has} in the file and {wants} in the model"
+    if said and not buffer:
+        return ""
+    if buffer and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype:
+        return ""  # buffers keep the model's dtype, and this one loses nothing
+    fix = "" if buffer else "; say in which dtype to store it: storage_dtype=, or compute_dtype= for what is not frozen"
+    return f"is {has} in the file and {wants} in the model{fix}"
+
+
+def _fault_of_packed(tensor: torch.Tensor, entry: Entry, form: Form | torch.dtype | None) -> str:
+    wants = (tensor.shape[0], form.row_bytes(tensor.shape[1])) if isinstance(form, Form) else ()
+    if entry.dtype == torch.uint8 and entry.shape == wants:
+        return ""
+    return (
+        f"is {entry.dtype} of shape {entry.shape} in the file, and a weight of this layer in {form} is uint8 of {wants}"
+    )
+
+
+def _install(model: nn.Module, step: _Step, storage: Storage, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    """Give one tensor memory, in all its places; returns the model, and the memory, to be read into."""
+    there = device if step.tensor.is_meta else step.tensor.device
+    holders = [place.name.rpartition(".")[0] for place in step.places]
+    if step.frozen:
+        # By its name, as below: what was installed before may stand in the place of another module.
+        linear = model.get_submodule(holders[0])
+        layer = FrozenLinear.of(linear, step.stored, compute_dtype=storage.compute, device=there)  # type: ignore[arg-type]
+        note_origin(layer, layer.stored_name, step.entry.dtype)
+        for name in holders:
+            if name:
+                model.set_submodule(name, layer)
+            else:
+                model = layer
+        return model, layer.weight
+    target = step.tensor
+    if target.is_meta:
+        memory = torch.empty_strided(target.shape, target.stride(), dtype=step.stored, device=there)  # type: ignore[arg-type]
+        target = nn.Parameter(memory, target.requires_grad) if isinstance(target, nn.Parameter) else memory
+    elif target.dtype != step.stored:
+        target.data = torch.empty_like(target, dtype=step.stored)  # type: ignore[arg-type]
+    for place, name in zip(step.places, holders, strict=True):
+        holder = model.get_submodule(name)
+        table = holder._parameters if place.own in holder._parameters else holder._buffers
+        table[place.own] = target  # type: ignore[assignment]
+        note_origin(holder, place.own, step.entry.dtype)
+    return model, target
+
+
+@torch.no_grad()
+def _read(opened: object, step: _Step, target: torch.Tensor) -> None:
+    target = target.detach()
+    if isinstance(step.stored, Form) and not step.packed:
+        columns, row = step.entry.shape[1], 0
+        for piece in pieces(opened, step.entry, columns):  # type: ignore[arg-type]
+            matrix = piece.view(-1, columns)
+            try:
+                packed = step.stored.pack(matrix.to(target.device))
+            except ValueError as error:
+                raise CheckpointError(f"{step.entry.name}: {error}; leave its layer wide with keep=") from error
+            target[row : row + len(matrix)] = packed
+            row += len(matrix)
+        return
+    contiguous = target.is_contiguous()
+    flat, start = (target if contiguous else torch.empty(target.shape, dtype=target.dtype)).view(-1), 0
+    for piece in pieces(opened, step.entry):  # type: ignore[arg-type]
+        flat[start : start + len(piece)].copy_(piece)
+        start += len(piece)
+    if not contiguous:
+        target.copy_(flat.view(target.shape))
+
+
+def _same(a: Entry, b: Entry) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    with a.file.open("rb") as one, b.file.open("rb") as other:
+        pairs = zip(pieces(one, a), pieces(other, b), strict=True)
+        return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype in _WIDE

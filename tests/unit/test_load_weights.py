@@ -1,0 +1,316 @@
+"""Weights are read into a model in the dtype that they are to be stored in, and what does not fit is said before that."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import booster
+from booster import Booster, load_weights
+from booster.checkpoint import CheckpointError
+from booster.frozen import FORMS, FrozenLinear, origins_of
+
+
+class Net(nn.Module):
+    """Norms with buffers, an embedding whose weight the head shares, linear layers with and without bias."""
+
+    def __init__(self, width=8, tied=True):
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.head = nn.Linear(width, 5, bias=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+TOKENS = torch.arange(5)
+
+
+def net(seed=0, **options):
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def on_meta(**options):
+    with torch.device("meta"):
+        return Net(**options)
+
+
+def saved(model, path, dtype=None):
+    state = {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in model.state_dict().items()}
+    state = {name: t.contiguous().clone() for name, t in state.items() if name != "head.weight" or not is_tied(model)}
+    save_file(state, path)
+    return path
+
+
+def is_tied(model):
+    return model.head.weight is model.embed.weight
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("make", [on_meta, lambda: net(seed=1)], ids=["meta", "real"])
+def test_a_file_or_a_folder_with_an_index_fills_the_model(tmp_path, make, shard):
+    source = net()
+    path = tmp_path / "model"
+    if shard:
+        wrapped, *_ = Booster("cpu").boost(net())
+        Booster("cpu").save_model(wrapped, path, shard=True)
+        (index,) = path.glob("*.index.json")
+        assert "head.weight" in json.loads(index.read_text())["weight_map"] or is_tied(source)
+    else:
+        saved(source, path)
+    model = make()
+    assert load_weights(model, path, device="cpu") is model
+    assert same(model.state_dict(), source.state_dict())
+    assert is_tied(model)
+    assert all(param.requires_grad for param in model.parameters())
+    model(TOKENS).sum().backward()
+
+
+def test_shards_are_read_as_transformers_writes_them(tmp_path):
+    state = net(tied=False).state_dict()
+    names = list(state)
+    parts = {"model-00001-of-00002.safetensors": names[:4], "model-00002-of-00002.safetensors": names[4:]}
+    for file, own in parts.items():
+        save_file({name: state[name] for name in own}, tmp_path / file)
+    where = {name: file for file, own in parts.items() for name in own}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    model = load_weights(on_meta(tied=False), tmp_path, device="cpu")
+    assert same(model.state_dict(), state)
+
+
+def test_an_optimizer_of_a_real_model_keeps_its_parameters(tmp_path):
+    model, source = net(seed=1), net()
+    before = list(model.parameters())
+    load_weights(model, saved(source, tmp_path / "w"), storage_dtype=torch.bfloat16)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
+def test_all_parameters_are_stored_in_the_floating_dtype_asked_for_and_buffers_as_they_are(tmp_path):
+    source = net()
+    model = load_weights(on_meta(), saved(source, tmp_path / "w"), storage_dtype=torch.bfloat16, device="cpu")
+    for name, param in model.named_parameters():
+        assert torch.equal(param, source.get_parameter(name).bfloat16()), name
+    assert model.norm.running_var.dtype == torch.float32
+    assert model.steps.dtype == torch.int64
+    assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_linear_layers_are_frozen_in_a_form_and_the_rest_stays_wide(tmp_path, form, caplog):
+    source = net()
+    with caplog.at_level(logging.INFO, "booster.checkpoint.streaming"):
+        model = load_weights(on_meta(), saved(source, tmp_path / "w"), storage_dtype=form, device="cpu")
+    assert caplog.messages == [f"2 linear layers of Net are stored in {form} and frozen; stored wide: head"]
+    assert isinstance(model.up, FrozenLinear)
+    assert torch.equal(model.up.weight, FORMS[form].pack(source.up.weight))
+    assert model.up.bias.requires_grad
+    assert type(model.head) is nn.Linear, "its weight is the embedding's"
+    assert is_tied(model)
+    expected = net()
+    for layer in ("up", "down"):
+        getattr(expected, layer).weight.detach().copy_(getattr(model, layer).unpacked())
+    assert torch.equal(model(TOKENS), expected(TOKENS))
+
+
+def test_compute_dtype_is_what_frozen_layers_multiply_in_and_all_else_is_stored_in(tmp_path):
+    path = saved(net(), tmp_path / "w")
+    model = load_weights(on_meta(), path, storage_dtype="nf4", compute_dtype=torch.bfloat16, device="cpu")
+    assert model.up.compute_dtype == torch.bfloat16
+    assert {name: param.dtype for name, param in model.named_parameters() if "nf4" not in name} == dict.fromkeys(
+        ("embed.weight", "norm.weight", "norm.bias", "up.bias"), torch.bfloat16
+    )
+    model = load_weights(on_meta(), path, storage_dtype=torch.bfloat16, compute_dtype=torch.float32, device="cpu")
+    assert isinstance(model.up, FrozenLinear)
+    assert (model.up.weight.dtype, model.up.bias.dtype, model.embed.weight.dtype) == (
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    )
+    assert model(TOKENS).dtype == torch.float32
+    model = load_weights(on_meta(), path, storage_dtype="nf4", keep="d*", device="cpu")
+    assert (type(model.up), type(model.down)) == (FrozenLinear, nn.Linear)
+
+
+def test_a_model_that_is_one_layer_comes_back_as_another_object(tmp_path):
+    torch.manual_seed(0)
+    source = nn.Linear(4, 3)
+    save_file(source.state_dict(), tmp_path / "w")
+    model = load_weights(nn.Linear(4, 3, device="meta"), tmp_path / "w", storage_dtype="int8", device="cpu")
+    assert isinstance(model, FrozenLinear)
+    assert torch.equal(model.bias, source.bias)
+    assert torch.equal(model.weight, FORMS["int8"].pack(source.weight))
+
+
+def test_a_layer_that_stands_in_two_places_is_frozen_in_both(tmp_path):
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    save_file({name: t for name, t in model.state_dict().items() if name.startswith("0")}, tmp_path / "w")
+    load_weights(model, tmp_path / "w", storage_dtype="int8")
+    assert isinstance(model[0], FrozenLinear)
+    assert model[0] is model[2]
+
+
+def test_weights_that_were_saved_in_a_form_are_read_as_they_are(tmp_path):
+    path = saved(net(tied=False), tmp_path / "w")
+    model = load_weights(on_meta(tied=False), path, storage_dtype="nf4", device="cpu")
+    save_file(model.state_dict(), tmp_path / "packed")
+    assert load_file(tmp_path / "packed")["up.weight_nf4"].dtype == torch.uint8
+    again = load_weights(on_meta(tied=False), tmp_path / "packed", storage_dtype="nf4", device="cpu")
+    assert same(again.state_dict(), model.state_dict())
+    with pytest.raises(CheckpointError, match=r"(?s)up.weight: not in the file.*up.weight_nf4: not in the model"):
+        load_weights(on_meta(tied=False), tmp_path / "packed", storage_dtype="int8", device="cpu")
+
+
+def test_all_that_does_not_fit_is_listed_and_nothing_is_touched(tmp_path):
+    state = {
+        "embed.weight": torch.zeros(5, 8),
+        "norm.weight": torch.zeros(9),
+        "norm.bias": torch.zeros(8, dtype=torch.float16),
+        "norm.running_mean": torch.zeros(8, dtype=torch.float64),
+        "norm.running_var": torch.zeros(8, dtype=torch.bfloat16),
+        "norm.num_batches_tracked": torch.zeros(()),
+        "up.weight": torch.zeros(24, 8, dtype=torch.int8),
+        "up.bias": torch.zeros(24),
+        "head.weight": torch.ones(5, 8),
+        "steps": torch.zeros((), dtype=torch.int64),
+        "old": torch.zeros(1),
+    }
+    save_file(state, tmp_path / "w")
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as raised:
+        load_weights(model, tmp_path / "w")
+    assert str(raised.value).splitlines()[1:] == [
+        "  head.weight and embed.weight are one tensor in the model, and differ in the file",
+        "  norm.weight has shape (9,) in the file and (8,) in the model",
+        "  norm.bias is float16 in the file and float32 in the model; say in which dtype to store it: storage_dtype=, or "
+        "compute_dtype= for what is not frozen",
+        "  norm.running_mean is float64 in the file and float32 in the model",
+        "  norm.num_batches_tracked is float32 in the file and int64 in the model",
+        "  up.weight is int8 in the file and float32 in the model",
+        "  down.weight: not in the file",
+        "  old: not in the model",
+    ]
+    assert same(before, model.state_dict())
+
+
+def test_a_buffer_on_meta_that_no_file_holds_is_named(tmp_path):
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("angles", torch.ones(3), persistent=False)
+
+    path = tmp_path / "w"
+    save_file({"none": torch.zeros(1)}, path)
+    with torch.device("meta"):
+        model = Rotary()
+    with pytest.raises(CheckpointError, match="angles is a buffer that no file holds, and it is on the meta device"):
+        load_weights(model, path)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"\xff" * 8 + data[8:], lambda data: data[:40], lambda data: b""]
+)
+def test_damaged_files_are_refused(tmp_path, damage):
+    path = saved(net(), tmp_path / "w.safetensors")
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load_weights(net(), path)
+
+
+def test_wrong_use_is_told_apart(tmp_path):
+    path = saved(net(), tmp_path / "w")
+    with pytest.raises(
+        ValueError, match=r"storage_dtype='int4' is not legal; choose one of \[None, torch.float32, .*'nf4'\]"
+    ):
+        load_weights(net(), path, storage_dtype="int4")
+    with pytest.raises(ValueError, match=r"compute_dtype=torch.bfloat16 needs storage_dtype"):
+        load_weights(net(), path, compute_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"keep='up' says which linear layers are not frozen, and none would be"):
+        load_weights(net(), path, storage_dtype=torch.bfloat16, keep="up")
+    with pytest.raises(ValueError, match=r"keep='nothing' selects no module of Net"):
+        load_weights(net(), path, storage_dtype="nf4", keep="nothing")
+    boosted, *_ = Booster("cpu").boost(net())
+    with pytest.raises(RuntimeError, match=r"models before boost\(\); Booster.load_model"):
+        load_weights(boosted, path)
+    torch.save(net().state_dict(), tmp_path / "w.bin")
+    with pytest.raises(CheckpointError, match=r"w.bin is not a safetensors file"):
+        load_weights(net(), tmp_path / "w.bin")
+    bad = net()
+    bad.up.weight.detach()[0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"up.weight: int8 has no code for inf or NaN.*keep="):
+        load_weights(net(), saved(bad, tmp_path / "bad"), storage_dtype="int8")
+
+
+def test_each_module_knows_the_dtype_that_it_was_loaded_from(tmp_path):
+    path = saved(net(), tmp_path / "w", torch.bfloat16)
+    model = load_weights(on_meta(), path, storage_dtype="nf4", compute_dtype=torch.float32, device="cpu")
+    assert origins_of(model.up) == {"weight_nf4": torch.bfloat16, "bias": torch.bfloat16}
+    assert origins_of(model.norm)["running_var"] == torch.bfloat16
+    assert origins_of(nn.Linear(1, 1)) == {}
+
+
+PEAK = """
+import sys, threading
+import torch
+from torch import nn
+from booster import load_weights
+import booster.checkpoint.streaming, booster.number_formats
+
+def resident(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
+
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(int(sys.argv[2]))))
+form = getattr(torch, sys.argv[3], sys.argv[3]) if sys.argv[3] != "int8" else "int8"
+load_weights(nn.Sequential(nn.Linear(8, 8)), sys.argv[4], storage_dtype=form)  # what imports and threads take
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before = resident("VmRSS")
+load_weights(model, sys.argv[1], storage_dtype=form, device="cpu")
+stored = sum(t.numel() * t.element_size() for t in model.state_dict().values())
+print(stored, resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["bfloat16", "float32", "int8", "fp8", "nf4"])
+def test_the_peak_of_memory_is_a_tenth_above_what_is_stored(tmp_path, form):
+    layers = {"bfloat16": 100, "float32": 50, "int8": 190, "fp8": 190, "nf4": 340}[form]  # about 200 MB each
+    half = torch.randn(1024, 1024, dtype=torch.bfloat16)
+    state = {f"{i}.{name}": t.clone() for i in range(layers) for name, t in (("weight", half), ("bias", half[0]))}
+    if form not in ("bfloat16", "float32"):
+        state = {name: t.float() if "bias" in name else t for name, t in state.items()}
+    save_file(state, tmp_path / "large")
+    del state
+    small = {f"0.{name}": t for name, t in nn.Linear(8, 8).state_dict().items()}
+    save_file(small, tmp_path / "small")
+    arguments = [str(tmp_path / "large"), str(layers), form, str(tmp_path / "small")]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=True, timeout=300
+    )
+    stored, peak = map(int, done.stdout.split())
+    print(f"{form}: stored {stored / 2**20:.1f} MiB, peak {peak / 2**20:.1f} MiB, ratio {peak / stored:.4f}")
+    assert stored > 190e6
+    assert peak <= 1.1 * stored
+
+
+def test_booster_has_it():
+    assert "load_weights" in booster.__all__
