@@ -89,7 +89,12 @@ class Booster:
         self._checkpoints = RunCheckpoints(self.plugin.group, run)
         self._records: Records | None = None
         self._watcher: SkipWatcher | None = None
-        if diagnose is not None:
+        if self.precision.pins_during_run:
+            checks.check_pins(self.plugin, diagnose)
+            from booster.numerics.pinning import PinningWatcher
+
+            self._watcher = PinningWatcher(self._boosted.labelled, self._replay, self.plugin.group, self.device)
+        elif diagnose is not None:
             from booster.numerics.skips import SkipWatcher
 
             self._watcher = SkipWatcher(diagnose, self._replay, self.plugin.group, self.device)

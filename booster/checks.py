@@ -43,6 +43,21 @@ def check_plugin(plugin: Any) -> None:
         )
 
 
+def check_pins(plugin: Plugin, diagnose: Any) -> None:
+    """Raise ValueError unless modules can be pinned to float32 during a run on `plugin`. diagnose: as given to `Booster`."""
+    if not plugin.is_whole:
+        raise ValueError(
+            f"keep_fp32='auto' needs models that are whole on every rank, and {type(plugin).__name__} divides weights, "
+            "gradients or states: which module a skip began in is told by a replay, which is not sure there. Use "
+            "TorchDDPPlugin or one process, or find the modules before the run, with booster.numerics.auto_pins"
+        )
+    if diagnose not in (None, "every"):
+        raise ValueError(
+            f"diagnose={arguments.shown(diagnose)} is not legal with keep_fp32='auto', which diagnoses every skipped step; "
+            "leave it out, or pass 'every'"
+        )
+
+
 def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
     """Raise unless `model` is a module that is not in `boosted`."""
     arguments.instance("model", model, nn.Module, "a torch.nn.Module")

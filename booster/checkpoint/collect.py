@@ -12,6 +12,7 @@ from booster.checkpoint.layout import Held, storable
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.plain import encode
 from booster.data import OWN_STATE, RANDOM, DataLoaderWrapper
+from booster.interface.model import pins_of
 from booster.interface.optimizer import OptimizerWrapper
 from booster.randomness import random_state
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
@@ -32,6 +33,9 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
         "criteria": {
             name: encode(dict(module.state_dict()), f"criteria/{name}", tensors)
             for name, module in parts.criteria.items()
+        },
+        "pins": {
+            name: pins.state_dict() for name, model in parts.models.items() if (pins := pins_of(model)) is not None
         },
         "optimizers": {
             name: encode(by_name(optimizer), f"optimizers/{name}", tensors)

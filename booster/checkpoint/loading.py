@@ -21,7 +21,7 @@ from booster.checkpoint.saved_module import SavedModule
 from booster.checkpoint.saved_optimizer import SavedOptimizer
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper
-from booster.interface.model import ModelWrapper
+from booster.interface.model import ModelWrapper, pins_of
 from booster.randomness import set_random_state
 from booster.trees import map_tensors
 from booster.update.loading import Reading
@@ -162,6 +162,7 @@ class _Loading:
                 different.append(f"{kind}: the checkpoint has {sorted(self.saved.tree.get(kind, {}))}, not {missing}")
         for _, saved_module in self._modules:
             different += saved_module.differences(strict=strict)
+        different += self._compare_pins()
         for _, _, saved_optimizer in self._optimizers:
             different += saved_optimizer.differences()
         for kind in ("dataloaders", "lr_schedulers"):
@@ -184,6 +185,22 @@ class _Loading:
                 + "\nBuild model and optimizer as "
                 "they were when it was saved" + (", or pass strict=False to leave out entries of the model" * strict)
             )
+
+    def _compare_pins(self) -> Iterator[str]:
+        for name, model in self.parts.models.items():
+            state, pins = self._pins(name), pins_of(model)
+            if pins is None and state.get("names"):
+                self.saved.notes.append(
+                    f"models {name!r}: modules {state['names']} were pinned to float32 in the run that was saved, and are not "
+                    "here; pass keep_fp32='auto' to have them so, or name them in keep_fp32"
+                )
+            elif pins is not None and (missing := pins.missing(state)):
+                yield f"models {name!r}: it has no modules {missing}, which were pinned to float32"
+
+    def _pins(self, model: str) -> dict[str, Any]:
+        """What was pinned in a model when it was saved; nothing in checkpoints of other precisions, and older ones."""
+        found: dict[str, Any] = self.saved.tree.get("pins", {}).get(model, {})
+        return found
 
     def _compare_loader(self, name: str) -> Iterator[str]:
         if len(self.saved.loaders) == self._world_size:
@@ -233,6 +250,9 @@ class _Loading:
             undo.pop_all()
         for module, state in self._module_states:
             module.load_state_dict(state, strict=False)
+        for name, model in self.parts.models.items():
+            if (pins := pins_of(model)) is not None:
+                pins.load_state_dict(self._pins(name))
         for read in readings:
             read.take_over()
         if self._random is not None:

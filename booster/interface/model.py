@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ __all__ = [
     "PrecisionModule",
     "bare",
     "boosted_wrapper",
+    "keep_pins",
+    "pins_of",
     "unwrap_placed",
 ]
 
@@ -120,8 +122,31 @@ class PrecisionModule(TransparentModule):
         return self.cast_outputs(output)
 
 
+class Pinned(Protocol):
+    """What a checkpoint needs of modules that were pinned to float32 during the run; see `mixed_precision.run_pins`."""
+
+    names: list[str]
+
+    def note(self, name: str, step: int) -> bool: ...
+    def missing(self, state: Mapping[str, Any]) -> list[str]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class ModelWrapper(PrecisionModule):
     """What `boost` returns for a model, and for a criterion that is a module."""
+
+    _pins: Pinned | None = None
+
+
+def keep_pins(model: ModelWrapper, pins: Pinned) -> None:
+    """Have `pins_of(model)` be `pins`, which checkpoints keep."""
+    model.__dict__["_pins"] = pins  # plain assignment sets attributes on the user's model
+
+
+def pins_of(model: ModelWrapper) -> Pinned | None:
+    """Return what is pinned during the run in a boosted model; None where its precision pins nothing."""
+    return model._pins
 
 
 def boosted_wrapper(model: nn.Module, method: str) -> ModelWrapper:

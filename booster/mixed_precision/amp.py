@@ -13,11 +13,13 @@ from torch import nn
 from booster import arguments
 from booster.cast_regions import both
 from booster.casting import HALF_DTYPES
+from booster.interface.model import ModelWrapper, keep_pins
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision
-from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
+from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
+from booster.mixed_precision.run_pins import RunPins
 from booster.modules import bare
 
 
@@ -46,7 +48,9 @@ class AutocastMixedPrecision(MixedPrecision):
         if output_dtype is not None:
             arguments.floating_dtype("output_dtype", output_dtype)
         self._cache_enabled = arguments.flag("cache_enabled", cache_enabled)
-        self._keep_fp32 = normalise_keep_fp32(keep_fp32)
+        entries = normalise_keep_fp32(keep_fp32, auto=self.dtype == torch.float16)
+        self._pins_during_run = AUTO in [entry for entry in entries if isinstance(entry, str)]
+        self._keep_fp32 = tuple(entry for entry in entries if not (isinstance(entry, str) and entry == AUTO))
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         gather = self.dtype if arguments.flag("gather_in_half", gather_in_half) else None
         self.policy = DtypePolicy(compute=self.dtype, gather=gather, output=output_dtype)
@@ -73,6 +77,16 @@ class AutocastMixedPrecision(MixedPrecision):
 
     def backward_context(self) -> AbstractContextManager[Any]:
         return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
+
+    @property
+    def pins_during_run(self) -> bool:
+        return self._pins_during_run
+
+    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
+        boosted = super().wrap_model(placed)
+        if self._pins_during_run:
+            keep_pins(boosted, RunPins(bare(placed), self.device.type))
+        return boosted
 
     def check(self, model: nn.Module) -> None:
         half = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF_DTYPES]
@@ -104,6 +118,10 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
     """float16 autocast with a dynamic loss scale, on CPU too. Options of the scale: see `DynamicScale`.
 
     scale: the loss scale as an object in their place; every boosted optimizer gets a copy of it.
+
+    keep_fp32="auto", alone or among others: `Booster` diagnoses skipped steps, as with `diagnose="every"`, and a module in
+    which 2 of them within 100 steps begin, and which float32 would help, computes in float32 from then on, on all ranks, with
+    a WARNING. Checkpoints keep it. It needs a plugin that leaves models whole.
     """
 
     dtype = torch.float16

@@ -87,6 +87,11 @@ class MixedPrecision:
         """Whether `device` only emulates this precision: its numbers, slower than the dtype that they are computed in."""
         return False
 
+    @property
+    def pins_during_run(self) -> bool:
+        """Whether modules that overflow again and again are to compute in float32 from then on; `Booster` sees to it."""
+        return False
+
     def keeping(self, names: Iterable[str]) -> MixedPrecision:
         """A new strategy like this one, bound to no device, that also keeps the modules of these names in float32.
 

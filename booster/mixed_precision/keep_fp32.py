@@ -22,6 +22,9 @@ _MARK = "booster_keep_fp32"
 
 KeepFP32 = type | str | Callable[[str, nn.Module], bool]
 
+AUTO = "auto"
+"""The entry of keep_fp32 that has modules pinned during the run; see `FP16TorchMixedPrecision`."""
+
 
 class KeptModules:
     """Which modules of `model` stay in float32 by `keep_fp32`, for a strategy that swaps or casts modules itself.
@@ -56,8 +59,13 @@ class KeptModules:
         return name in self.names or not self.names.isdisjoint(parents(name))
 
 
-def normalise_keep_fp32(keep_fp32: KeepFP32 | Iterable[KeepFP32], option: str = "keep_fp32") -> tuple[KeepFP32, ...]:
-    """Return `keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable. option: its name."""
+def normalise_keep_fp32(
+    keep_fp32: KeepFP32 | Iterable[KeepFP32], option: str = "keep_fp32", *, auto: bool = False
+) -> tuple[KeepFP32, ...]:
+    """Return `keep_fp32` as a tuple; raises TypeError for an entry that is no type, string or callable. option: its name.
+
+    auto: whether "auto" is legal, which is ValueError otherwise.
+    """
     several = isinstance(keep_fp32, Iterable) and not isinstance(keep_fp32, (str, type, Mapping, torch.Tensor))
     entries: tuple[Any, ...] = tuple(keep_fp32) if several else (keep_fp32,)  # type: ignore[arg-type]
     for entry in entries:
@@ -67,6 +75,13 @@ def normalise_keep_fp32(keep_fp32: KeepFP32 | Iterable[KeepFP32], option: str = 
             raise TypeError(
                 f"{option} holds {arguments.shown(entry)}; each entry must be a module type, a name pattern or a predicate "
                 "(name, module) -> bool"
+            )
+        if isinstance(entry, str) and entry == AUTO and not auto:
+            raise ValueError(
+                f"{option}='auto' is for 'fp16' alone, FP16TorchMixedPrecision. Half weights lie in buckets with their "
+                "masters, and those of DistributedDataParallel, whose dtypes are settled at boost(), so no module can become "
+                "float32 during the run; and bfloat16 overflows where float32 does. Find the modules before the run, with "
+                "booster.numerics.auto_pins. For a module of the name auto, write '*auto'"
             )
     return entries
 
@@ -103,6 +118,15 @@ def compute_in_fp32(module: nn.Module, device_type: str | None, output_dtype: to
     """
     forward = module.forward.forward if isinstance(module.forward, Float32Forward) else module.forward
     module.forward = Float32Forward(forward, device_type, output_dtype)
+
+
+def compute_as_before(module: nn.Module) -> None:
+    """Undo `compute_in_fp32`, in place."""
+    wrapped = module.__dict__.get("forward")
+    if isinstance(wrapped, Float32Forward):
+        del module.__dict__["forward"]
+        if getattr(wrapped.forward, "__func__", None) is not type(module).forward:  # it had a forward of its own
+            module.forward = wrapped.forward
 
 
 def set_fp32_attr_to_module(module: nn.Module) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import FP8MixedPrecision
+from booster.mixed_precision import BF16MixedPrecision, FP8MixedPrecision
 from booster.numerics import auto_pins
 
 PRECISIONS = ("bf16", "fp16", "bf16_naive", "fp16_naive")
@@ -119,6 +119,7 @@ def test_modules_that_share_a_weight_are_kept_together():
 
     pins = found(model, "bf16_naive")
     assert pins.names == ("inner.0", "inner.2")
+    assert ("inner.0", "inner.2") in [entry.names for entry in pins.table]
 
 
 class Wrapped(nn.Module):
@@ -139,6 +140,44 @@ def test_what_comes_back_trains_within_the_bound():
     )
     booster.backward(criterion(boosted(BATCH[0]), BATCH[1]), optimizer)
     assert optimizer.step().applied
+
+
+class Wary(nn.Linear):
+    """Loses its digits under autocast where its input is float32, as beside a pinned module, and not where that is half."""
+
+    def forward(self, x):
+        wide = torch.is_autocast_enabled("cpu") and x.dtype == torch.float32
+        return super().forward(x.bfloat16() + 3e4 - 3e4 if wide else x)
+
+
+def test_a_block_that_is_not_needed_with_the_others_is_given_back():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.wary, self.fragile, self.head = nn.Linear(8, 8), Wary(8, 8), Shifted(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.fragile(self.wary(self.first(x))))
+
+    pins = found(Two, "bf16", bound=0.5)
+    assert pins.names == ("fragile",)
+    assert pins.table[0].names == ("wary",)
+
+
+def test_what_a_precision_keeps_already_it_keeps():
+    precision = BF16MixedPrecision(keep_fp32="blocks.0")
+    pins = found(lambda: Model([0, 2], shift=3e4), precision)
+    assert pins.names == ("blocks.2",)
+    assert found(lambda: Model([0, 2], shift=3e4), pins.precision).names == ()
+    assert found(lambda: Model([0], shift=3e4), precision).names == ()
+
+
+def test_a_loss_that_is_not_finite_is_an_error_too():
+    def criterion(output, target):
+        return nn.functional.cross_entropy(output, target) + (output.detach() @ output.detach().T * 1e6).max()
+
+    with pytest.raises(RuntimeError, match="or in the criterion"):
+        auto_pins(Model, BATCH, criterion, "fp16", device="cpu")
 
 
 def test_a_low_precision_takes_pins_too():
