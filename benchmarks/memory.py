@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,8 +205,8 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     sizes: dict[int, int] = {}
     for tensor in tensors:
         if hasattr(tensor, "__tensor_flatten__"):
-            names, _ = tensor.__tensor_flatten__()
-            sizes |= storages(getattr(tensor, name) for name in names)
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            sizes |= storages(part for part in parts if isinstance(part, torch.Tensor))
         elif not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":  # those have shapes, but no bytes
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
@@ -228,19 +228,27 @@ def high_water(run: Callable[[], object], device: str) -> tuple[int, int]:
         kept = run()  # noqa: F841  (alive until memory was read)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        kept = run()  # noqa: F841
+    events, _ = allocations(run)
     level = highest = 0
-    for _, nbytes in sorted(allocations(recorded), key=lambda event: event[0]):
+    for _, _, nbytes in events:
         level += nbytes
         highest = max(highest, level)
     return highest, level
 
 
-def allocations(recorded: Any) -> Iterator[tuple[int, int]]:
-    for event in recorded.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            yield event.start_ns(), event.nbytes()
+def allocations(run: Callable[[], object]) -> tuple[list[tuple[int, int, int]], object]:
+    """(time, address, bytes) of what the allocator for CPUs gave this thread, or took back, while `run` ran; and its result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = run()
+    found: list[tuple[int, int, int]] = []
+    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return sorted(found), kept
 
 
 def measure(make: Callable[[str], Training], device: str) -> dict[str, float]:

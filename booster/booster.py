@@ -33,6 +33,7 @@ from booster.update.backward import run_backward
 from booster.update.options import UpdateOptions
 
 if TYPE_CHECKING:
+    from booster.memory import Estimate, Measured
     from booster.numerics import Diagnosis, Record
     from booster.numerics.records import Records
     from booster.numerics.replay import Replay
@@ -350,6 +351,36 @@ class Booster:
     def diagnoses(self) -> tuple[Diagnosis, ...]:
         """What skipped steps were diagnosed as, with `Booster(diagnose=...)`, the latest last."""
         return () if self._watcher is None else tuple(self._watcher.diagnoses)
+
+    def estimate_memory(
+        self, model: nn.Module, optimizer: Optimizer, batch: Any, criterion: Callable[..., Any]
+    ) -> Estimate:
+        """Estimate what a training step takes of memory on this rank, before `boost`; nothing is allocated, nothing changes.
+
+        batch: of this rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole; tensors
+        may be on the meta device, as may the model. The precision is this Booster's, as are plugin, number of ranks and device.
+        No collective. Raises ValueError for what is not known, as pipelines and tensor parallelism, and as `memory.estimate`.
+        """
+        from booster.memory import estimate_placed
+
+        checks.check_model(model, self._boosted.models)
+        arguments.function("criterion", criterion, "a function of output and target")
+        arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+        fused = bool(self._options.fused_optimizer)
+        placed: Any = {"precision": self.precision, "plugin": self.plugin, "device": self.device}
+        return estimate_placed(model, optimizer, batch, criterion, **placed, fused_optimizer=fused)
+
+    def memory(self, model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
+        """Count what a boosted model and its optimizer hold on this rank now; no collective, no copy.
+
+        After a step, with gradients there, it stands beside what `estimate_memory` said.
+        """
+        from booster.memory import measure
+
+        wrappers = checks.check_boosted_optimizers(optimizer, "memory")
+        if len(wrappers) > 1:
+            raise ValueError(f"memory needs one optimizer, got {len(wrappers)}; count each by itself")
+        return measure(self._boosted.own(model, "memory"), wrappers[0])
 
     def save(
         self,

@@ -16,7 +16,7 @@ from booster.memory.decoder import Plan, ddp, fsdp, zero
 from booster.memory.passes import Passes, run_passes
 from booster.memory.stepped import Stepped, stepped
 from booster.mixed_precision import MixedPrecision, make
-from booster.mixed_precision.policy import DtypePolicy
+from booster.plugin.base import Plugin as Placement
 
 Plugin = Literal["single", "ddp", "zero1", "zero2", "fsdp"]
 PLANS: dict[str, Callable[[int], Plan]] = {
@@ -54,12 +54,17 @@ class Estimate:
         return self.weights + self.masters + self.gradients + self.states + self.inputs + self.communication
 
     @property
+    def name(self) -> str:
+        """Precision, plugin and ranks."""
+        return self.precision if self.plugin == "single" else f"{self.precision}, {self.plugin} x {self.world_size}"
+
+    @property
     def temporaries(self) -> int:
         return self.peak - self.held
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
-        return {**dataclasses.asdict(self), "held": self.held, "temporaries": self.temporaries}
+        return {"name": self.name, **dataclasses.asdict(self), "held": self.held, "temporaries": self.temporaries}
 
 
 def estimate(
@@ -85,24 +90,25 @@ def estimate(
     plan = _plan(plugin, world_size)
     own = make(precision)
     device = torch.device(device)
-    passes = run_passes(model, own, batch, criterion, device)
+    sharded = plan.engine == "fully_shard"
+    passes = run_passes(model, own, batch, criterion, device, world_size if sharded else None)
     policy = own.policy_for(model)
-    name = precision if isinstance(precision, str) else "fp32" if precision is None else repr(own)
+    name = precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__
     options = own.master_options
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")
-    if plan.engine == "fully_shard" and options is not None and policy.store is None:
+    if sharded and options is not None and policy.store is None:  # float32 shards are the masters
         options = dataclasses.replace(options, master_weights="auto") if options.states != "fp32" else None
-        passes = _with_float32_shards(passes)
-    sizes = tuple((dtype, -(-n // plan.state_shards)) for dtype, n in passes.sizes)
+    divisor = 1 if sharded else plan.state_shards
+    sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
     step = stepped(optimizer, sizes, options, fused=fused_optimizer and own.may_fuse(optimizer))
-    return _estimate(name, plugin, plan, passes, step, policy)
+    return _estimate(name, plugin, plan, passes, step)
 
 
-def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped, policy: DtypePolicy) -> Estimate:
-    gradients = passes.gradients // plan.gradient_shards
-    communication = passes.gradients if plugin == "ddp" and plan.dp > 1 else 0
-    weights = passes.weights // plan.weight_shards + passes.buffers
+def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped) -> Estimate:
+    gradients = passes.gradients // (1 if plugin == "fsdp" else plan.gradient_shards)
+    communication = passes.gradients if plugin in ("ddp", "zero1") and plan.dp > 1 else 0  # DDP's buckets
+    weights = passes.weights + passes.buffers
     found = Estimate(
         name,
         plugin,
@@ -118,35 +124,41 @@ def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped,
     )
     fixed = found.held - gradients
     during = passes.highest
-    if plugin == "zero2":
-        whole = min(_ZERO_BUCKETS * _BUCKET, passes.gradients)
-        during = passes.highest - passes.gradients + gradients + whole
-    if plan.engine == "fully_shard":
-        during = passes.highest - passes.gradients + gradients + _gathered(passes, policy)
+    if plugin == "zero2" and passes.gradients > _ZERO_BUCKETS * _BUCKET:
+        during = passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * _BUCKET
+    elif plugin == "zero2" and plan.dp > 1:
+        during = max(passes.highest, passes.gradients + gradients)
     return dataclasses.replace(found, peak=fixed + max(during, gradients + step.temporaries))
 
 
-def _gathered(passes: Passes, policy: DtypePolicy) -> int:
-    """Whole weights that are there at once under fully_shard: two blocks and what is outside, and a block's gradients."""
-    block, outside, count = passes.blocks
-    stored = 4 if policy.param is None or policy.store is None else policy.param.itemsize
-    ratio = (policy.param.itemsize if policy.param is not None else 4) / stored
-    at_once = (min(count, 2) * block + outside) * ratio
-    return int(at_once + block * ratio + block * 4 / stored)
-
-
-def _with_float32_shards(passes: Passes) -> Passes:
-    """The weights and gradients of half parameters as float32 shards, which are their own masters."""
-    half = sum(n * dtype.itemsize for dtype, n in passes.sizes if dtype.itemsize == 2)
-    sizes = tuple((torch.float32, n) if dtype.itemsize == 2 else (dtype, n) for dtype, n in passes.sizes)
-    block, outside, count = passes.blocks
-    return dataclasses.replace(
-        passes,
-        weights=passes.weights + half,
-        gradients=passes.gradients + half,
-        highest=passes.highest + half,
-        sizes=sizes,
-        blocks=(2 * block, 2 * outside, count),
+def estimate_placed(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    criterion: Callable[..., Any],
+    *,
+    precision: MixedPrecision,
+    plugin: Placement,
+    device: torch.device,
+    fused_optimizer: bool,
+) -> Estimate:
+    """Estimate as `estimate` does, for a rank of the plugin's job. Raises ValueError where that one's memory is not known."""
+    known: Any = plugin.divides_as
+    if known is None:
+        raise ValueError(
+            f"what a rank holds under this {type(plugin).__name__} is not known to the estimate; it knows {list(PLANS)}, as "
+            "their plugins are without further options: booster.memory.estimate(..., plugin='fsdp', world_size=8)"
+        )
+    return estimate(
+        model,
+        optimizer,
+        batch,
+        criterion,
+        precision=precision,
+        plugin=known,
+        world_size=1 if known == "single" else plugin.data_parallel_size,
+        device=device,
+        fused_optimizer=fused_optimizer,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from booster import torch_internals, trees
+from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker
 from booster.micro_batch import MicroBatch
 from booster.mixed_precision.base import MixedPrecision
@@ -22,8 +24,7 @@ class Passes:
     """Bytes. weights, buffers, inputs: of tensors that are there before; gradients: there after it; activations: alive
     between forward and backward; highest: beside what is there before, at the highest point.
 
-    sizes: elements of each trainable parameter, by the dtype that it is stored in. blocks: bytes of weights of the largest
-    child of a module list, of what lies outside of them, and their number.
+    sizes: elements of each trainable parameter, by the dtype that it is stored in.
     """
 
     weights: int
@@ -33,20 +34,26 @@ class Passes:
     activations: int
     highest: int
     sizes: tuple[tuple[torch.dtype, int], ...]
-    blocks: tuple[int, int, int]
 
 
 def run_passes(
-    model: nn.Module, precision: MixedPrecision, batch: Any, criterion: Callable[..., Any], device: torch.device
+    model: nn.Module,
+    precision: MixedPrecision,
+    batch: Any,
+    criterion: Callable[..., Any],
+    device: torch.device,
+    shards: int | None = None,
 ) -> Passes:
     """Run `criterion(model(*inputs), target)` and its backward under `precision`, as on `device`, on copies without memory.
 
+    shards: so many ranks divide the weights by `fully_shard`, and what is told is that of one rank.
     Nothing of the arguments changes. Raises ValueError for a model that does not copy, or whose forward reads numbers out of
     tensors, which have none here.
     """
     precision.check(model)
     placed = _without_memory(model)
-    placed = cast_parameters(precision.convert(placed), precision.policy_for(model))
+    policy = precision.policy_for(model)
+    placed = cast_parameters(precision.convert(placed), policy)
     errors = (torch_internals.DataDependentOutputException, torch_internals.DynamicOutputShapeException)
     with torch_internals.FakeTensorMode(allow_non_fake_inputs=True):
         _give_fakes(placed, device)
@@ -55,6 +62,7 @@ def run_passes(
         if isinstance(criterion, nn.Module):
             own_criterion = _without_memory(criterion)
             _give_fakes(own_criterion, device)
+        sharding = None if shards is None else Sharding(placed, policy, shards, device)
         wrapped, loss_of = precision.wrap_model(placed), precision._wrap_criterion(own_criterion, device)
         params, buffers = list(placed.parameters()), list(placed.buffers())
         inputs = [*trees.tensors((cut.args, cut.kwargs)), *trees.tensors(cut.target)]
@@ -65,13 +73,15 @@ def run_passes(
                 activations = tracker.now
                 with precision.backward_context():
                     loss.backward()
+                if sharding is not None:
+                    sharding.finish()
         except errors as error:
             raise ValueError(
                 f"the forward of {type(model).__name__} cannot be estimated, because it reads numbers out of tensors, which "
                 f"are not computed here ({error}); estimate a part of the model that does not"
             ) from error
         gradients = [param.grad for param in params if param.grad is not None]
-    return Passes(
+    found = Passes(
         weights=_bytes(params),
         buffers=_bytes(buffers),
         inputs=_bytes(inputs),
@@ -79,7 +89,14 @@ def run_passes(
         activations=activations,
         highest=tracker.highest,
         sizes=tuple((param.dtype, param.numel()) for param in params if param.requires_grad),
-        blocks=_blocks(placed),
+    )
+    if sharding is None:
+        return found
+    return dataclasses.replace(
+        found,
+        weights=sum(dtype.itemsize * size for dtype, size, _ in sharding.sizes),
+        gradients=_bytes(sharding.gradients),
+        sizes=tuple((dtype, size) for dtype, size, trained in sharding.sizes if trained),
     )
 
 
@@ -114,13 +131,6 @@ def _give_fakes(model: nn.Module, device: torch.device) -> None:
             if buffer is not None:
                 known.setdefault(id(buffer), (_fake(buffer, device), buffer))
                 module._buffers[name] = known[id(buffer)][0]
-
-
-def _blocks(model: nn.Module) -> tuple[int, int, int]:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    blocks = [_bytes(child.parameters()) for each in lists[:1] for child in each]
-    whole = _bytes(model.parameters())
-    return max(blocks, default=0), whole - sum(blocks), len(blocks)
 
 
 def _bytes(tensors: Any) -> int:

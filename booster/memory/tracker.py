@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from booster import trees
+from booster.memory.kernels import own_memory
 from booster.torch_internals import TorchDispatchMode
 
 
@@ -16,7 +17,7 @@ class StorageTracker(TorchDispatchMode):
     """Counts the bytes of the storages that operations inside it make and that still live, fake ones too.
 
     now, highest: bytes, of what was made inside. Storages of `known` tensors do not count. What a kernel takes for itself
-    while it runs is not seen, but for convolutions on CPU, which copy input and output, and batch norms.
+    while it runs is not seen, but for what `kernels` knows.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -30,7 +31,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.now
         out = func(*args, **(kwargs or {}))
-        self.highest = max(self.highest, before + _own_memory(func, args, out))
+        self.highest = max(self.highest, before + own_memory(func, args, out))
         for tensor in trees.tensors(out):
             self._watch(tensor, counts=True)
         return out
@@ -49,21 +50,3 @@ class StorageTracker(TorchDispatchMode):
         self._seen[key] = weakref.ref(storage, gone)
         self.now += size
         self.highest = max(self.highest, self.now)
-
-
-def _own_memory(func: Any, args: Any, out: Any) -> int:
-    """Return the bytes of a convolution or batch norm on CPU, result included, at its highest; 0 for all else.
-
-    As the allocator's record shows them in torch 2.13.
-    """
-    if func is torch.ops.aten.convolution.default and args[0].device.type == "cpu":
-        return _nbytes(args[0]) + 2 * _nbytes(out)
-    if func is torch.ops.aten.convolution_backward.default and args[0].device.type == "cpu":
-        return 2 * _nbytes(args[0]) + _nbytes(args[1]) + _nbytes(out[0])
-    if func is torch.ops.aten.native_batch_norm_backward.default and args[0].device.type == "cpu":
-        return 2 * _nbytes(out[0])
-    return 0
-
-
-def _nbytes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.nbytes

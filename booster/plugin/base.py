@@ -89,6 +89,11 @@ class Plugin(ABC):
     stores_float32 = False
     """Whether placed parameters stay in their dtype where `policy.store` is None, as shards that serve as masters do."""
 
+    @property
+    def divides_as(self) -> str | None:
+        """Return the name under which `booster.memory` knows what a rank holds here; None: it does not know."""
+        return None
+
     def make_shards(self, optimizer: Optimizer) -> Shards:
         """Return what this rank holds and steps of the parameters of `optimizer`, which are those of a placed module."""
         return Shards(optimizer)
@@ -176,6 +181,8 @@ class Plugin(ABC):
 
 class SingleDevice(Plugin):
     """No parallelism: every process trains its own model."""
+
+    divides_as = "single"
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         return cast_parameters(arrive(module, device), policy)

@@ -85,7 +85,7 @@ def shard_module(
         model,
         blocks=blocks,
         pinned=policy.keep_fp32,
-        dtype_of=lambda param, pinned: _at_rest(param, policy, pinned),
+        dtype_of=lambda param, pinned: dtype_at_rest(param, policy, pinned),
         gathered=gathered,
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
@@ -156,7 +156,8 @@ def _without_reduction(model: Any, held: MutableSet[nn.Module]) -> Iterator[None
         held.discard(model)
 
 
-def _at_rest(param: torch.Tensor, policy: DtypePolicy, pinned: bool) -> torch.dtype:
+def dtype_at_rest(param: torch.Tensor, policy: DtypePolicy, pinned: bool) -> torch.dtype:
+    """Return the dtype of the shard of `param`; pinned: its module is kept in float32."""
     if not param.is_floating_point() or (policy.param is None and policy.store is None):
         return param.dtype
     if pinned:
@@ -185,7 +186,7 @@ def _cast(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held
             if param is None:
                 continue
             if id(param) not in memo:
-                dtype = _at_rest(param, policy, group.pinned)
+                dtype = dtype_at_rest(param, policy, group.pinned)
                 changes = dtype != param.dtype or not param.is_contiguous()
                 cast_param = param.detach().to(dtype).contiguous() if changes else None
                 memo[id(param)] = param if cast_param is None else nn.Parameter(cast_param, param.requires_grad)

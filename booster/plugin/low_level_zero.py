@@ -98,6 +98,11 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             self._replicas[placed] = Replica(placed)
         return placed
 
+    @property
+    def divides_as(self) -> str | None:
+        known = super().divides_as
+        return f"zero{self._stage}" if known == "ddp" else known
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self.group is not None:
             check_parts(optimizer)

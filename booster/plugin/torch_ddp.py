@@ -83,6 +83,12 @@ class TorchDDPPlugin(Plugin):
     def group(self) -> dist.ProcessGroup | None:
         return world()
 
+    @property
+    def divides_as(self) -> str | None:
+        if self.group is None:
+            return "single"
+        return None if self._ddp_options["gradient_as_bucket_view"] else "ddp"
+
     def check_device(self, device: torch.device) -> None:
         if self._sync_batchnorm and device.type != "cuda":
             raise ValueError(

@@ -105,6 +105,13 @@ class TorchFSDPPlugin(Plugin):
     def group(self) -> dist.ProcessGroup | None:
         return world()
 
+    @property
+    def divides_as(self) -> str | None:
+        if not self.stores_float32:
+            return "single"
+        plain = {"reshard_after_forward": True, "cpu_offload": False, "reduce_dtype": None}
+        return "fsdp" if self._options == plain and self._wrap_policy is None and self._replicate_size == 1 else None
+
     def check_device(self, device: torch.device) -> None:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             raise ValueError(

@@ -198,6 +198,8 @@ RANGES: dict[str, Predicate] = {
     "model": nothing,
     "register_elementwise(states)": one_of({}, {"exp_avg": "signed"}),
     "Booster.boost(model)": a(nn.Module),
+    "Booster.estimate_memory(model)": a(nn.Module),
+    "Booster.estimate_memory(optimizer)": a(Optimizer),
     "optimizer": nothing,
     "criterion": callable,
     "dataloader": batches,
@@ -374,6 +376,7 @@ RANGES: dict[str, Predicate] = {
 }
 
 EXEMPT: dict[str, str] = {
+    "Booster.estimate_memory(batch)": "any tree; the user's model judges it",
     "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has tests of its own",
     "OptimizerWrapper.has_master()": "asked by checkpoints of a model's own parameters",
     "OptimizerWrapper.watch()": "called by boost",
@@ -434,6 +437,7 @@ def _process(w: World) -> dict[str, Any]:
     return {"rank": 0, "world_size": 1, "host": "127.0.0.1", "port": PORT}
 
 
+_BATCH = torch.ones(1, 2), torch.ones(1, 2)
 _half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
 
 EXAMPLES: dict[str, Examples] = {
@@ -455,6 +459,8 @@ EXAMPLES: dict[str, Examples] = {
         lambda w: {"model": nn.Linear(2, 2)},
         lambda w: {"criterion": nn.functional.mse_loss, **_to_train()},
     ],
+    "Booster.estimate_memory": [lambda w: {**_to_train(), "batch": _BATCH, "criterion": nn.functional.mse_loss}],
+    "Booster.memory": [lambda w: {"model": w.model, "optimizer": w.optimizer}],
     "Booster.diagnose": [lambda w: {"forward": lambda: w.loss, "optimizer": w.optimizer}],
     "Booster.backward": [lambda w: {"loss": w.loss, "optimizer": w.optimizer}],
     "Booster.execute_pipeline": [

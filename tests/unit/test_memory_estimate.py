@@ -1,139 +1,31 @@
 """Memory estimates before the first step against the allocator's record of a step; what is held now, counted."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory import high_water
+from benchmarks.estimates import MODELS, PRECISIONS, both
 from booster import Booster
-from booster.memory import compare, estimate, measure
+from booster.memory import (
+    compare,
+    estimate,
+    largest_batch,
+    named_job,
+    picture,
+    resized,
+    show,
+    what_to_change,
+)
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision
+from booster.plugin import SingleDevice
 
 cross_entropy = nn.functional.cross_entropy
 
-
-class Block(nn.Module):
-    def __init__(self, width, heads, causal):
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        count, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(count, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        x = x + self.out(mixed.transpose(1, 2).reshape(count, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.position = nn.Embedding(512, 128), nn.Parameter(torch.zeros(64, 128))
-        self.blocks = nn.ModuleList(Block(128, 4, True) for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 512)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class ViT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.patches, self.position = nn.Conv2d(3, 192, 4, stride=4), nn.Parameter(torch.zeros(64, 192))
-        self.blocks = nn.ModuleList(Block(192, 3, False) for _ in range(3))
-        self.norm, self.head = nn.LayerNorm(192), nn.Linear(192, 10)
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).transpose(1, 2) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x).mean(1))
-
-
-def cnn():
-    return nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU()),
-        *(nn.Conv2d(64, 128, 3, stride=2, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
-        nn.Linear(128, 10),
-    )
-
-
-def images():
-    return torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
-
-
-def tokens():
-    return torch.randint(0, 512, (8, 64)), torch.randint(0, 512, (8, 64))
-
-
-def token_loss(logits, targets):
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-MODELS = {"vit": (ViT, images, cross_entropy), "gpt": (GPT, tokens, token_loss), "cnn": (cnn, images, cross_entropy)}
-PRECISIONS = {
-    "fp32": lambda: "fp32",
-    "bf16": lambda: "bf16",
-    "fp16": lambda: "fp16",
-    "bf16_naive": lambda: "bf16_naive",
-    "seven bytes": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
-}
-
-
-def parts(name, make=torch.optim.AdamW):
-    torch.manual_seed(0)
-    build, data, criterion = MODELS[name]
-    model = build()
-    return model, make(model.parameters(), lr=1e-4), data(), criterion
-
-
-def alive():
-    """Every storage that a tensor known to Python has, by address; to be held, so that no address is used again."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    storages = [
-        t.untyped_storage() for t in tensors if t.device.type == "cpu" and type(t) in (torch.Tensor, nn.Parameter)
-    ]
-    return {storage.data_ptr(): storage for storage in storages}
-
-
-def recorded(name, precision, make):
-    """Bytes that a step leaves, and its peak, from the allocator's record."""
-    before = alive()
-    model, optimizer, batch, criterion = parts(name, make)
-    booster = Booster("cpu", precision)
-    boosted, stepped, loss_of, *_ = booster.boost(model, optimizer, criterion)
-
-    def step():
-        booster.backward(loss_of(boosted(batch[0]), batch[1]), stepped)
-        stepped.step()
-
-    def held():
-        return sum(storage.nbytes() for address, storage in alive().items() if address not in before)
-
-    for _ in range(2):
-        step()
-        stepped.zero_grad()
-    step()
-    after = held()
-    stepped.zero_grad()
-    base = held()
-    return after, base + high_water(step, "cpu")[0], measure(boosted, stepped)
-
-
-QUICK = [("vit", "bf16"), ("gpt", "fp32"), ("gpt", "seven bytes"), ("cnn", "bf16_naive")]
+QUICK = [("vit", "bf16"), ("gpt", "seven bytes"), ("resnet10t", "fp32")]
 CASES = [
     pytest.param(name, precision, torch.optim.AdamW, marks=[] if (name, precision) in QUICK else [pytest.mark.slow])
     for name in MODELS
+    if name != "convnext_atto"  # of its convolutions channel by channel, the peak is not known, see docs/memory.md
     for precision in PRECISIONS
 ]
 CASES += [
@@ -144,18 +36,20 @@ CASES += [
 
 
 @pytest.mark.parametrize(("name", "precision", "make"), CASES, ids=lambda value: getattr(value, "__name__", value))
-def test_an_estimate_is_what_the_allocator_records(name, precision, make):
-    expected = estimate(*parts(name, make), precision=PRECISIONS[precision]())
-    held, peak, measured = recorded(name, PRECISIONS[precision](), make)
-    assert expected.held == pytest.approx(held, rel=0.01)
-    assert expected.peak == pytest.approx(peak, rel=0.03)
-    assert expected.states == pytest.approx(measured.states, rel=0.01)
-    assert expected.masters == measured.masters
-    assert expected.weights == measured.weights
+def test_an_estimate_is_what_the_allocator_records(name, precision, make, request):
+    if name == "resnet10t":
+        request.getfixturevalue("timm")
+    found = both(name, precision, make=make)
+    expected = found.estimate
+    assert expected.held == pytest.approx(found.held, rel=0.01)
+    assert expected.peak == pytest.approx(found.peak, rel=0.03)
+    assert expected.states == pytest.approx(found.measured.states, rel=0.01)
+    assert expected.masters == found.measured.masters
+    assert expected.weights == found.measured.weights
 
 
 def test_an_estimate_changes_nothing():
-    model, optimizer, batch, criterion = parts("gpt")
+    model, optimizer, batch, criterion = small()
     before, state = [param.clone() for param in model.parameters()], torch.get_rng_state()
     estimate(model, optimizer, batch, criterion, precision="bf16_naive")
     assert all(map(torch.equal, before, model.parameters()))
@@ -173,16 +67,24 @@ def test_a_model_without_memory_can_be_estimated():
     assert found.held == pytest.approx(16 * 1e10, rel=0.01)
 
 
+def small():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 10))
+    return model, torch.optim.AdamW(model.parameters()), (torch.randn(8, 64), torch.randint(0, 10, (8,))), cross_entropy
+
+
 def test_ranks_divide_what_their_plugin_divides():
     found = compare(
-        *parts("gpt"), precisions=["bf16_naive"], plugins=["single", "ddp", "zero1", "zero2", "fsdp"], world_sizes=[4]
+        *small(), precisions=["bf16_naive"], plugins=["single", "ddp", "zero1", "zero2", "fsdp"], world_sizes=[4]
     )
     single, ddp, zero1, zero2, fsdp = found
-    assert ddp.communication == ddp.gradients == single.gradients
+    assert ddp.communication == zero1.communication == ddp.gradients == single.gradients
+    assert zero2.communication == 0
     assert zero1.states == pytest.approx(single.states / 4, rel=0.02)
     assert zero1.gradients == single.gradients
     assert zero2.gradients == single.gradients // 4
-    assert (fsdp.weights, fsdp.masters) == (2 * single.weights // 4, 0)
+    assert (fsdp.weights, fsdp.masters) == pytest.approx((2 * single.weights / 4, 0), rel=0.03)
+    assert fsdp.gradients == fsdp.weights  # float32 shards are the masters
     assert [each.world_size for each in found] == [1, 4, 4, 4, 4]
 
 
@@ -200,8 +102,156 @@ def test_what_cannot_be_estimated_says_why():
     with pytest.raises(ValueError, match="reads numbers out of tensors"):
         estimate(model, optimizer, batch, nn.functional.mse_loss)
     with pytest.raises(ValueError, match="world_size=2 needs a plugin that uses ranks"):
-        estimate(*parts("gpt"), world_size=2)
+        estimate(*small(), world_size=2)
     with pytest.raises(ValueError, match="plugin='tp' is not legal"):
-        estimate(*parts("gpt"), plugin="tp")
+        estimate(*small(), plugin="tp")
     with pytest.raises(ValueError, match="what FP16ApexMixedPrecision keeps beside weights is not known"):
-        estimate(*parts("gpt"), precision=FP16ApexMixedPrecision("O2"))
+        estimate(*small(), precision=FP16ApexMixedPrecision("O2"))
+
+
+# ---------------------------------------------------------------------- what fits
+
+
+@pytest.mark.parametrize("start", [1, 7, 500])
+@pytest.mark.parametrize("limit", [99, 100, 1237, 5000, 123456])
+def test_the_largest_batch_is_found_in_a_few_steps_from_wherever_it_is_looked_for(start, limit):
+    asked = []
+
+    def peak(size):
+        asked.append(size)
+        return 90 + 10 * size + (size > 20) * 3 * (size - 20)
+
+    found = largest_batch(peak, limit, start)
+    assert peak(found + 1) > limit
+    assert found == 0 or peak(found) <= limit
+    assert len(asked) <= 14
+
+
+def test_what_fits_and_what_to_change_first():
+    model, optimizer, batch, criterion = small()
+
+    def peak(size):
+        return estimate(model, optimizer, resized(batch, size), criterion).peak
+
+    assert largest_batch(peak, peak(13)) == 13
+    wide, few = compare(model, optimizer, batch, criterion, precisions=["fp32", "bf16_naive"])
+    assert what_to_change([wide, few], wide.peak) == "fp32 fits: 0.0 MiB are left at the peak"
+    assert what_to_change([wide, few], few.peak).endswith("; bf16_naive fits")
+    assert "of its peak are states: keep them in 8 bits" in what_to_change([wide], 1)
+    many = estimate(model, optimizer, resized(batch, 4096), criterion)
+    assert "smaller batch" in what_to_change([many], 1)
+
+
+def test_a_batch_is_resized_where_it_has_samples_and_takes_no_memory():
+    batch = {"x": torch.ones(4, 3), "mask": torch.ones(3, 3), "y": [torch.ones(4)], "name": "a"}
+    found = resized(batch, 9)
+    assert found["x"].shape == (9, 3)
+    assert found["x"].is_meta
+    assert found["mask"] is batch["mask"]
+    assert found["y"][0].shape == (9,)
+    assert found["name"] == "a"
+    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
+        resized([torch.tensor(1.0)], 2)
+
+
+# ---------------------------------------------------------------------- from a Booster
+
+
+@pytest.mark.parametrize("precision", ["bf16", BF16NaiveMixedPrecision(master_weights="split24", states="8bit")])
+def test_a_booster_estimates_what_it_will_hold_and_counts_what_it_does(precision):
+    model, optimizer, batch, criterion = small()
+    booster = Booster("cpu", precision)
+    expected = booster.estimate_memory(model, optimizer, batch, criterion)
+    boosted, stepped, loss_of, *_ = booster.boost(model, optimizer, criterion)
+    booster.backward(loss_of(boosted(batch[0]), batch[1]), stepped)
+    stepped.step()
+    found = booster.memory(boosted, stepped)
+    assert found.held == pytest.approx(expected.held - expected.inputs, rel=0.01)
+    assert (found.weights, found.masters, found.gradients) == (expected.weights, expected.masters, expected.gradients)
+    assert found.peak is None
+
+
+def test_a_booster_says_what_it_cannot_estimate_or_count():
+    class Tensors(SingleDevice):
+        divides_as = None
+
+    booster = Booster("cpu", plugin=Tensors())
+    with pytest.raises(ValueError, match="what a rank holds under this Tensors is not known"):
+        booster.estimate_memory(*small())
+    model, optimizer, *_ = booster.boost(*small()[:2])
+    with pytest.raises(TypeError, match="memory needs the optimizer that boost"):
+        booster.memory(model, optimizer.unwrap())
+    with pytest.raises(ValueError, match="memory needs one optimizer"):
+        booster.memory(model, [optimizer, optimizer])
+    with pytest.raises(RuntimeError, match="boosted already"):
+        booster.estimate_memory(model, optimizer.unwrap(), None, cross_entropy)
+
+
+# ---------------------------------------------------------------------- jobs by name, tables, pictures
+
+
+def test_a_model_of_timm_is_a_job_without_memory(timm):
+    job = named_job("timm:resnet10t", 3)
+    assert all(param.is_meta for param in job.model.parameters())
+    assert job.batch[0].shape[0] == job.batch[1].shape[0] == 3
+    with pytest.raises(ValueError, match="timm has no model 'resnet_ten'"):
+        named_job("timm:resnet_ten")
+
+
+def test_a_model_of_transformers_is_a_job_that_can_be_estimated(transformers, tmp_path):
+    transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=16).save_pretrained(tmp_path)
+    job = named_job(f"transformers:{tmp_path}", 2)
+    assert job.batch["input_ids"].shape == (2, 16)
+    found = estimate(job.model, job.optimizer, job.batch, job.criterion, precision="bf16")
+    assert found.states == pytest.approx(8 * sum(param.numel() for param in job.model.parameters()), rel=0.01)
+
+
+JOB = """
+import torch
+from torch import nn
+
+def job():
+    model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 10))
+    batch = torch.randn(8, 64), torch.randint(0, 10, (8,))
+    return model, torch.optim.AdamW(model.parameters()), batch, nn.functional.cross_entropy
+
+def half():
+    return 1, 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("nothing", "'nothing' names no job; give timm:NAME"),
+        ("no_such_module:job", "there is no module 'no_such_module'"),
+        ("no_such_file.py:job", "there is no file no_such_file.py"),
+        ("json:no_such", "json has no function 'no_such'"),
+        ("json:dumps", None),
+    ],
+)
+def test_a_name_that_means_no_job_says_what_names_do(what, message):
+    if message is None:
+        with pytest.raises(TypeError):  # what the function itself raises
+            named_job(what)
+    else:
+        with pytest.raises(ValueError, match=message):
+            named_job(what)
+
+
+def test_a_table_shows_every_part_where_it_has_room(capsys):
+    rich = pytest.importorskip("rich.console")
+    found = compare(*small())
+    for width, shown in ((200, True), (60, False)):
+        show(found, limit=found[2].peak, console=rich.Console(width=width))
+        said = capsys.readouterr().out
+        assert ("gradients" in said) is shown
+        assert "peak" in said
+        assert [line.split()[-1] for line in said.splitlines()[2:5]] == ["no", "no", "yes"]
+
+
+def test_a_picture_is_written_as_its_suffix_says(tmp_path):
+    pytest.importorskip("matplotlib")
+    for suffix, begins in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        picture(compare(*small()), tmp_path / f"memory{suffix}", limit=10**6)
+        assert (tmp_path / f"memory{suffix}").read_bytes().startswith(begins)

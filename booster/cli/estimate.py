@@ -1,0 +1,137 @@
+"""`booster estimate`: what training takes of memory, before it is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["estimate"]
+
+_PRECISIONS = "fp32,bf16,bf16_naive,bf16_naive+8bit"
+_PACKED = "+8bit"
+
+
+def estimate(argv: Sequence[str]) -> int:
+    """Run `booster estimate` with the options `argv`; returns 0, or 1 where nothing could be estimated."""
+    parser = argparse.ArgumentParser(
+        prog="booster estimate",
+        description="Estimate the memory of a training step on one rank. Nothing is allocated, and no ranks are needed.",
+        allow_abbrev=False,
+    )
+
+    def add(name: str, **settings: Any) -> None:
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **settings)
+
+    add("precision", type=_listed, default=_PRECISIONS, metavar="A,B", help=f"default: {_PRECISIONS}")
+    add(
+        "plugin", type=_listed, default="single", metavar="A,B", help="single, ddp, zero1, zero2, fsdp; default: single"
+    )
+    add("world_size", type=_sizes, default="1", metavar="N,M", help="ranks, for all plugins but single")
+    add("batch_size", type=_count, metavar="N", help="samples of one rank")
+    add("memory", type=_gibibytes, metavar="GIB", help="say what fits into so much, the largest batch, what to change")
+    add("device", default="cpu", choices=["cpu", "cuda"], help="default: cpu; cuda needs none here")
+    add("json", action="store_true", help="print one JSON object instead of a table, bytes as numbers")
+    add("picture", type=Path, metavar="FILE", help="write stacked bars too (needs matplotlib)")
+    parser.add_argument(
+        "job",
+        metavar="JOB",
+        help="timm:NAME, transformers:NAME, or MODULE:FUNCTION or FILE.py:FUNCTION that returns (model, optimizer, batch, "
+        "criterion)",
+    )
+    options = parser.parse_args(list(argv))
+    if set(options.plugin) != {"single"} and options.world_size == [1]:
+        parser.error("--plugin with several ranks needs --world_size")
+    try:
+        print(_answer(options), end="")
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"booster estimate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _answer(options: argparse.Namespace) -> str:
+    import dataclasses
+
+    from booster.memory import compare, named_job, picture, show
+    from booster.memory.estimate import estimate as estimate_one
+    from booster.memory.fitting import largest_batch, resized, what_to_change
+
+    job = named_job(options.job, options.batch_size)
+    precisions = {name: _precision(name) for name in options.precision}
+    placements: dict[str, Any] = {"plugins": options.plugin, "world_sizes": options.world_size}
+    parts = (job.model, job.optimizer, job.batch, job.criterion)
+    found = [
+        dataclasses.replace(each, precision=name)
+        for name, precision in precisions.items()
+        for each in compare(*parts, precisions=[precision], device=options.device, **placements)
+    ]
+    batches = advice = None
+    if options.memory is not None:
+        batches = {}
+        for each in found:
+            placed: dict[str, Any] = {"plugin": each.plugin, "world_size": each.world_size, "device": options.device}
+            chosen = {"precision": precisions[each.precision], **placed}
+
+            def peak(size: int, chosen: Any = chosen) -> int:
+                batch = resized(job.batch, size)
+                return estimate_one(job.model, job.optimizer, batch, job.criterion, **chosen).peak
+
+            batches[each.name] = largest_batch(peak, options.memory)
+        advice = what_to_change(found, options.memory)
+    if options.picture is not None:
+        picture(found, options.picture, limit=options.memory)
+    if options.json:
+        answer: dict[str, Any] = {"estimates": [each.as_dict() for each in found]}
+        if options.memory is not None:
+            answer |= {"memory": options.memory, "largest_batch": batches, "advice": advice}
+        return json.dumps(answer, indent=2) + "\n"
+    show(found, limit=options.memory, batches=batches)
+    return f"{advice}\n" if advice else ""
+
+
+def _precision(name: str) -> Any:
+    """Return the precision; NAME+8bit is NAME with masters of 24 bits and states of 8."""
+    from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
+
+    if not name.endswith(_PACKED):
+        return name
+    kinds: dict[str, Any] = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
+    kind = kinds.get(name.removesuffix(_PACKED))
+    if kind is None:
+        raise ValueError(f"{name!r} is not known; {_PACKED} follows one of {list(kinds)}")
+    return kind(master_weights="split24", states="8bit")
+
+
+def _listed(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return value
+
+
+def _sizes(text: str) -> list[int]:
+    return [_count(part) for part in _listed(text)]
+
+
+def _gibibytes(text: str) -> int:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory in GiB")
+    return int(value * 2**30)

@@ -1,0 +1,92 @@
+"""Estimates as a table in a terminal, and as stacked bars in a picture."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from booster.memory.estimate import Estimate
+
+PARTS = ("weights", "masters", "gradients", "states", "inputs", "communication")
+_COLUMNS = (*PARTS, "held", "activations", "peak")
+_MIB = 2**20
+_FILE_WIDTH = 200  # columns, where no terminal sets them
+
+
+def show(
+    estimates: Sequence[Estimate],
+    *,
+    limit: int | None = None,
+    batches: Mapping[str, int] | None = None,
+    console: Any = None,
+) -> None:
+    """Print `estimates` in MiB, one row for each; columns that are zero everywhere are left out, and in a narrow terminal
+    the parts of what is held.
+
+    limit: bytes; then which fit. batches: the largest batch of each, by its name. console: a `rich.console.Console`; None
+    makes one for stdout. Raises ImportError, with the line that installs it, where rich is missing.
+    """
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+    except ImportError as error:
+        raise ImportError(
+            "the table is drawn by rich: pip install 'booster-amp[report]'; or use --json, which needs nothing"
+        ) from error
+    console = console or Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    columns = [name for name in _COLUMNS if any(getattr(each, name) for each in estimates)]
+    wide = max(len(each.name) for each in estimates) + sum(max(len(name), 9) + 2 for name in columns) + 22
+    narrow = wide > console.width
+    if narrow:
+        columns = [name for name in columns if name not in PARTS]
+    caption = f"in a terminal of {wide} columns, and with --json, also what is held" if narrow else None
+    table = Table(
+        box=None, pad_edge=False, header_style="dim", title="MiB on one rank", title_justify="left", caption=caption
+    )
+    table.add_column("", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", style="bold" if name in ("held", "peak") else "")
+    if limit is not None:
+        table.add_column("fits")
+    if batches is not None:
+        table.add_column("largest batch", justify="right")
+    for each in estimates:
+        cells = [f"{getattr(each, name) / _MIB:,.1f}" for name in columns]
+        if limit is not None:
+            cells.append("[green]yes[/green]" if each.peak <= limit else "[red]no[/red]")
+        if batches is not None:
+            cells.append(str(batches[each.name]))
+        table.add_row(escape(each.name), *cells)
+    console.print(table)
+
+
+def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | None = None) -> None:
+    """Write stacked bars to `path`, in the format of its suffix: what is held, and above it what the peak adds.
+
+    limit: bytes, drawn as a line. Raises ImportError, with the line that installs it, where matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(9, 1.4 + 0.36 * len(estimates)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    labels = [each.name for each in estimates]
+    left = [0.0] * len(estimates)
+    for part in (*PARTS, "temporaries"):
+        sizes = [getattr(each, part) / _MIB for each in estimates]
+        if any(sizes):
+            axes.barh(labels, sizes, left=left, label="activations and temporaries" if part == "temporaries" else part)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    if limit is not None:
+        axes.axvline(limit / _MIB, color="black", linestyle="--", linewidth=1, label="memory")
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB on one rank, at the peak of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,132 @@
+"""Training jobs by name: a model of timm or transformers, or what a function of the user's returns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster import arguments
+from booster.memory.fitting import resized
+
+_BATCH = {"timm": 32, "transformers": 8}
+_LENGTH = 512
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `estimate` is given."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    batch: Any
+    criterion: Callable[..., Any]
+
+
+def named_job(what: str, batch_size: int | None = None) -> Job:
+    """Return the job that `what` names, its model without memory where a package makes it.
+
+    "timm:NAME": a classifier of images of its own size, with AdamW, batches of 32. "transformers:NAME": a model type, as
+    "gpt2", of its default size, or what `AutoConfig.from_pretrained` takes; it predicts tokens, or classes of images, with
+    AdamW, batches of 8, at most 512 tokens. "MODULE:FUNCTION" or "FILE.py:FUNCTION": imports it, and calls it without arguments
+    for (model, optimizer, batch, criterion), in any memory. batch_size: of one rank, in place of those.
+
+    Raises ValueError for a name that means none of these, ImportError where the package is missing, and what FUNCTION raises.
+    """
+    where, _, name = what.rpartition(":")
+    if not where or not name:
+        raise ValueError(
+            f"{what!r} names no job; give timm:NAME, transformers:NAME, MODULE:FUNCTION or FILE.py:FUNCTION"
+        )
+    makers = {"timm": _of_timm, "transformers": _of_transformers}
+    if where in makers:
+        try:
+            importlib.import_module(where)
+        except ImportError as error:
+            raise ImportError(f"models of {where} need it: pip install {where}") from error
+        return makers[where](name, batch_size or _BATCH[where])
+    module = _of_file(Path(where)) if where.endswith(".py") else _imported(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{where} has no function {name!r}")
+    made = function()
+    if not isinstance(made, (tuple, list)) or len(made) != 4:
+        raise ValueError(f"{what} must return (model, optimizer, batch, criterion), got {arguments.described(made)}")
+    model, optimizer, batch, criterion = made
+    return Job(model, optimizer, batch if batch_size is None else resized(batch, batch_size), criterion)
+
+
+def _of_timm(name: str, size: int) -> Job:
+    import timm
+
+    if not timm.is_model(name):
+        raise ValueError(f"timm has no model {name!r}; timm.list_models() lists them")
+    with torch.device("meta"):
+        model: Any = timm.create_model(name)
+        batch = torch.empty(size, *model.default_cfg["input_size"]), torch.empty(size, dtype=torch.long)
+    return Job(model, torch.optim.AdamW(model.parameters()), batch, nn.functional.cross_entropy)
+
+
+def _of_transformers(name: str, size: int) -> Job:
+    import transformers
+
+    known = transformers.CONFIG_MAPPING
+    config = known[name]() if name in known else transformers.AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model, data = _model_and_data(transformers, config, size)
+    return Job(model, torch.optim.AdamW(model.parameters()), data, _own_loss)
+
+
+def _own_loss(output: Any, batch: Any) -> torch.Tensor:
+    return output.loss
+
+
+def _model_and_data(transformers: Any, config: Any, size: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    kind = type(config)
+    for maker in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM):
+        if kind in maker._model_mapping:
+            length = min(_LENGTH, getattr(config, "max_position_embeddings", None) or _LENGTH)
+            tokens = {name: torch.empty(size, length, dtype=torch.long) for name in ("input_ids", "labels")}
+            return maker.from_config(config), tokens
+    maker = transformers.AutoModelForImageClassification
+    if kind in maker._model_mapping:
+        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        pixels = torch.empty(size, config.num_channels, side, side)
+        return maker.from_config(config), {"pixel_values": pixels, "labels": torch.empty(size, dtype=torch.long)}
+    raise ValueError(
+        f"a {config.model_type} of transformers predicts neither tokens nor classes of images; give a function that returns "
+        "(model, optimizer, batch, criterion) as MODULE:FUNCTION"
+    )
+
+
+def _of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+def _imported(name: str) -> Any:
+    here = str(Path.cwd())
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"there is no module {name!r} ({error}); for a file give its path, FILE.py:FUNCTION"
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)

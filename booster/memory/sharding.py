@@ -1,0 +1,191 @@
+"""What `fully_shard` gathers and reduces around the passes of a model, made of fake tensors at the times at which it does so.
+
+Of a group of parameters that travels together, in the order of time::
+
+    before its forward    a flat copy of the shard in the dtype that is gathered, where that is another; the flat result of the
+                          all-gather, which the next group's frees; the whole weights, copied out of it
+    after its forward     the whole weights are freed, but for those of the model's own group
+    before its backward   as before its forward, but the flat result is freed at once, and that of the group which backward
+                          wants next is made
+    after its backward    the whole weights are freed; gradients are copied into the flat input of the reduce-scatter, which the
+                          next group's frees, and freed; the shard's gradient stays
+
+As in torch 2.11 to 2.13, `torch/distributed/fsdp/_fully_shard`; gloo copies the input of a reduce-scatter once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster import trees
+from booster.casting import HALF_DTYPES
+from booster.mixed_precision.policy import DtypePolicy, gathered_modules
+from booster.plugin.fsdp_blocks import block_names
+from booster.plugin.fsdp_groups import Group, plan_groups
+from booster.plugin.fully_sharded import dtype_at_rest
+
+
+class Sharding:
+    """Follows the passes of `model`, whose parameters are whole fake tensors in the dtypes that are computed in.
+
+    gradients: the shards' gradients so far. Made under the mode that tracks storages, or before it; `finish` after backward.
+    """
+
+    def __init__(self, model: nn.Module, policy: DtypePolicy, world_size: int, device: torch.device) -> None:
+        self.gradients: list[torch.Tensor] = []
+        groups = plan_groups(
+            model,
+            blocks=block_names(model, None),
+            pinned=policy.keep_fp32,
+            dtype_of=lambda param, pinned: dtype_at_rest(param, policy, pinned),
+            gathered=gathered_modules(model, policy),
+        )
+        self._order: list[_Travelling] = []
+        self._waiting: torch.Tensor | None = None  # of an all-gather in forward
+        self._sent: torch.Tensor | None = None  # into a reduce-scatter
+        self._backward = False
+        self._world_size, self._device = world_size, device
+        self._groups = [_Travelling(group, policy, world_size) for group in groups]
+        for group in self._groups:
+            for index, module in enumerate(group.modules):
+                module.register_forward_pre_hook(self._before(group), with_kwargs=True)
+                if index == len(group.modules) - 1:
+                    module.register_forward_hook(self._after(group))
+
+    @property
+    def sizes(self) -> list[tuple[torch.dtype, int, bool]]:
+        """Of each parameter: the dtype at rest, the elements of its shard, and whether it is trained."""
+        return [entry for group in self._groups for entry in group.sizes]
+
+    def finish(self) -> None:
+        """Reduce what backward left, and free what waits."""
+        for group in self._groups:
+            self._reduce(group)
+        self._sent = None
+
+    def _before(self, group: _Travelling) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._backward:
+                return None
+            self._gather(group)
+            self._copy_out(group, forward=True)
+            given = [tensor for tensor in trees.tensors((args, kwargs)) if tensor.requires_grad]
+            if not given or not torch.is_grad_enabled():
+                return None
+            same = dict(zip(map(id, given), _After.apply(lambda: self._reduce(group), *given), strict=True))
+            return trees.map_tensors(lambda tensor: same.get(id(tensor), tensor), (args, kwargs))
+
+        return hook
+
+    def _after(self, group: _Travelling) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._backward:
+                return
+            self._order.append(group)
+            if group.stays:
+                self._waiting = None
+            else:
+                group.whole = []
+            for tensor in trees.tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda grad: self._want(group))
+
+        return hook
+
+    def _want(self, group: _Travelling) -> None:
+        """Before the backward of `group`."""
+        self._backward = True
+        if group.wanted:
+            return
+        group.wanted = True
+        self._gather(group)
+        self._copy_out(group, forward=False)
+        place = self._order.index(group)
+        if place:
+            self._gather(self._order[place - 1])
+
+    def _gather(self, group: _Travelling) -> None:
+        if group.arrived is not None or group.whole:
+            return
+        copy = self._empty(group.elements, group.gathered) if group.gathered != group.rest else None
+        if self._world_size > 1:
+            group.arrived = self._empty(group.elements * self._world_size, group.gathered)
+        else:
+            group.arrived = self._empty(0, group.gathered)
+        del copy
+
+    def _copy_out(self, group: _Travelling, *, forward: bool) -> None:
+        if group.arrived is None:
+            return
+        if forward:
+            self._waiting = None
+        group.whole = [self._empty(size * self._world_size, group.gathered) for size in group.shards]
+        if forward:
+            self._waiting = group.arrived
+        group.arrived = None
+
+    def _reduce(self, group: _Travelling) -> None:
+        """After the backward of `group`."""
+        if group.reduced:
+            return
+        group.reduced = True
+        trained = [(p, size) for p, size in zip(group.params, group.shards, strict=True) if p.grad is not None]
+        grads = [param.grad for param, _ in trained]
+        for param, _ in trained:
+            param.grad = None
+        group.whole = []
+        self._sent = None
+        if not grads:
+            return
+        size = sum(size for _, size in trained)
+        self._sent = self._empty(size * self._world_size, group.reduce)
+        grads.clear()
+        shard = self._empty(size, group.reduce)
+        if self._world_size > 1 and self._device.type == "cpu":
+            self._empty(size * self._world_size, group.reduce)  # gloo's own
+        self.gradients.append(shard if group.reduce == group.rest else self._empty(size, group.rest))
+
+    def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+
+class _Travelling:
+    """One group of parameters: elements of the shards, dtypes, and what of it is whole now."""
+
+    def __init__(self, group: Group, policy: DtypePolicy, world_size: int) -> None:
+        own = {id(p): p for module in group.members for p in module.parameters(recurse=False)}
+        self.modules, self.stays = group.modules, group.stays
+        self.params = list(own.values())
+        self.shards = [-(-p.shape[0] // world_size) * p.shape[1:].numel() for p in self.params]
+        self.elements = sum(self.shards)
+        trained = [p for p in self.params if p.requires_grad] or self.params
+        computed = trained[0].dtype if trained else torch.float32
+        self.rest = dtype_at_rest(trained[0], policy, group.pinned) if trained else computed
+        gathered = torch.float32 if group.pinned else policy.gather if group.gathered else policy.param
+        self.gathered = gathered or self.rest
+        half = self.gathered in HALF_DTYPES or policy.store in HALF_DTYPES
+        self.reduce = policy.reduce or (torch.float32 if half and not group.pinned else self.gathered)
+        rests = [dtype_at_rest(p, policy, group.pinned) for p in self.params]
+        trains = [p.requires_grad for p in self.params]
+        self.sizes = list(zip(rests, self.shards, trains, strict=True))
+        self.arrived: torch.Tensor | None = None
+        self.whole: Sequence[torch.Tensor] = []
+        self.wanted = self.reduced = False
+
+
+class _After(torch.autograd.Function):
+    """Calls `run` once the gradients of all `tensors` are there."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, *tensors: torch.Tensor) -> Any:
+        ctx.run = run
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.run()
+        return None, *grads

@@ -1,0 +1,28 @@
+"""Estimates of memory under plugins of ranks, against the allocator's record of a step on each rank."""
+
+import pytest
+
+from benchmarks.estimates import both
+
+QUICK = [("gpt", "bf16", "ddp"), ("gpt", "seven bytes", "zero2"), ("gpt", "bf16_naive", "fsdp")]
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+    for case in [
+        (model, precision, plugin)
+        for model in ("vit", "gpt", "cnn", "resnet10t")
+        for plugin in ("ddp", "zero1", "zero2", "fsdp")
+        for precision in ("fp32", "bf16", "bf16_naive", "seven bytes")
+    ]
+]
+
+
+def found_on(rank, world_size, name, precision, plugin):
+    found = both(name, precision, plugin, world_size=world_size)
+    return found.estimate.held, found.held, found.estimate.peak, found.peak
+
+
+@pytest.mark.parametrize(("name", "precision", "plugin"), CASES)
+def test_an_estimate_is_what_the_allocator_of_each_rank_records(ranks2, name, precision, plugin):
+    for held, recorded_held, peak, recorded_peak in ranks2(found_on, name, precision, plugin):
+        assert held == pytest.approx(recorded_held, rel=0.01)
+        assert peak == pytest.approx(recorded_peak, rel=0.03)
