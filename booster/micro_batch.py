@@ -36,6 +36,14 @@ class MicroBatch:
         return cls((batch,), {}, batch)
 
 
+def at_stage(stage: int, micro_batch: int, is_loss: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, which is what this stage of a pipeline computes of this micro-batch, or the loss of it.
+
+    Whoever looks at operations reads from Python's stack, where this is, what they belong to.
+    """
+    return function(*args)
+
+
 def divide(batch: Any, count: Callable[[int], int]) -> list[MicroBatch]:
     """`batch` as micro-batches, as many as `count` makes of its size, which is the first dimension of its first tensor.
 

@@ -140,6 +140,12 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def is_fake_kind(kind: type) -> bool:
+    """Return whether `kind` is torch's FakeTensor, which has shapes and no numbers. Imports nothing."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and issubclass(kind, module.FakeTensor)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return what tells the memory of `tensor` from that of all others, as long as it lives."""
     return tensor.untyped_storage()._cdata

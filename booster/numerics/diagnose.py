@@ -20,11 +20,12 @@ def diagnose(
 ) -> Diagnosis:
     """Replay the step, name the first bad number, and try what helps. A collective: all ranks of `group` call it alike."""
     trials = Trials(replay, group, device.type)
-    outcome, bad, cause = trials.run()
-    known: dict[str, Any] = {"loss": outcome.loss, "loss_scale": replay.scale}
-    if not bad:
+    shown = trials.first()
+    cause = shown.cause
+    known: dict[str, Any] = {"loss": shown.loss, "loss_scale": replay.scale}
+    if not shown.bad:
         finite = (
-            f"Every number that reached the loss or a gradient was finite, the largest gradient {outcome.largest_gradient:.3g}."
+            f"Every number that reached the loss or a gradient was finite, the largest gradient {shown.largest_gradient:.3g}."
             " What made the step bad is not in this computation, or not with these random numbers."
         )
         return Diagnosis(kind=None, **known, notes=(finite, *notes))
@@ -64,6 +65,7 @@ def diagnose(
         output=cause.output,
         rows=cause.rows,
         micro_batch=cause.micro_batch,
+        stage=cause.stage,
         notes=notes,
         **known,
     )

@@ -31,7 +31,8 @@ class Diagnosis:
     name of what is bad, for kind "weights". modules: those being called, the outermost first. passed: modules that the bad
     number went through afterwards. source: the line of the user's code, "file:line in function". inputs, output: ranges.
     rows: places along the first dimension of what is bad, for "data" the samples. micro_batch: which backward pass of the
-    step, from 0. loss, loss_scale: of the replay. notes: what limits what is said here.
+    step, from 0, or which part of a pipeline's batch. stage: of a pipeline; None elsewhere. loss, loss_scale: of the
+    replay; the loss is the mean over ranks. notes: what limits what is said here.
     """
 
     kind: Kind | None
@@ -53,6 +54,7 @@ class Diagnosis:
     output: Numbers | None = None
     rows: tuple[int, ...] = ()
     micro_batch: int = 0
+    stage: int | None = None
     loss: float | None = None
     loss_scale: float = 1.0
     notes: tuple[str, ...] = ()
@@ -96,6 +98,7 @@ class Diagnosis:
 
     def _where(self) -> list[str]:
         found = [f"rank {self.rank}"]
+        found += [f"stage {self.stage}"] if self.stage is not None else []
         found += [f"micro-batch {self.micro_batch}"] if self.micro_batch else []
         found += [f"rows {', '.join(map(str, self.rows))}"] if self.rows and self.direction != "backward" else []
         found += [f"{self.autograd_node} of {self.of}"] if self.autograd_node and self.of else []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
 from booster import torch_internals
+from booster.micro_batch import at_stage
 from booster.torch_internals import engine_starts, graph_task, module_call, newest_node_number, running_node
 
 
@@ -20,7 +23,8 @@ from booster.torch_internals import engine_starts, graph_task, module_call, newe
 class Place:
     """modules: names of those called, the outermost first. inside: whether one of them is of the boosted model. source:
     "file:line in function" of the user's code, "" if there is none. backward: inside autograd's engine, and not a forward
-    pass that it computes again. node: the class of the autograd node then. of: the operation that made the node."""
+    pass that it computes again. node: the class of the autograd node then. of: the operation that made the node. stage,
+    micro_batch: of a pipeline. is_loss: a pipeline's criterion computes."""
 
     modules: tuple[str, ...] = ()
     inside: bool = False
@@ -28,6 +32,9 @@ class Place:
     backward: bool = False
     node: str = ""
     of: str = ""
+    stage: int | None = None
+    micro_batch: int | None = None
+    is_loss: bool = False
 
 
 class Places:
@@ -69,11 +76,15 @@ class Places:
         if leaf is not None and leaf in self._params:
             of, owner = self._params[leaf]
             made = Place((owner,), not owner.startswith("criterion"))
-        return Place(made.modules, made.inside, place.source or made.source, True, name, of)
+        made = dataclasses.replace(made, source=place.source or made.source)
+        if torch.is_grad_enabled():  # activations are computed again outside of a module, or gradients have a graph
+            self._made.setdefault(newest_node_number(), (made, operation))
+        return dataclasses.replace(made, backward=True, node=name, of=of)
 
     def _of_stack(self, ends: frozenset[CodeType]) -> Place:
         modules: list[str] = []
         inside, source = False, ""
+        at: dict[str, Any] = {}
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
@@ -82,12 +93,14 @@ class Places:
                 inside = inside or of_model
                 if not modules or modules[-1] != name:
                     modules.append(name)
+            elif code is at_stage.__code__:
+                at = {name: frame.f_locals[name] for name in ("stage", "micro_batch", "is_loss")}
             elif code in ends:
                 break
             elif not source and _is_users(code):
                 source = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
             frame = frame.f_back
-        return Place(tuple(reversed(modules)), inside, source)
+        return Place(tuple(reversed(modules)), inside, source, **at)
 
     def _name(self, module: nn.Module) -> tuple[str, bool]:
         name = self._names.get(id(module))

@@ -17,11 +17,11 @@ from booster.casting import HALF_DTYPES
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.modules import bare
+from booster.numerics.memory_names import MemoryNames
 from booster.numerics.places import Places
 from booster.numerics.unchanged import Memory, unchanged
 from booster.numerics.watch import Event, Leaf, Watch
 from booster.shards.base import is_dtensor
-from booster.torch_internals import storage_key
 from booster.trees import tensors
 
 Forward = Callable[[], Any]
@@ -42,12 +42,17 @@ class Outcome:
     largest_gradient: float
 
 
+class StoppedElsewhere(Exception):
+    """The forward pass raised on another rank."""
+
+
 class Replay:
     """Runs `forward` and its backward pass under `Watch`, as often as asked, each time from the same state.
 
     forward: computes and returns the loss; or runs backward passes too, by boosted optimizers, and returns the loss, the
     dictionary of `execute_pipeline`, or in place of the loss what it is computed from. models: boosted ones, by the label that
-    tells them apart, "" for a single one. criteria: boosted modules. scale: of the loss.
+    tells them apart, "" for a single one. criteria: boosted modules. scale: of the loss. is_partial: whether a model lies on
+    several ranks, in stages.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Replay:
         self.scale = scale
         self.modules: dict[str, nn.Module] = {}
         self.roots = [model.unwrap() for model in models.values()]
+        self.is_partial = any(getattr(model.module, "is_partial", False) for model in models.values())
         self._forward = forward
         self._context = optimizers[0].backward_context
         self._updates = updates_of(optimizers)
@@ -69,7 +75,7 @@ class Replay:
         self._params: dict[torch.Tensor, tuple[str, str]] = {}
         for label, model in models.items():
             inner = model.unwrap()
-            own = label or type(inner).__name__
+            own = label or _class_name(inner)
             layer: nn.Module = model
             while layer is not inner:  # what this library, plugins and torch.compile wrap around it
                 self._names[layer] = own
@@ -94,13 +100,17 @@ class Replay:
         scale: float | None = None,
         repair: Collection[int] = (),
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        agree: Callable[[bool], bool] = bool,
     ) -> Outcome:
-        """Replay the step. scale: of the loss; None means its own. repair: see `Watch`. within: what it is computed in."""
+        """Replay the step. scale: of the loss; None means its own. repair: see `Watch`. within: what it is computed in.
+
+        agree: called once after the forward pass with whether it raised, returns whether it did on any rank.
+        """
         scale = self.scale if scale is None else scale
         with unchanged(self._wrappers, self._updates, scale) as memory, within():
-            return self._run(scale, repair, memory)
+            return self._run(scale, repair, memory, agree)
 
-    def _run(self, scale: float, repair: Collection[int], memory: Memory) -> Outcome:
+    def _run(self, scale: float, repair: Collection[int], memory: Memory, agree: Callable[[bool], bool]) -> Outcome:
         counted = self._updates[0]
         watch = Watch(
             Places(self._names, self._criteria, self._params, _call.__code__),
@@ -109,7 +119,14 @@ class Replay:
             repair=repair,
             micro_batch=lambda: counted.num_backwards,
         )
-        loss = _call(watch, self._forward)
+        try:
+            loss = _call(watch, self._forward)
+        except Exception:
+            agree(True)
+            raise
+        if agree(False):
+            # A backward pass has collectives, in which this rank would wait for the one that is not there.
+            raise StoppedElsewhere
         if isinstance(loss, Mapping):
             loss = loss.get("loss")
         if not counted.num_backwards:
@@ -164,10 +181,16 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def _names_of_memory(modules: Sequence[tuple[str, nn.Module]]) -> dict[int, str]:
-    """Names of parameters and buffers, by the key of their memory on this rank."""
-    names: dict[int, str] = {}
+def _names_of_memory(modules: Sequence[tuple[str, nn.Module]]) -> MemoryNames:
+    names = MemoryNames()
     for label, module in modules:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            names.setdefault(storage_key(_local(tensor)), f"{label}.{name}" if label else name)
+            names.add(_local(tensor), f"{label}.{name}" if label else name)
     return names
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the user's class; `fully_shard` makes another one of it."""
+    kind = type(module)
+    own = kind.__bases__[-1]
+    return own.__name__ if kind.__name__ == f"FSDP{own.__name__}" else kind.__name__

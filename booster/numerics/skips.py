@@ -48,6 +48,7 @@ class SkipWatcher:
         else:
             self._left = arguments.count("diagnose", diagnose, what="of skipped steps", also="'first', 'every' or None")
         self._make_replay, self._group, self._device = make_replay, group, device
+        self._waiting: dict[OptimizerWrapper, Callable[[], None]] = {}
 
     def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
         """Keep the calls of a boosted model and criterion, and diagnose the skipped steps of `optimizers`."""
@@ -65,11 +66,21 @@ class SkipWatcher:
         self.tape.end_pipeline(run, optimizers, state)
         return result
 
-    def after_step(self, optimizer: OptimizerWrapper, result: StepResult) -> None:
+    def after_step(self, optimizer: OptimizerWrapper, result: StepResult, decides_on_device: bool) -> None:
         """A step is made or skipped; which of them may be known later."""
         passes = self.tape.take(optimizer)
-        if passes and self._left != 0:
+        if not passes or self._left == 0:
+            return
+        if self._group is not None and decides_on_device:
+            # Whoever reads a counter settles the step, maybe one rank alone, and a replay is a collective.
+            self._waiting[optimizer] = lambda: self._settled(passes, result)
+        else:
             optimizer.when_settled(lambda: self._settled(passes, result))
+
+    def before_step(self, optimizer: OptimizerWrapper) -> None:
+        """The next step of `optimizer` begins, on all ranks."""
+        if optimizer in self._waiting:
+            self._waiting.pop(optimizer)()
 
     # ------------------------------------------------------------------ inside
 
@@ -113,12 +124,14 @@ class _Steps:
         pass
 
     def before_step(self, update: Any, number: int) -> None:
-        pass
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._watcher.before_step(optimizer)
 
     def after_step(self, update: Any, number: int, result: StepResult) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            self._watcher.after_step(optimizer, result)
+            self._watcher.after_step(optimizer, result, update.decides_on_device)
 
 
 def _is_cut(of: Pass) -> bool:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from booster.numerics.memory_names import MemoryNames
 from booster.numerics.numbers import Numbers, bad_rows, dtype_name, numbers_of
 from booster.numerics.places import Place, Places
-from booster.torch_internals import TorchDispatchMode, storage_key, without_function_modes
+from booster.torch_internals import TorchDispatchMode, is_fake_kind, storage_key, without_function_modes
 from booster.trees import map_tensors, tensors
 
 # What makes infinities on purpose, for masks; and what takes them for such.
@@ -54,6 +56,13 @@ _MASKING = _FILLS | {
     "_to_copy",
     "clone",
     "cat",
+    "baddbmm",
+    "_unsafe_view",
+    "stack",
+    "roll",
+    "flip",
+    "index_select",
+    "relu",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_fused_attention_overrideable",
     "_scaled_dot_product_efficient_attention",
@@ -61,6 +70,10 @@ _MASKING = _FILLS | {
 }
 _UNINITIALISED = frozenset(
     {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_", "set_"}
+)
+# They do not read what they write to.
+_WRITES = frozenset(
+    {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "bernoulli_", "random_"}
 )
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
 
@@ -84,10 +97,12 @@ class Leaf:
 class Event:
     """An operation whose result holds an inf or NaN.
 
-    index: its place among all operations of the replay. parents: what made the inf or NaN in its inputs. intended: only
+    index: its place among all operations of the replay. micro_batch: of a pipeline, else which backward pass is under way, or
+    comes next. parents: what made the inf or NaN in its inputs. intended: only
     infinities that masks are made of. exact: the largest magnitude of the result in float64, inf if that is not finite
     either, None if nobody knows. inputs, output, rows: what was there, and where along the first dimension it is bad. These and
-    `exact` are known only where no operation before had made the inputs bad. foreign: made by a collective.
+    `exact` are known only where no operation before had made the inputs bad. foreign: made by a collective. besides: what had
+    made another part of the same memory bad.
     """
 
     index: int
@@ -101,6 +116,7 @@ class Event:
     intended: bool = False
     exact: float | None = None
     foreign: bool = False
+    besides: Event | None = None
 
     @property
     def name(self) -> str:
@@ -111,7 +127,7 @@ class Event:
 class Watch(TorchDispatchMode):
     """Looks at the result of every operation, forward and backward, in the thread that runs them.
 
-    names: of parameters and buffers, by the key of their memory. before_write: called with a tensor whose memory the replay
+    names: of parameters and buffers. before_write: called with a tensor whose memory the replay
     did not make, before it is written to. repair: numbers of operations, and keys of memory, whose inf and NaN become zero.
     micro_batch: says which backward pass is under way, or comes next.
     """
@@ -119,7 +135,7 @@ class Watch(TorchDispatchMode):
     def __init__(
         self,
         places: Places,
-        names: Mapping[int, str],
+        names: MemoryNames,
         before_write: Callable[[torch.Tensor], None],
         *,
         repair: Collection[int] = (),
@@ -129,6 +145,7 @@ class Watch(TorchDispatchMode):
         self.events: list[Event] = []
         self.num_operations = 0
         self.last_in_model: dict[int, int] = {}  # by micro-batch, the last operation of a forward pass inside the model
+        self.sent: list[Event] = []  # collectives that took an inf or NaN from here
         self._places = places
         self._names = names
         self._before_write = before_write
@@ -136,16 +153,20 @@ class Watch(TorchDispatchMode):
         self._micro_batch = micro_batch
         self._made: set[int] = set()  # memory that the replay made
         self._bad: dict[int, Event] = {}  # who wrote an inf or NaN to a memory last
-        self._leaves: dict[int, Leaf] = {}
+        self._leaves: dict[tuple[int, str], Leaf] = {}
 
     def origin_of(self, tensor: torch.Tensor) -> Event | Leaf | None:
         """Return what made the inf or NaN in `tensor`; None where it has none or nobody knows."""
-        return self._bad.get(storage_key(tensor)) or self._leaves.get(storage_key(tensor))
+        key = storage_key(tensor)
+        return self._bad.get(key) or self._leaves.get((key, self._names.of(tensor)))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, torch.Tensor) and kind is not torch.Tensor and _has_own(kind) for kind in types):
+        own = [kind for kind in types if issubclass(kind, torch.Tensor) and kind is not torch.Tensor and _has_own(kind)]
+        if any(is_fake_kind(kind) for kind in own):
+            return func(*args, **(kwargs or {}))  # a rehearsal, which computes nothing
+        if own:
             return NotImplemented  # a DTensor, say; its own operations on plain tensors come here
         with (
             without_function_modes()
@@ -159,17 +180,22 @@ class Watch(TorchDispatchMode):
         operation = f"{func.namespace}.{name}"
         place = self._places.of(operation)
         index, self.num_operations = self.num_operations, self.num_operations + 1
+        micro_batch = self._micro_batch() if place.micro_batch is None else place.micro_batch
         if place.inside and not place.backward:
-            self.last_in_model[self._micro_batch()] = index
+            self.last_in_model[micro_batch] = index
         collective = func.namespace in _COLLECTIVES
         given = [tensor for tensor in tensors((args, kwargs)) if _is_plain(tensor)]
         written = given if collective else [t for t in _written(func, args, kwargs) if _is_plain(t)]
         for tensor in written:
             if storage_key(tensor) not in self._made:
                 self._before_write(tensor)
-        parents = self._bad_inputs(given)
+        unread = [] if collective else [t for t in written if name in _WRITES or _is_out(func, t, kwargs)]
+        parents = self._bad_inputs([tensor for tensor in given if all(tensor is not other for other in unread)])
+        event = Event(index, operation, place, micro_batch, parents)
         if collective:
-            return self._collective(func, args, kwargs, operation, place, index, given, parents)
+            return self._collective(func, args, kwargs, event, given)
+        if name == "copy_" and self._is_delivery(*args[:2]):
+            return func(*args, **kwargs)
         kept = (args, kwargs)
         if written:
             copies = {id(tensor): tensor.clone() for tensor in written}
@@ -185,7 +211,7 @@ class Watch(TorchDispatchMode):
             if index in self._repair and tensor.is_floating_point():
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
         for tensor in [*results, *(t for t in written if all(t is not r for r in results))]:
-            self._look(tensor, func, name, kept, parents, place, operation, index)
+            self._look(tensor, func, name, kept, event)
         return result
 
     def _look(
@@ -194,21 +220,20 @@ class Watch(TorchDispatchMode):
         func: Any,
         name: str,
         kept: tuple[tuple[Any, ...], dict[str, Any]],
-        parents: list[Event | Leaf],
-        place: Place,
-        operation: str,
-        index: int,
+        maker: Event,
     ) -> None:
-        key = storage_key(tensor)
-        if not tensor.is_floating_point() or not tensor.numel():
+        key, parents = storage_key(tensor), maker.parents
+        # Whoever reads a view finds what made its memory bad; memory that nobody wrote to yet holds anything.
+        if func.is_view or not tensor.is_floating_point() or not tensor.numel():
             return
+        is_whole = tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
         if _is_finite(tensor):
-            if tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
+            if is_whole:
                 self._bad.pop(key, None)
             return
-        if func.is_view and (parents or key in self._bad):
-            return  # whoever reads the view finds what made its memory bad
-        event = Event(index, operation, place, self._micro_batch(), list(parents))
+        event = dataclasses.replace(maker, parents=list(parents))
+        if not is_whole and key in self._bad and self._bad[key] not in parents:
+            event.besides = self._bad[key]  # in other places of the same memory
         self.events.append(event)
         self._bad[key] = event
         if any(isinstance(parent, Event) and not is_intended(parent, name) for parent in parents):
@@ -236,27 +261,33 @@ class Watch(TorchDispatchMode):
                 found.append(origin)
         return found
 
+    def _is_delivery(self, place: torch.Tensor, values: Any) -> bool:
+        """Whether a collective that ended brings, by a copy, what it has in memory of its own."""
+        if not isinstance(values, torch.Tensor) or not _is_plain(values) or not _is_plain(place):
+            return False
+        awaited = self._bad.get(storage_key(place))
+        unknown = storage_key(values) not in self._bad and not self._names.of(values)
+        return awaited is not None and awaited.foreign and unknown and not _is_finite(values)
+
     def _leaf(self, tensor: torch.Tensor, key: int) -> Leaf | None:
         if key in self._repair:
             self._before_write(tensor)
             tensor.detach().nan_to_num_(0.0, 0.0, 0.0)
             return None
-        if key not in self._leaves:
-            name, numbers = self._names.get(key, ""), numbers_of(tensor)
+        name = self._names.of(tensor)
+        if (key, name) not in self._leaves:
+            numbers = numbers_of(tensor)
             masking = not name and not numbers.num_nan and not bool(tensor.isposinf().any())
-            self._leaves[key] = Leaf(key, name, numbers, masking, bad_rows(tensor))
-        return self._leaves[key]
+            self._leaves[key, name] = Leaf(key, name, numbers, masking, bad_rows(tensor))
+        return self._leaves[key, name]
 
     def _collective(
         self,
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        operation: str,
-        place: Place,
-        index: int,
+        maker: Event,
         given: list[torch.Tensor],
-        parents: list[Event | Leaf],
     ) -> Any:
         # What it brings is there later; whoever reads it looks.
         result = func(*args, **kwargs)
@@ -264,9 +295,11 @@ class Watch(TorchDispatchMode):
         for tensor in [*given, *results]:
             if not tensor.is_floating_point():
                 continue
-            event = Event(index, operation, place, self._micro_batch(), list(parents), foreign=True)
+            event = dataclasses.replace(maker, parents=list(maker.parents), foreign=True)
             event.output = Numbers(tuple(tensor.shape), dtype_name(tensor.dtype), 0.0, 0.0, 0, 0)
             self._bad[storage_key(tensor)] = event
+            if event.parents:
+                self.sent.append(event)
         return result
 
 
@@ -283,6 +316,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)
             yield from tensors(value)
+
+
+def _is_out(func: Any, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether `tensor` is what the operation is to write its result to, and does not read."""
+    outs = [kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_out]
+    return any(tensor is out for out in tensors(outs))
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

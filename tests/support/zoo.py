@@ -147,8 +147,9 @@ def diagnose(planted, precision, plugin=None):
 
 
 def judge(found, truth):
-    """Return what of `truth` the diagnosis got wrong."""
-    return {name: (getattr(found, name), value) for name, value in truth.items() if getattr(found, name) != value}
+    """Return what of `truth` the diagnosis got wrong. A set has several right answers."""
+    answers = {name: value if isinstance(value, set) else {value} for name, value in truth.items()}
+    return {name: (getattr(found, name), truth[name]) for name in truth if getattr(found, name) not in answers[name]}
 
 
 # ---------------------------------------------------------------------- overflow in the forward pass

@@ -80,7 +80,8 @@ class Run:
 
 def assert_same(a, b, where=""):
     if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b) or (a.isnan() == b.isnan()).all(), where
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), where
+        assert torch.equal(a.isnan(), b.isnan()), where
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), where
         for key in a:
@@ -129,3 +130,12 @@ def test_a_diagnosis_changes_nothing_and_the_next_steps_are_the_same_to_the_bit(
     assert_same(before, diagnosed.everything())
     assert_same(expected, [diagnosed.step() for _ in range(5)])
     assert_same(plain.everything()["weights"], diagnosed.everything()["weights"])
+
+
+def test_what_a_diagnosis_would_have_changed_is_noticed():
+    run = Run()
+    before = run.everything()
+    with torch.no_grad():
+        run.raw.head.weight[0, 0] += 1e-3
+    with pytest.raises(AssertionError, match="weights/head.weight"):
+        assert_same(before, run.everything())

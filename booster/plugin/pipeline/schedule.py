@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from booster import arguments
+from booster.micro_batch import at_stage
 from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
 from booster.torch_internals import num_function_modes
@@ -148,8 +149,11 @@ class _Chunk(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *received: torch.Tensor) -> Any:
-        output = self._own.compute(received)
-        return self._loss_of(output, self._own.target) if self.is_last else output
+        stage, number = self._own.index, self._own.current
+        output = at_stage(stage, number, False, self._own.compute, received)
+        if not self.is_last:
+            return output
+        return at_stage(stage, number, True, self._loss_of, output, self._own.target)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
