@@ -53,7 +53,8 @@ def advise(
     least 3. budget: bounds, see `Budget`; None means `Budget()`.
 
     Gradients are compared at the first weights and after 5 float32 steps; the worse counts. Two equal float32 models tell
-    what differences in time mean nothing. At most two models are held at a time. Random states, grad mode and the arguments
+    what differences in time mean nothing. At most two models are held at a time, and copies of the weights and
+    gradients of float32 at these points. Random states, grad mode and the arguments
     are afterwards what they were. For one process: on several ranks each would measure for itself.
 
     Raises TypeError or ValueError for wrong arguments, and what the model raises in float32.
@@ -172,11 +173,9 @@ class _Measurement:
     # ------------------------------------------------------------------ inside
 
     def _measured(self, name: str, precision: MixedPrecision) -> Row:
+        later = Subject(self._task, precision, self._points[1].weights).gradients()
         trained = Subject(self._task, precision)
-        at_points = [trained.gradients()]
-        later = Subject(self._task, precision, self._points[1].weights)
-        at_points.append(later.gradients())
-        del later
+        at_points = [trained.gradients(), later]
         errors = [self._error(found, point) for found, point in zip(at_points, self._points, strict=True)]
         worst = max(errors, key=lambda error: error.relative)
         known: dict[str, Any] = {

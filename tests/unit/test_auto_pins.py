@@ -68,8 +68,7 @@ def test_a_sound_model_needs_no_pins(precision):
     assert "No module need be kept" in str(pins)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize(("precision", "place"), [*zip(PRECISIONS, (2, 0, 1, 3), strict=True)])
 def test_the_one_fragile_block_is_found_and_nothing_else(precision, place):
     pins = found(lambda: Model([place], shift=3e4), precision)
     assert pins.names == (f"blocks.{place}",)
