@@ -4,6 +4,7 @@ from booster import logging, mixed_precision, nn, plugin
 from booster.booster import Booster
 from booster.config import AMP_TYPE
 from booster.coordinator import DistCoordinator
+from booster.description import Description, describe
 from booster.launch import get_default_parser, launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from booster.optimizer_kinds import register_elementwise
 from booster.update.outcome import LossScaleError, StepResult
@@ -14,10 +15,12 @@ __version__ = "0.1.0"
 __all__ = [
     "AMP_TYPE",
     "Booster",
+    "Description",
     "DistCoordinator",
     "LossScaleError",
     "StepResult",
     "__version__",
+    "describe",
     "get_default_parser",
     "launch",
     "launch_from_openmpi",

@@ -38,10 +38,10 @@ def load_weights(
     storage_dtype: None stores parameters in the model's dtypes, which must be those of the file. torch.float32, torch.bfloat16
     or torch.float16 stores all floating parameters in it. "int8", "fp8" and "nf4" store the weights of linear layers in 8 or 4
     bits, with a float32 scale for each 128 or 64 numbers of a row; such a layer becomes a `booster.frozen.FrozenLinear`, whose
-    weight does not train and is unpacked in every pass. Buffers keep the model's dtype.
-    compute_dtype: what frozen layers multiply in; None means the dtype of autocast, or of their input. All parameters that
-    are not such weights (biases, norms, embeddings) are stored in it, where it is given. With a floating storage_dtype of
-    another kind it freezes the linear layers too.
+    weight does not train and is unpacked in every pass. All else (biases, norms, embeddings) keeps the model's dtype, in which
+    it must lose nothing; so do buffers always.
+    compute_dtype: what frozen layers multiply in; None means the dtype of autocast, or of their input. With a floating
+    storage_dtype that is another one, linear layers are frozen as well, and only their weights are stored in it.
     keep: linear layers that are not frozen, by type, name pattern or predicate, as `keep_fp32`. A weight that two modules
     share, and that of a subclass of `nn.Linear`, is never frozen.
 
@@ -76,5 +76,5 @@ def load_weights(
             f"keep={arguments.shown(keep)} says which linear layers are not frozen, and none would be; leave it out, or pass "
             f"storage_dtype= one of {list(FORMS)}"
         )
-    wide = storage_dtype if linear is None and isinstance(storage_dtype, torch.dtype) else compute_dtype
+    wide = storage_dtype if linear is None and isinstance(storage_dtype, torch.dtype) else None
     return stream(model, given, Storage(linear, wide, compute_dtype), keep=entries, device=there)

@@ -27,7 +27,8 @@ _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class Storage:
     """How weights are to be stored. linear: those of linear layers that are to be frozen, None for none. wide: all other
-    floating parameters, None for the dtype that the model has. compute: what frozen layers multiply in.
+    floating parameters, None for the dtype that the model has. compute: what frozen layers multiply in, None for that of
+    autocast or their input.
     """
 
     linear: Form | torch.dtype | None
@@ -136,7 +137,14 @@ def _plan(
             stored: Form | torch.dtype = storage.linear
         else:
             stored = storage.wide if id(tensor) in params and storage.wide and _is_wide(tensor.dtype) else tensor.dtype
-        fault = _fault(tensor, entry, stored, said=storage.wide is not None or frozen, buffer=id(tensor) not in params)
+        is_param = id(tensor) in params
+        fault = _fault(
+            tensor,
+            entry,
+            stored,
+            any_float=is_param and (storage.wide is not None or frozen),
+            widens=not is_param or storage.linear is not None,
+        )
         problems += [f"{names[0]} {fault}"] if fault else []
         problems += [
             f"{name} and {names[0]} are one tensor in the model, and differ in the file"
@@ -159,21 +167,24 @@ def _can_freeze(places: list[Place], kept: KeptModules) -> bool:
     )
 
 
-def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, said: bool, buffer: bool) -> str:
-    """What of `entry` does not fit `tensor`, in words; empty where it does. said: it was said how to store it."""
+def _fault(tensor: torch.Tensor, entry: Entry, stored: Form | torch.dtype, *, any_float: bool, widens: bool) -> str:
+    """What of `entry` does not fit `tensor`, in words; empty where it does.
+
+    any_float: it was said how to store floating numbers. widens: it keeps the model's dtype, where that loses nothing.
+    """
     if entry.shape != tuple(tensor.shape):
         return f"has shape {entry.shape} in the file and {tuple(tensor.shape)} in the model"
-    has, wants = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, tensor.dtype))
     if entry.dtype == stored:
         return ""
+    has, wants = (str(dtype).removeprefix("torch.") for dtype in (entry.dtype, tensor.dtype))
+    differ = f"is {has} in the file and {wants} in the model"
     if not (_is_wide(entry.dtype) and _is_wide(tensor.dtype)):
-        return f"is {has} in the file and {wants} in the model"
-    if said and not buffer:
+        return differ
+    if any_float or (widens and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype):
         return ""
-    if buffer and torch.promote_types(entry.dtype, tensor.dtype) == tensor.dtype:
-        return ""  # buffers keep the model's dtype, and this one loses nothing
-    fix = "" if buffer else "; say in which dtype to store it: storage_dtype=, or compute_dtype= for what is not frozen"
-    return f"is {has} in the file and {wants} in the model{fix}"
+    return (
+        f"{differ}, which would lose bits" if widens else f"{differ}; pass storage_dtype= to say in which to store it"
+    )
 
 
 def _fault_of_packed(tensor: torch.Tensor, entry: Entry, form: Form | torch.dtype | None) -> str:

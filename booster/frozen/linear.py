@@ -116,7 +116,9 @@ class _Product(torch.autograd.Function):
         of_x = of_bias = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                of_x = g @ _unpacked(stored, ctx.form, ctx.columns, g.dtype)
+                of_x = (g.reshape(-1, g.shape[-1]) @ _unpacked(stored, ctx.form, ctx.columns, g.dtype)).view(
+                    *g.shape[:-1], ctx.columns
+                )
             if ctx.needs_input_grad[2]:
                 of_bias = g.reshape(-1, g.shape[-1]).sum(0)
         return of_x, None, of_bias, None, None

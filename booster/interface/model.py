@@ -27,6 +27,7 @@ __all__ = [
     "boosted_wrapper",
     "keep_pins",
     "pins_of",
+    "precision_of",
     "unwrap_placed",
 ]
 
@@ -147,6 +148,11 @@ def keep_pins(model: ModelWrapper, pins: Pinned) -> None:
 def pins_of(model: ModelWrapper) -> Pinned | None:
     """Return what is pinned during the run in a boosted model; None where its precision pins nothing."""
     return model._pins
+
+
+def precision_of(model: PrecisionModule) -> ForwardPrecision:
+    """The precision that `model` runs under; no attribute of it, because attributes are those of the user's model."""
+    return model._precision
 
 
 def boosted_wrapper(model: nn.Module, method: str) -> ModelWrapper:

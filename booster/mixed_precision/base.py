@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,8 +17,10 @@ from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.options import MasterOptions
+from booster.mixed_precision.hardware import missing_on_cpu
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy
+from booster.mixed_precision.switches import ONEDNN, switched
 from booster.modules import PlacedModule, bare
 from booster.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
@@ -81,6 +83,11 @@ class MixedPrecision:
     def make_scaler(self) -> LossScaler:
         """A new loss scaler; every boosted optimizer gets its own."""
         return NoScale()
+
+    @property
+    def products(self) -> str | None:
+        """The format that products of float32 numbers read, where that is not the dtype of their operands."""
+        return None
 
     @property
     def is_rehearsal(self) -> bool:
@@ -264,7 +271,34 @@ class FP32(MixedPrecision):
     """Models compute in the dtype of their parameters.
 
     The half inputs of a float32 model, such as the activations of a half model around it, are widened.
+
+    products: "bfloat16" lets oneDNN round what float32 products, convolutions and recurrent layers read to bfloat16 on a CPU
+    that multiplies in it (AVX512-BF16 or AMX), and raises ValueError elsewhere; sums, and all else, stay in float32. torch's
+    own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and restored after it. It is one
+    for the process: what other threads multiply in the meantime is rounded too. torch multiplies small matrices by itself,
+    in float32. Call `booster.backward`, as always: a bare `loss.backward()` is outside of it.
     """
+
+    _products: Literal["float32", "bfloat16"] = "float32"
+
+    def __init__(self, *, products: Literal["float32", "bfloat16"] = "float32") -> None:
+        self._products = arguments.choice("products", products, ("float32", "bfloat16"))
+
+    @property
+    def products(self) -> str | None:
+        return None if self._products == "float32" else self._products
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        lacks = "" if self._products == "float32" else missing_on_cpu("products in bfloat16", device)
+        if lacks:
+            raise ValueError(f"{lacks}; use FP32(), or mixed_precision='bf16'")
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._products == "float32" else switched(ONEDNN, "bf16")
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        return self.forward_context()
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         dtypes = {param.dtype for param in placed.parameters()}

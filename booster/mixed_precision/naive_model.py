@@ -14,8 +14,10 @@ from booster import arguments
 from booster.interface.model import PrecisionModule
 from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.buffers import BufferAverage
+from booster.mixed_precision.hardware import missing
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm
 from booster.mixed_precision.policy import cast_parameters, half_policy
+from booster.mixed_precision.switches import CUDA, switched
 
 _DTYPES = {
     "torch.float16": torch.float16,
@@ -23,6 +25,7 @@ _DTYPES = {
     "torch.bfloat16": torch.bfloat16,
     "torch.float32": torch.float32,
 }
+_TF32 = "torch.tf32"
 
 
 class NaiveAMPModel(PrecisionModule):
@@ -30,8 +33,10 @@ class NaiveAMPModel(PrecisionModule):
 
     Floating inputs are cast to `dtype` in whatever container, integers and float64 stay. output_to_fp32: return float32;
     False returns what the model computes. dtype: torch.float16, torch.bfloat16 or torch.float32, or one of the strings
-    "torch.float16", "torch.half", "torch.bfloat16", "torch.float32". sync_buffer: before every forward in training,
-    average the floating buffers over `parallel_group`; see `BufferAverage`. parallel_group: None means the whole world.
+    "torch.float16", "torch.half", "torch.bfloat16", "torch.float32". "torch.tf32" is float32 whose forward multiplies in TF32,
+    on a CUDA device that does; a backward pass, which is the caller's, multiplies as the process has it set.
+    sync_buffer: before every forward in training, average the floating buffers over `parallel_group`; see `BufferAverage`.
+    parallel_group: None means the whole world.
     keep_fp32: modules that keep float32 parameters and compute in float32, by type, name pattern or predicate (see
     `KeptModules`), beside those that `set_fp32_attr_to_module` marked.
 
@@ -68,9 +73,12 @@ class NaiveAMPModel(PrecisionModule):
             arguments.group("parallel_group", parallel_group)
         if isinstance(model, PrecisionModule):
             raise RuntimeError(f"this {type(model).__name__} runs under a precision already; pass the model inside it")
-        dtype = parse_dtype(dtype)
+        tf32 = isinstance(dtype, str) and dtype == _TF32
+        if tf32:
+            _check_tf32(model)
+        dtype = torch.float32 if tf32 else parse_dtype(dtype)
         policy = half_policy(model, dtype, keep_fp32=keep_fp32, output=torch.float32 if output_to_fp32 else None)
-        super().__init__(cast_parameters(model, policy), _Output(policy.output), input_dtype=dtype)
+        super().__init__(cast_parameters(model, policy), _Output(policy.output, tf32=tf32), input_dtype=dtype)
         if sync_buffer:
             self.register_forward_pre_hook(BufferAverage(parallel_group))
 
@@ -81,21 +89,27 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype:
         return _DTYPES[dtype]
     if isinstance(dtype, torch.dtype) and dtype in _DTYPES.values():
         return dtype
-    if isinstance(dtype, str) and dtype == "torch.tf32":
-        raise ValueError(
-            "dtype='torch.tf32' is not a storage format but a mode of CUDA matrix products; pass dtype='torch.float32', or "
-            "give the model to Booster(mixed_precision='tf32')"
-        )
     raise ValueError(
-        f"dtype={arguments.shown(dtype)} is not legal; pass the torch dtype or the string of one of {list(_DTYPES)}"
+        f"dtype={arguments.shown(dtype)} is not legal; pass the torch dtype or the string of one of {[*_DTYPES, _TF32]}"
     )
+
+
+def _check_tf32(model: nn.Module) -> None:
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    lacks = missing("tf32", device, capability=(8, 0), generations="Ampere or newer")
+    if lacks:
+        raise ValueError(
+            f"{lacks}: the model is on {device}. Move it first; or give it to Booster(mixed_precision="
+            "TF32MixedPrecision(emulate=True)), which computes such numbers on any device, slowly, as a rehearsal"
+        )
 
 
 class _Output:
     """The `ForwardPrecision` of a model whose own parameters decide how it computes."""
 
-    def __init__(self, output_dtype: torch.dtype | None) -> None:
+    def __init__(self, output_dtype: torch.dtype | None, *, tf32: bool) -> None:
         self.output_dtype = output_dtype
+        self._tf32 = tf32
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return switched(CUDA, "tf32") if self._tf32 else nullcontext()

@@ -57,9 +57,19 @@ def product_modules(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, module in model.named_modules() if module in holders)
 
 
+def multiplies(module: nn.Module) -> bool:
+    """Return whether `module` is a layer that multiplies by its weight, so that autocast runs it in half."""
+    return _is_conv1d(module) or any(isinstance(module, base) for base, _ in _PRODUCTS)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
 def _is_product(module: nn.Module, own: str) -> bool:
     kind = type(module)
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+    if _is_conv1d(module):
         return own in {"weight", "bias"}
     for base, names in _PRODUCTS:
         if isinstance(module, base):

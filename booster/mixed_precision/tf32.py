@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from booster import arguments
 from booster.cast_regions import both
 from booster.mixed_precision.base import FP32
 from booster.mixed_precision.hardware import missing
+from booster.mixed_precision.switches import CUDA, switched
 from booster.number_formats import TF32, round_to
 from booster.torch_internals import TorchDispatchMode
 
@@ -44,10 +45,14 @@ class TF32MixedPrecision(FP32):
         self._said = True
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return switched_on() if self._runs() else both(RoundedOperands(), sdpa_kernel(SDPBackend.MATH))
+        return switched(CUDA, "tf32") if self._runs() else both(RoundedOperands(), sdpa_kernel(SDPBackend.MATH))
 
     def backward_context(self) -> AbstractContextManager[Any]:
         return self.forward_context()
+
+    @property
+    def products(self) -> str:
+        return "tf32"
 
     @property
     def is_rehearsal(self) -> bool:
@@ -63,21 +68,6 @@ class TF32MixedPrecision(FP32):
                 f"{lacks}; TF32MixedPrecision(emulate=True) computes such numbers on any device, slowly, as a rehearsal"
             )
         return not lacks
-
-
-@contextmanager
-def switched_on() -> Iterator[None]:
-    """Inside, torch may run float32 products, convolutions and recurrent layers of CUDA in TF32; afterwards as before."""
-    cudnn: Any = torch.backends.cudnn
-    switches: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-    before = [switch.fp32_precision for switch in switches]
-    try:
-        for switch in switches:
-            switch.fp32_precision = "tf32"
-        yield
-    finally:
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
 
 
 _aten = torch.ops.aten

@@ -284,6 +284,8 @@ RANGES: dict[str, Predicate] = {
     "keep": pins,
     "compute_dtype": one_of(torch.bfloat16, torch.float32),
     "storage_dtype": one_of("int8", "fp8", "nf4", torch.float32, torch.bfloat16, torch.float16),
+    "products": one_of("float32", "bfloat16"),
+    "describe(model)": a(nn.Module),
     "load_weights(compute_dtype)": one_of(torch.float32, torch.bfloat16, torch.float16),
     "load_weights(model)": a(nn.Module),
     "KeptModules(option)": text,
@@ -388,6 +390,7 @@ EXEMPT: dict[str, str] = {
     "(msg)": "logging and print write any object",
     "AMP_TYPE()": "an enum, whose call is the enum's own",
     "LossScaleError()": "an exception takes anything",
+    "Description()": "made by describe()",
     "StepResult()": "made by step(), read by users",
     "Pipeline()": "a protocol",
     "Plugin()": "an abstract class",
@@ -452,6 +455,7 @@ EXAMPLES: dict[str, Examples] = {
         f"Booster.{verb}_lr_scheduler": [lambda w: {"lr_scheduler": w.boosted[4], "path": "s"}]
         for verb in ("save", "load")
     },
+    "describe": [lambda w: {"model": w.model}],
     "load_weights": [lambda w: {"model": nn.Linear(2, 2), "path": _weights_file(), "storage_dtype": "int8"}],
     "KeptModules": [lambda w: {"model": w.model, "keep_fp32": ()}],
     "KeptModules.contains": [lambda w: {"name": "0"}],
@@ -568,6 +572,7 @@ CALLED_BY_US: tuple[type, ...] = (
     Region.__mro__[1],
     booster.mixed_precision.NaiveAMPModel.__mro__[1],
     booster.StepResult,
+    booster.Description,
     booster.AMP_TYPE,
     booster.LossScaleError,
     booster.plugin.Pipeline,

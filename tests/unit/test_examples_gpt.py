@@ -306,3 +306,20 @@ def test_a_run_that_breaks_off_is_resumed_from_its_last_save_and_ends_the_same(
             signal.signal(number, handler)
     for name in ("loss", "loss_scale", "skipped", "validation_loss"):
         assert resumed[name] == unbroken[name], name
+
+
+# --------------------------------------------------------------------- adapters
+
+
+@pytest.mark.slow
+def test_adapters_on_a_base_of_four_bits_come_within_two_percent_of_those_on_a_float32_base(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "gpt" / "adapters.py")
+    options = ["--base", str(tmp_path / "base.safetensors"), "--base-steps", "150", "--steps", "100"]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    words = {line.partition(":")[0]: line.replace(",", "").split() for line in done.stdout.splitlines()}
+    base, wide, packed = (float(words[name][words[name].index("loss") + 1]) for name in ("base", "float32", "nf4"))
+    assert wide < base - 0.02, "adapters learn"
+    assert abs(packed / wide - 1) < 0.02
+    assert float(words["nf4"][-4]) <= 0.6
+    assert float(words["float32"][-4]) == 4.0

@@ -183,3 +183,19 @@ def test_it_keeps_hooks_and_copies_and_says_what_it_is():
     )
     with pytest.raises(RuntimeError, match=r"give the model its weights by booster.load_weights"):
         layer.reset_parameters()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
+@pytest.mark.parametrize("form", FORMS)
+def test_a_compiled_layer_gives_what_the_layer_gives(form):
+    layer, _ = frozen(form, 128, 96)
+    results = []
+    for forward in (layer, torch.compile(layer, fullgraph=True, dynamic=False)):
+        x = weights(6, 128, seed=1).requires_grad_()
+        y = forward(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, layer.bias.grad))
+        layer.bias.grad = None
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)

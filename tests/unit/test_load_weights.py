@@ -130,23 +130,21 @@ def test_linear_layers_are_frozen_in_a_form_and_the_rest_stays_wide(tmp_path, fo
     assert torch.equal(model(TOKENS), expected(TOKENS))
 
 
-def test_compute_dtype_is_what_frozen_layers_multiply_in_and_all_else_is_stored_in(tmp_path):
-    path = saved(net(), tmp_path / "w")
-    model = load_weights(on_meta(), path, storage_dtype="nf4", compute_dtype=torch.bfloat16, device="cpu")
-    assert model.up.compute_dtype == torch.bfloat16
-    assert {name: param.dtype for name, param in model.named_parameters() if "nf4" not in name} == dict.fromkeys(
-        ("embed.weight", "norm.weight", "norm.bias", "up.bias"), torch.bfloat16
-    )
-    model = load_weights(on_meta(), path, storage_dtype=torch.bfloat16, compute_dtype=torch.float32, device="cpu")
-    assert isinstance(model.up, FrozenLinear)
-    assert (model.up.weight.dtype, model.up.bias.dtype, model.embed.weight.dtype) == (
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-    )
-    assert model(TOKENS).dtype == torch.float32
+def test_compute_dtype_is_what_frozen_layers_multiply_in_and_all_else_keeps_the_dtype_of_the_model(tmp_path):
+    path = saved(net(), tmp_path / "w", torch.bfloat16)
+    for storage, stored in (("nf4", torch.uint8), (torch.bfloat16, torch.bfloat16)):
+        model = load_weights(on_meta(), path, storage_dtype=storage, compute_dtype=torch.float16, device="cpu")
+        assert isinstance(model.up, FrozenLinear)
+        assert model.up.compute_dtype == torch.float16
+        assert model.up.weight.dtype == stored
+        assert {model.up.bias.dtype, model.embed.weight.dtype, model.norm.weight.dtype} == {torch.float32}
+        assert model(TOKENS).dtype == torch.float32
     model = load_weights(on_meta(), path, storage_dtype="nf4", keep="d*", device="cpu")
     assert (type(model.up), type(model.down)) == (FrozenLinear, nn.Linear)
+    with pytest.raises(
+        CheckpointError, match=r"norm.bias is float32 in the file and bfloat16 in the model, which would lose"
+    ):
+        load_weights(net().bfloat16(), saved(net(), tmp_path / "wide"), storage_dtype="nf4")
 
 
 def test_a_model_that_is_one_layer_comes_back_as_another_object(tmp_path):
@@ -201,9 +199,8 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_touched(tmp_path):
     assert str(raised.value).splitlines()[1:] == [
         "  head.weight and embed.weight are one tensor in the model, and differ in the file",
         "  norm.weight has shape (9,) in the file and (8,) in the model",
-        "  norm.bias is float16 in the file and float32 in the model; say in which dtype to store it: storage_dtype=, or "
-        "compute_dtype= for what is not frozen",
-        "  norm.running_mean is float64 in the file and float32 in the model",
+        "  norm.bias is float16 in the file and float32 in the model; pass storage_dtype= to say in which to store it",
+        "  norm.running_mean is float64 in the file and float32 in the model, which would lose bits",
         "  norm.num_batches_tracked is float32 in the file and int64 in the model",
         "  up.weight is int8 in the file and float32 in the model",
         "  down.weight: not in the file",
@@ -262,7 +259,7 @@ def test_wrong_use_is_told_apart(tmp_path):
 
 def test_each_module_knows_the_dtype_that_it_was_loaded_from(tmp_path):
     path = saved(net(), tmp_path / "w", torch.bfloat16)
-    model = load_weights(on_meta(), path, storage_dtype="nf4", compute_dtype=torch.float32, device="cpu")
+    model = load_weights(on_meta(), path, storage_dtype="nf4", device="cpu")
     assert origins_of(model.up) == {"weight_nf4": torch.bfloat16, "bias": torch.bfloat16}
     assert origins_of(model.norm)["running_var"] == torch.bfloat16
     assert origins_of(nn.Linear(1, 1)) == {}

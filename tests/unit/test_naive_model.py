@@ -123,9 +123,17 @@ def test_dtype_is_a_torch_dtype_or_its_documented_string(given, meant):
     assert NaiveAMPModel(Net(), dtype=given).body.weight.dtype == meant
 
 
-def test_tf32_says_that_it_is_a_strategy_and_no_dtype_of_a_model():
-    with pytest.raises(ValueError, match=r"give the model to Booster\(mixed_precision='tf32'\)"):
+def test_tf32_is_float32_whose_forward_multiplies_in_it_where_the_device_does(monkeypatch):
+    with pytest.raises(ValueError, match=r"tf32 needs .* the model is on cpu. Move it first; or give it to Booster"):
         NaiveAMPModel(Net(), dtype="torch.tf32")
+    monkeypatch.setattr("booster.mixed_precision.naive_model.missing", lambda *args, **kwargs: "")
+    seen, net = [], Net()
+    net.register_forward_pre_hook(lambda *args: seen.append(torch.backends.cuda.matmul.fp32_precision))
+    model, before = NaiveAMPModel(net, dtype="torch.tf32"), torch.backends.cuda.matmul.fp32_precision
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    model(torch.ones(2, 4))
+    assert seen == ["tf32"]
+    assert torch.backends.cuda.matmul.fp32_precision == before != "tf32"
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", torch.int8, torch.float64, None, 16])

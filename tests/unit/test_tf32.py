@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
-from booster.mixed_precision import TF32MixedPrecision
-from booster.mixed_precision.tf32 import switched_on
+from booster.mixed_precision import FP32, TF32MixedPrecision
+from booster.mixed_precision.hardware import missing_on_cpu
+from booster.mixed_precision.switches import CUDA, switched
 
 SWITCHES = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
 
@@ -57,7 +58,7 @@ def test_a_gpu_runs_it_from_ampere_on(monkeypatch, capability, runs):
 def test_the_switch_is_restored_after_an_error_too():
     before = settings()
     assert before[0] != "tf32"
-    with pytest.raises(KeyError), switched_on():
+    with pytest.raises(KeyError), switched(CUDA, "tf32"):
         assert settings() == ["tf32"] * 3
         raise KeyError
     assert settings() == before
@@ -66,15 +67,15 @@ def test_the_switch_is_restored_after_an_error_too():
 class Spy(nn.Module):
     """A linear layer that notes the switch in forward and in backward."""
 
-    def __init__(self):
+    def __init__(self, look=lambda: settings()[0]):
         super().__init__()
-        self.linear, self.seen = nn.Linear(3, 2), []
+        self.linear, self.seen, self.look = nn.Linear(3, 2), [], look
 
     def forward(self, x):
-        self.seen.append(settings()[0])
+        self.seen.append(self.look())
         y = self.linear(x)
         if y.requires_grad:
-            y.register_hook(lambda grad: self.seen.append(settings()[0]))
+            y.register_hook(lambda grad: self.seen.append(self.look()))
         return y
 
 
@@ -169,3 +170,64 @@ def test_a_rehearsal_says_so_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "tf32 is emulated on cpu: a rehearsal of its numbers, slower than float32"
     ]
+
+
+# ---- float32 whose products oneDNN rounds to bfloat16 on a CPU ----
+
+ON_CPU = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn)
+runs_bfloat16 = pytest.mark.skipif(
+    bool(missing_on_cpu("", torch.device("cpu"))), reason="needs a CPU with AVX512-BF16 or AMX"
+)
+
+
+def on_cpu():
+    return [switch.fp32_precision for switch in ON_CPU]
+
+
+@runs_bfloat16
+def test_products_in_bfloat16_read_rounded_operands_in_both_passes_and_nowhere_else():
+    torch.manual_seed(0)
+    linear, before = nn.Linear(128, 96), on_cpu()
+    x, g = torch.randn(64, 128, requires_grad=True), torch.randn(64, 96)
+    booster = Booster("cpu", FP32(products="bfloat16"))
+    model, optimizer, *_ = booster.boost(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+    y = model(x)
+    assert on_cpu() == before
+    booster.backward((y * g).sum(), optimizer)
+    assert on_cpu() == before
+
+    def low(t):
+        return t.detach().bfloat16().float()
+
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(y.detach(), low(x) @ low(linear.weight).t() + linear.bias.detach(), **close)
+    torch.testing.assert_close(x.grad, low(g) @ low(linear.weight), **close)
+    torch.testing.assert_close(linear.weight.grad, low(g).t() @ low(x), **close)
+    plain = F.linear(x, linear.weight, linear.bias).detach()
+    assert 2.0**-11 < float((y.detach() - plain).norm() / plain.norm()) < 2.0**-7
+    assert y.dtype == torch.float32
+
+
+def test_products_in_bfloat16_are_switched_on_in_both_passes_and_off_after_an_error(monkeypatch):
+    monkeypatch.setattr("booster.mixed_precision.base.missing_on_cpu", lambda name, device: "")
+    spy, before = Spy(lambda: on_cpu()[0]), on_cpu()
+    booster = Booster("cpu", FP32(products="bfloat16"))
+    model, optimizer, *_ = booster.boost(spy, torch.optim.SGD(spy.parameters(), lr=0.1))
+    booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
+    assert spy.seen == ["bf16", "bf16"]
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 4))
+    assert on_cpu() == before
+
+
+def test_a_cpu_without_bfloat16_refuses_it(monkeypatch):
+    monkeypatch.setattr(
+        torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "cpu_name": "Old", "avx2": True}
+    )
+    with pytest.raises(
+        ValueError, match=r"products in bfloat16 need a CPU with AVX512-BF16 or AMX, and this one is Old; use"
+    ):
+        Booster("cpu", FP32(products="bfloat16"))
+    with pytest.raises(ValueError, match=r"products='fp8' is not legal; choose 'float32' or 'bfloat16'"):
+        FP32(products="fp8")
+    assert FP32().products is None

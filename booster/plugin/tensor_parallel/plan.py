@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from booster import arguments
+from booster.frozen import FrozenLinear
 from booster.names import matcher
 from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
@@ -215,6 +216,11 @@ def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> 
 
 
 def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
+    if isinstance(module, FrozenLinear):
+        raise ValueError(
+            f"{name!r}: its weight is stored in {module.form or module.weight.dtype}, which tensor parallelism does not "
+            "divide; leave it out of tp_plan, or keep it wide with load_weights(keep=...)"
+        )
     if isinstance(style, LocalStyle):
         style.check(name, module, tp_size)
     elif isinstance(style, (ColwiseParallel, RowwiseParallel)) and isinstance(module, (nn.Linear, nn.Embedding)):
