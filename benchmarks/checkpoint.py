@@ -1,18 +1,20 @@
 """What saving and loading a run costs: `torch.save`, `torch.distributed.checkpoint` and booster, of one state.
 
-    python -m benchmarks.checkpoint [--megabytes 500] [--rounds 7] [--ranks 2] [--folder DIR]
+    python -m benchmarks.checkpoint [--megabytes 500] [--rounds 7] [--ranks 2] [--cold] [--folder DIR]
 
 Linear layers of width 1024 in float32 with AdamW, so 12 bytes a parameter. Every save ends with the bytes on the
 disk: `torch.save` is followed by fsync, the file-system writer of DCP syncs its files. Every load ends with the state
-in model and optimizer. Wall time, interleaved in shuffled order; the ratio is the median over rounds of that within a
-round. "torch.save again" is the A/A control. `--ranks` times the same on so many gloo ranks under TorchDDPPlugin,
-where torch.save is called on rank 0 alone. Peak memory is what a call allocates beyond what was there, watched from
-another process.
+in model and optimizer. Files are read from the system's cache, by all alike; with `--cold` from the disk, by all alike.
+Wall time, and the CPU time of this process, which other jobs on the machine disturb less; interleaved in shuffled
+order, a ratio is the median over rounds of that within a round. "again" is the A/A control. `--ranks` times the same on
+so many gloo ranks under TorchDDPPlugin, where torch.save is called on rank 0 alone. Peak memory is what a call
+allocates beyond what was there, watched from another process.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import random
@@ -124,23 +126,36 @@ class Run:
             dist.barrier()
 
 
-def timed(run: Run, variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each variant, `rounds` times; of the slowest rank."""
+def timed(
+    run: Run, variants: dict[str, Callable[[], None]], rounds: int, *, cold: bool
+) -> dict[str, list[tuple[float, float]]]:
+    """(wall seconds, CPU seconds) of each variant, `rounds` times; of the slowest rank. cold: no file is in memory."""
     order = random.Random(0)
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     for index in range(rounds + 1):
         for name in order.sample(list(variants), len(variants)):
             run.meet()
             os.sync()
-            start = time.perf_counter()
+            if cold:
+                forget_files(run.root)
+                run.meet()
+            start, start_cpu = time.perf_counter(), time.process_time()
             variants[name]()
-            took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            took = torch.tensor([time.perf_counter() - start, time.process_time() - start_cpu], dtype=torch.float64)
             run.after_async()
             if run.several:
                 dist.all_reduce(took, dist.ReduceOp.MAX)
             if index:  # the first makes files and folders
-                seconds[name].append(took.item())
+                seconds[name].append((float(took[0]), float(took[1])))
     return seconds
+
+
+def forget_files(root: Path) -> None:
+    """Have the system drop from its cache what lies below `root`; it must be on the disk already."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # Anonymous memory: pages of mapped files are the system's cache, and count for nobody.
@@ -157,6 +172,7 @@ print(highest)
 def peak(call: Callable[[], None], run: Run) -> int:
     """Bytes of memory that `call` needs at most, beyond what is there before; of this rank."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what earlier calls have freed serves this one
     before = resident()
     command = [sys.executable, "-S", "-c", _WATCH.format(pid=os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
@@ -184,29 +200,40 @@ def measure(rank: int, args: argparse.Namespace, root: str) -> None:
         "DCP": run.dcp_save,
         "booster": run.booster_save,
     }
-    loads = {"torch.load": run.torch_load, "DCP": run.dcp_load, "booster": run.booster_load}
+    loads = {
+        "torch.load": run.torch_load,
+        "torch.load again": run.torch_load,
+        "DCP": run.dcp_load,
+        "booster": run.booster_load,
+    }
     blocking = {"a copy of the state": run.copy, "again": run.copy, "booster, async_save": run.booster_async}
     if args.zero:
         saves, loads, blocking = {"booster": run.booster_save}, {"booster": run.booster_load}, {}
     size = run.num_bytes()
     if run.first:
-        print(f"{size / 2**20:.0f} MB, {args.ranks} rank(s), {args.rounds} rounds; {describe_machine()}\n")
-        print("| | s, median | least | ratio to the first | ratio to DCP | peak extra memory, of the state |")
-        print("|---|---|---|---|---|---|")
+        state = "from the disk" if args.cold else "from the system's cache"
+        print(f"{size / 2**20:.0f} MB, {args.ranks} rank(s), {args.rounds} rounds, read {state}; {describe_machine()}")
+        print(f"load of the machine before: {os.getloadavg()[0]:.1f}\n")
+        print(
+            "| | wall s | CPU s | wall: ratio to the first | to DCP | CPU: to the first | to DCP | extra memory, of the state |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
     for kind, variants in (("save", saves), ("load", loads), ("blocks for", blocking)):
-        seconds = timed(run, variants, args.rounds)
+        seconds = timed(run, variants, args.rounds, cold=args.cold and kind == "load")
         for name, own in seconds.items():
             # Both measurements are collectives, so every rank makes them.
             share = peak(variants[name], run) / size
+            cells = [statistics.median(took[clock] for took in own) for clock in (0, 1)]
             base = next(iter(seconds))
-            ratios = [
-                statistics.median(a / b for a, b in zip(own, seconds[of], strict=True))
-                for of in (base, "DCP")
-                if of in seconds
-            ]
+            for clock in (0, 1):
+                for of in (base, "DCP"):
+                    pairs = zip(own, seconds.get(of, []), strict=of in seconds)
+                    cells.append(statistics.median([a[clock] / b[clock] for a, b in pairs] or [float("nan")]))
             if run.first:
-                cells = " | ".join(f"{value:.2f}" for value in [statistics.median(own), min(own), *ratios])
-                print(f"| {kind}: {name} | {cells} {'| ' * (2 - len(ratios))}| {share:.2f} |", flush=True)
+                texts = ["" if value != value else f"{value:.2f}" for value in [*cells, share]]
+                print(f"| {kind}: {name} | {' | '.join(texts)} |", flush=True)
+    if run.first:
+        print(f"\nload of the machine after: {os.getloadavg()[0]:.1f}")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -217,6 +244,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--zero", action="store_true", help="with --ranks: LowLevelZeroPlugin, booster alone")
+    parser.add_argument("--cold", action="store_true", help="drop the files from the system's cache before each load")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     args = parser.parse_args()
     root = tempfile.mkdtemp(prefix="checkpoint_", dir=args.folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 HASH = "xxh3_128"
-BLOCK = 1 << 20  # bytes hashed and copied at a time: they are still in the processor's cache for the second of the two
+BLOCK = 1 << 19  # bytes hashed and copied at a time: they are still in the processor's cache for the second of the two
 
 
 class Hash(Protocol):
