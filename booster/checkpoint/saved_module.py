@@ -11,7 +11,7 @@ from torch import nn
 from booster.casting import HALF_DTYPES
 from booster.checkpoint.layout import placed_like
 from booster.checkpoint.saved import Saved, listed, reference
-from booster.checkpoint.tensor_file import dtype_of
+from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.interface.model import ModelWrapper
 from booster.masters.loaded import LoadedWeights
 from booster.modules import bare
@@ -48,6 +48,9 @@ class SavedModule:
             if entry is None or entry.shape != tuple(value.shape):
                 shape = "no tensor" if entry is None else f"shape {entry.shape}"
                 yield f"{self._kind} {self._name!r}: {key} has {shape} in the checkpoint and shape {tuple(value.shape)} here"
+                continue
+            if not fits(dtype_of(entry), value.dtype):
+                yield f"{self._kind} {self._name!r}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
                 continue
             self._saved.want(sources[key], value)
 

@@ -71,6 +71,11 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
     return dtype
 
 
+def fits(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return whether numbers of dtype `saved` may be loaded into `own`: as they are, or rounded to another precision."""
+    return saved == own or (saved.is_floating_point and own.is_floating_point)
+
+
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file for reading; needs the package of that name."""

@@ -14,7 +14,7 @@ from torch import nn
 from booster.checkpoint.folder import write_synced
 from booster.checkpoint.layout import placed_like
 from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
-from booster.checkpoint.tensor_file import dtype_of, open_tensors, write_tensors
+from booster.checkpoint.tensor_file import dtype_of, fits, open_tensors, write_tensors
 
 # (name of one file, ending) as transformers looks for them.
 _SAFETENSORS, _TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
@@ -92,6 +92,8 @@ def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[st
             unknown.append(name)
         elif tuple(own.shape) != tuple(value.shape):
             different.append(f"{name} has shape {tuple(value.shape)} in the file and {tuple(own.shape)} in the model")
+        elif not fits(value.dtype, own.dtype):
+            different.append(f"{name} has dtype {value.dtype} in the file and {own.dtype} in the model")
         else:
             state[name] = placed_like(value.to(own.device), own)
     # Files of other programs hold a tied weight once.

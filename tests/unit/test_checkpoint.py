@@ -348,6 +348,41 @@ def test_entries_that_only_one_side_has_are_named_or_left_out_when_asked(tmp_pat
     assert "1.weight, 1.bias are not in the checkpoint" in caplog.text
 
 
+class Buffered(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("bins", torch.tensor([0.5, 2.5]).to(dtype))
+
+
+CASTS = [
+    (torch.float32, torch.int64),
+    (torch.int64, torch.int32),
+    (torch.int64, torch.float32),
+    (torch.uint8, torch.bool),
+]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("saved", "own"), CASTS, ids=str)
+def test_numbers_of_another_kind_are_refused_and_not_cut_off(tmp_path, saved, own, strict):
+    booster = Booster("cpu")
+    booster.save(tmp_path / "run", booster.boost(Buffered(saved))[0])
+    booster.save_model(booster.boost(Buffered(saved))[0], tmp_path / "model.safetensors")
+    model = booster.boost(Buffered(own))[0]
+    before = model.bins.clone()
+    refused = f"bins has dtype {saved} in the .* and {own} "
+    with pytest.raises(CheckpointError, match=refused):
+        booster.load(tmp_path / "run", model, strict=strict)
+    with pytest.raises(CheckpointError, match=refused):
+        booster.load_model(model, tmp_path / "model.safetensors", strict=strict)
+    assert torch.equal(model.bins, before)
+    other = booster.boost(Buffered(torch.float16))[0]
+    if saved == torch.float32:
+        booster.load(tmp_path / "run", other)
+        assert other.bins.tolist() == [0.5, 2.5], "among floating-point dtypes the numbers are kept"
+
+
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
     first = job()
     with pytest.raises(TypeError, match="extra/when is a .*Path, which a checkpoint does not hold"):
