@@ -16,7 +16,7 @@ from booster.checkpoint.folder import checkpoints, damage, manifest_now, standin
 from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, parts
-from booster.checkpoint.saved import Saved
+from booster.checkpoint.saved import Saved, listed
 from booster.checkpoint.saved_module import SavedModule
 from booster.checkpoint.saved_optimizer import SavedOptimizer
 from booster.checkpoint.weights import weights_for
@@ -127,8 +127,8 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
         problem = error
     agree_on_success(problem, group)
     model.load_state_dict(state, strict=False)
-    for text in left_out:
-        _logger.warning("%s: %s", path, text)
+    if left_out:
+        _logger.warning("%s: %s", path, listed(left_out))
 
 
 class _Loading:
@@ -257,8 +257,8 @@ class _Loading:
             read.take_over()
         if self._random is not None:
             set_random_state(self._random)
-        for note in self.saved.notes:
-            _logger.warning("%s: %s", self.saved.folder, note)
+        if self.saved.notes:
+            _logger.warning("%s: %s", self.saved.folder, "; ".join(self.saved.notes))
         return Loaded(self.saved.manifest.step, self._extra, self.saved.folder)
 
     @contextmanager

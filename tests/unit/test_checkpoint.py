@@ -348,6 +348,23 @@ def test_entries_that_only_one_side_has_are_named_or_left_out_when_asked(tmp_pat
     assert "1.weight, 1.bias are not in the checkpoint" in caplog.text
 
 
+@pytest.mark.parametrize("call", ["load", "load_model"])
+def test_what_was_left_out_is_said_in_one_line(tmp_path, caplog, call):
+    booster = Booster("cpu")
+    saved, own = (nn.ModuleDict({name: nn.Linear(2, 2) for name in names}) for names in ("ab", "ac"))
+    boosted = booster.boost(saved)[0]
+    if call == "load":
+        booster.save(tmp_path, boosted)
+        booster.load(tmp_path, booster.boost(own)[0], strict=False)
+    else:
+        booster.save_model(boosted, tmp_path / "model.safetensors")
+        booster.load_model(booster.boost(own)[0], tmp_path / "model.safetensors", strict=False)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.index("c.weight") < line.index("b.weight")
+    assert "not in" in line
+    assert "\n" not in line
+
+
 class Buffered(nn.Module):
     def __init__(self, dtype):
         super().__init__()
