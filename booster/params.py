@@ -46,7 +46,7 @@ def no_optimizer(given: Any) -> str:
 class Kept:
     """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had.
 
-    elsewhere: the names of those that it did not keep.
+    elsewhere: the names of the model's parameters that it did not keep, in a group or in none yet.
     """
 
     positions: list[list[int]]
@@ -90,13 +90,11 @@ def rebind(
             "names, and wraps a model in a subclass of booster.plugin.PlacedModule only"
         )
     kept: list[list[int]] = []
-    elsewhere: set[str] = set()
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         gone = {id(p): p for p in group["params"] if id(p) in names and names[id(p)] not in new}
         for param in gone.values():
             optimizer.state.pop(param, None)
-            elsewhere.add(names[id(param)])
         kept.append([index for index, p in enumerate(group["params"]) if id(p) not in gone])
         group["params"][:] = [p for p in group["params"] if id(p) not in gone]
         for index, param in enumerate(group["params"]):
@@ -108,7 +106,7 @@ def rebind(
                 if param in optimizer.state:
                     optimizer.state[replacement] = optimizer.state.pop(param)
             _move_state(optimizer, replacement)
-    return Kept(kept, sizes, frozenset(elsewhere)) if partial else None
+    return Kept(kept, sizes, frozenset(old.keys() - new.keys())) if partial else None
 
 
 def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:

@@ -291,14 +291,15 @@ class OptimizerWrapper(Optimizer):
         A parameter that is not of the model is named by group and place.
         """
         names, kept = self._update.names, self._update.shards.kept
+        known = [] if kept is None else kept.positions  # of the groups that there were when the model was divided
+        places = [
+            known[index] if index < len(known) else range(len(group["params"]))
+            for index, group in enumerate(self.param_groups)
+        ]
         return [
             [
                 (names.get(param, f"group {index}, parameter {place}"), place)
-                for param, place in zip(
-                    group["params"],
-                    range(len(group["params"])) if kept is None else kept.positions[index],
-                    strict=True,
-                )
+                for param, place in zip(group["params"], places[index], strict=True)
             ]
             for index, group in enumerate(self.param_groups)
         ]

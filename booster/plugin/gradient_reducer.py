@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.flat import flat_like
 from booster.modules import PlacedModule
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
@@ -115,13 +114,13 @@ class GradientReducer:
         # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
         ratio = 1.0 / self._layout.world_size
         for position, param in enumerate(bucket.params):
-            place = bucket.view(values, position)
+            place = bucket.shaped_view(values, position)
             if param.grad is None:
                 place.zero_()
                 continue
             if param.grad.is_sparse:
                 raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
-            torch.mul(flat_like(param.grad.detach(), param), ratio, out=place)
+            torch.mul(param.grad.detach(), ratio, out=place)
             self._reached[self._index[param]] = 1.0
             param.grad = None
         if bucket.even:

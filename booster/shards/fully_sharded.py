@@ -99,23 +99,38 @@ class LeftGathered:
     """Whole parameters that a forward pass with gradients left in a model, for a backward pass that may never come.
 
     `model.parameters()` are these until then. Who writes to them, as a swap of averaged weights does, means the weights of the
-    model, and not a copy that the next gathering writes over.
+    model, and not a copy that the next gathering writes over. The same holds for `requires_grad`.
     """
 
     def __init__(self) -> None:
-        self._versions: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
+        self._noted: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
+        # By parameter of torch's record: what it was given to train with.
+        self._trains: weakref.WeakKeyDictionary[nn.Module, list[tuple[Any, bool]]] = weakref.WeakKeyDictionary()
 
     def note(self, module: nn.Module) -> None:
         """Remember what `module`, which went through `fully_shard`, has gathered after a forward pass."""
-        self._versions[module] = [(group, _versions(group)) for group in _gathered_groups(module)]
+        groups = _gathered_groups(module)
+        self._noted[module] = [(group, _versions(group)) for group in groups]
+        self._trains[module] = [
+            (param, whole.requires_grad)
+            for group in groups
+            for param in group.fsdp_params
+            if (whole := gathered(param)) is not None
+        ]
 
     def take_over(self, module: nn.Module) -> None:
-        """Write to the shards of `module` what was written since to its gathered parameters, wherever the bits differ.
+        """Write to the shards of `module` what was written since to its gathered parameters, wherever the bits differ, and
+        freeze and unfreeze them as those were.
 
         Where somebody wrote to the shards themselves, those count, and what is gathered of them is freed.
-        Cost: nothing after a backward pass, else a comparison with what is gathered.
+        Cost: nothing after a backward pass but a look at who trains, else a comparison with what is gathered.
         """
-        for group, before in self._versions.pop(module, ()):
+        for param, trained in self._trains.pop(module, ()):
+            # A backward pass may have freed it since; the tensor is the same.
+            whole = gathered(param)
+            if whole is not None and whole.requires_grad != trained and param.sharded_param.requires_grad == trained:
+                param.sharded_param.requires_grad_(whole.requires_grad)
+        for group, before in self._noted.pop(module, ()):
             if not is_gathered(group):
                 continue
             if _versions(group) != before:

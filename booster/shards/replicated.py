@@ -26,7 +26,9 @@ class Replica:
         self._frozen = [param for param in bare(module).parameters() if not param.requires_grad]
         self._params = list(bare(module).parameters())
         # Only tensors of this many dimensions have a memory format; looking at all would cost a step too much.
-        self._strides = {param: param.stride() for param in self._params if param.dim() >= 4}
+        self._orders = {
+            param: (name, param.stride()) for name, param in bare(module).named_parameters() if param.dim() >= 4
+        }
         self._unsynchronised = False  # passes inside no_sync have left gradients that no other pass has averaged since
         self._watches = False
         self._averaging: int | None = None  # the backward pass that averages
@@ -37,9 +39,18 @@ class Replica:
         late: list[torch.Tensor] = [param for param in self._frozen if param.requires_grad and param.grad is not None]
         return late, [param for param in self._params if param.grad is not None] if self._unsynchronised else []
 
-    def relaid(self) -> list[torch.Tensor]:
-        """Return what is trained and lies in another memory order than when the module was placed."""
-        return [p for p, strides in self._strides.items() if p.requires_grad and p.stride() != strides]
+    def check_order(self) -> None:
+        """Raise RuntimeError if a parameter that trains lies in another memory order than when the module was placed."""
+        for name in self.relaid():
+            raise RuntimeError(RELAID.format(name=name))
+
+    def relaid(self) -> dict[str, torch.Tensor]:
+        """Return, by name, what trains and lies in another memory order than when the module was placed."""
+        return {
+            name: param
+            for param, (name, strides) in self._orders.items()
+            if param.requires_grad and param.stride() != strides
+        }
 
     def forget(self) -> None:
         """Take note that some gradients were zeroed."""
@@ -56,6 +67,8 @@ class Replica:
             self._unsynchronised = before
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self.check_order()
         averages = getattr(module, "require_backward_grad_sync", True)
         if (averages and not self._watches) or not torch.is_grad_enabled():
             return
@@ -99,8 +112,7 @@ class ReplicatedShards(Shards):
 def check_replicas(shards: Shards, replicas: Iterable[Replica]) -> None:
     """Raise RuntimeError if the optimizer of `shards` holds a gradient that ranks do not share."""
     for replica in replicas:
-        for param in replica.relaid():
-            raise RuntimeError(RELAID.format(name=shards.name_of(param)))
+        replica.check_order()
         frozen, left = replica.unshared()
         if frozen or left:
             held = {param for group in shards.optimizer.param_groups for param in group["params"]}

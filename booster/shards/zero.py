@@ -69,6 +69,11 @@ class ZeroShards(Shards):
         if self._held is not None:
             yield
             return
+        if not self._reduced:
+            for replica in self._replicas.values():
+                # Laid down, it would have its order again, and its gradient, averaged in the other, would go unnoticed.
+                if any(param.grad is not None for param in replica.relaid().values()):
+                    replica.check_order()
         self._lay_down()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]

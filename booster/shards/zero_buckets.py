@@ -43,6 +43,12 @@ class FlatParameters:
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.data: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        self._orders = [
+            torch.empty_strided(
+                p.shape, p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride(), device="meta"
+            )
+            for p in self.params
+        ]
         self.gradient: torch.Tensor | None = None
         self.reduced: set[int] = set()
         self._stale: set[int] = set()  # not in `reduced`, with what a gradient left behind
@@ -61,6 +67,10 @@ class FlatParameters:
         """Return the elements of a flat `tensor` of this size that stand for `params[index]`, 1-dim."""
         return tensor[self.offsets[index] : self.offsets[index] + self.params[index].numel()]
 
+    def shaped_view(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the same in the shape of `params[index]`, in the memory order that it had when it was laid out here."""
+        return shaped_like(self.view(tensor, index), self._orders[index])
+
     def clear_gaps(self, tensor: torch.Tensor) -> None:
         """Zero the elements of a flat `tensor` of this size that stand for no parameter."""
         ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
@@ -77,9 +87,7 @@ class FlatParameters:
         """
         if self.data is None:
             self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-            for index, param in enumerate(self.params):
-                like = param if is_dense(param) else torch.empty(param.shape, device="meta")
-                self._views.append(shaped_like(self.view(self.data, index), like))
+            self._views = [self.shaped_view(self.data, index) for index in range(len(self.params))]
         moved = []
         for param, view in zip(self.params, self._views, strict=True):
             if param.data_ptr() == view.data_ptr() and param.dtype == view.dtype and param.stride() == view.stride():

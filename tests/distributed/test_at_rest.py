@@ -319,3 +319,29 @@ def test_a_weight_that_shows_another_dtype_is_the_shard_itself(ranks2):
             "listed": True,
         }
         assert brought_gradient
+
+
+def frozen_between_passes(rank, world_size, plugin, precision):
+    """By what is asked of a block between a forward and the next pass: its flags, and whether it moved."""
+    found = {}
+    for trains in (False, True):
+        parts = built(plugin, precision)
+        booster, model, optimizer = parts
+        block = model.blocks[1]
+        for param in block.parameters():
+            param.requires_grad_(not trains)
+        one_step(parts, 0)
+        before = weights(block)
+        model(batch(9, booster))
+        for param in block.parameters():
+            param.requires_grad_(trains)
+        one_step(parts, 1)
+        found[trains] = {param.requires_grad for param in block.parameters()}, not torch.equal(weights(block), before)
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_apex O2"])
+@pytest.mark.parametrize("plugin", SHARDED)
+def test_what_is_frozen_or_unfrozen_after_a_forward_pass_without_a_backward_stays_so(ranks2, plugin, precision):
+    for found in ranks2(frozen_between_passes, plugin, precision):
+        assert found == {False: ({False}, False), True: ({True}, True)}

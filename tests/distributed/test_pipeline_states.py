@@ -148,3 +148,42 @@ def renumbered(states):
 def test_states_of_all_pipeline_ranks_load_together_by_name(ranks2, source, target, precision):
     for losses, expected in ranks2(put_together, source, target, precision):
         assert losses == pytest.approx(expected, abs=2e-6 if precision == "fp32" else 1e-4)
+
+
+def with_a_late_group(plugin, precision, sides):
+    """Blocks 1 and 2, of different stages, join the optimizer after boost: a rank adds what it has of them."""
+    torch.manual_seed(7)
+    booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin]())
+    model = Chain()
+    early = [p for name, p in model.named_parameters() if name[0] not in sides]
+    made = torch.optim.SGD(early, lr=0.01, momentum=0.9)
+    model, made, criterion, *_ = booster.boost(model, made, nn.MSELoss())
+    made.add_param_group({"params": [p for name, p in model.named_parameters() if name[0] in sides], "lr": 0.02})
+    return booster, model, made, criterion
+
+
+def resumed_with_a_late_group(rank, world_size, folder, source, target, precision, sides):
+    parts = with_a_late_group(source, precision, sides)
+    steps(parts, 0, 2)
+    parts[0].save(folder, parts[1], parts[2], step=1)
+    runs = []
+    for how in ("files", "states") if source == target else ("files",):
+        fresh = with_a_late_group(target, precision, sides)
+        steps(fresh, 7, 8)
+        if how == "files":
+            fresh[0].load(folder, fresh[1], fresh[2])
+        else:
+            model, state = copy.deepcopy((parts[1].state_dict(), parts[2].state_dict()))
+            fresh[1].load_state_dict(model)
+            fresh[2].load_state_dict(state)
+        runs.append(fresh)
+    return steps(parts, 2, 4), [steps(fresh, 2, 4) for fresh in runs]
+
+
+@pytest.mark.parametrize("sides", ["12", "3"])  # of both ranks; of one, so that the other adds none
+@pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
+@pytest.mark.parametrize(("source", "target"), [("pp", "pp"), ("pp", "ddp"), ("ddp", "pp")])
+def test_a_group_that_was_added_after_boost_is_saved_and_resumed(ranks2, tmp_path, source, target, precision, sides):
+    for expected, runs in ranks2(resumed_with_a_late_group, str(tmp_path), source, target, precision, sides):
+        for losses in runs:
+            assert losses == pytest.approx(expected, rel=1e-3)

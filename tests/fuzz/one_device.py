@@ -39,6 +39,13 @@ OPTIMIZERS = {
     "ASGD": (torch.optim.ASGD, {"lr": 0.05}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.02, "eps": (1e-2, 1e-1)}),
 }
+SCHEDULERS = {
+    True: lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "warm-up": lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=3),
+}
 SPARSE = ["SGD", "Adagrad"]  # what torch steps on sparse gradients
 PARTS = ["linear", "norm", "attention", "conv", "batch norm", "group norm", "strided", "scalar", "unused", "empty"]
 
@@ -211,6 +218,11 @@ def make_optimizer(setting, groups, **implementation):
     return kind(groups, **options, **implementation)
 
 
+def make_scheduler(setting, optimizer):
+    kind = setting["scheduler"]
+    return SCHEDULERS[kind](optimizer) if kind else None
+
+
 def early_and_late(setting, model):
     """Names of parameters: in the groups of the optimizer, and in none yet, by part."""
     late = {number: [] for number in setting["late"]}
@@ -266,9 +278,8 @@ class Run:
                 name.startswith("parts.") and setting["parts"][int(name.split(".")[1])] == "batch norm"
             ),
         )
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.oracle.optimizer, 2, 0.5) if setting["scheduler"] else None
+        self.schedule = make_scheduler(setting, self.oracle.optimizer)
         self.applied_since = False
-        self.snapshot = None
         self.booster = None
         self.boost(model, self.groups)
         self.stepped = False  # since the last backward
@@ -289,7 +300,7 @@ class Run:
         optimizer = make_optimizer(
             setting, [{"params": [params[name] for name in names]} for names in groups], **setting["implementation"]
         )
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if setting["scheduler"] else None
+        scheduler = make_scheduler(setting, optimizer)
         self.model, self.optimizer, self.criterion, _, self.scheduler = self.booster.boost(
             model, optimizer, loss_of, lr_scheduler=scheduler
         )

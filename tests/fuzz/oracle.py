@@ -4,6 +4,7 @@ Gradients are kept unscaled in float32 beside the model, masters of half weights
 tensor by tensor. Nothing of booster is in it.
 """
 
+import copy
 import math
 from contextlib import nullcontext
 
@@ -183,14 +184,39 @@ class Oracle:
         if self.masters[name] is not self.params[name]:
             self.masters[name].copy_(self.params[name])
 
+    def snapshot(self):
+        """What a checkpoint keeps."""
+        return {
+            "weights": {name: param.detach().clone() for name, param in self.params.items()},
+            "masters": {name: master.detach().clone() for name, master in self.masters.items()},
+            "trained": [name for names in self.groups for name in names if self.params[name].requires_grad],
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "scale": (self.scale, self.growth, self.overflows),
+        }
+
+    @torch.no_grad()
+    def restore(self, kept, *, model, optimizer, masters=True):
+        """Load what `snapshot` gave. masters: whether the optimizer's state has them; weights become what they round to."""
+        if model:
+            for name, weight in kept["weights"].items():
+                self.write(name, weight)
+        if optimizer:
+            self.optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
+            self.scale, self.growth, self.overflows = kept["scale"]
+            if self.half_weights and (masters or model):
+                for name in kept["trained"]:
+                    if model or self.params[name].requires_grad:
+                        self.masters[name].copy_(kept["masters"][name])
+                        self.params[name].copy_(kept["masters"][name])
+
     def add_group(self, names, **options):
         self.optimizer.add_param_group({"params": [self.masters[name] for name in names], **options})
         self.groups.append(list(names))
 
-    def poison(self):
+    def poison(self, value=math.inf):
         """A gradient of the last pass is not finite."""
         name = next(iter(self.held()))
-        self.grads[name] = torch.full_like(self.grads[name], math.inf)
+        self.grads[name] = torch.full_like(self.grads[name], value)
         if self.apex:
             self.overflowed = True
             self.scale /= 2
