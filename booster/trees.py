@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserList, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,34 @@ def tensors(tree: Any) -> Iterator[torch.Tensor]:
         return
     for item in _items(tree) or ():
         yield from tensors(item)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return everything in `tree` that is no container, in order."""
+    items = _items(tree)
+    return [tree] if items is None else [leaf for item in items for leaf in leaves(item)]
+
+
+def with_leaves(tree: Any, new: Iterable[Any]) -> Any:
+    """Return containers like those of `tree`, which stay as they are, with `new` in the places of `leaves(tree)`."""
+    return _filled(tree, iter(new))
+
+
+def form(tree: Any) -> Hashable:
+    """Return what is the same for trees whose leaves lie in containers of the same classes, under the same keys."""
+    items = _items(tree)
+    if items is None:
+        return None
+    names = tuple(tree) if isinstance(tree, Mapping) else ()
+    if not names and dataclasses.is_dataclass(tree):
+        names = tuple(_set_fields(tree))
+    described: tuple[Hashable, ...] = (type(tree).__qualname__, id(type(tree)), names)
+    return (*described, *map(form, items))
+
+
+def _filled(tree: Any, new: Iterator[Any]) -> Any:
+    items = _items(tree)
+    return next(new) if items is None else _with_items(tree, [_filled(item, new) for item in items])
 
 
 def join(trees: Sequence[Any]) -> Any:

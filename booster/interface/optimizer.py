@@ -260,7 +260,7 @@ class OptimizerWrapper(Optimizer):
             legal = "a dict with the key 'params' and options of the optimizer"
             raise TypeError(arguments.refusal("param_group", param_group, legal))
         params = param_group["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        params = self._update.shards.at_rest([params] if isinstance(params, torch.Tensor) else list(params))
         self._update.check_known(params)
         self.optimizer.add_param_group({**param_group, "params": params})
 

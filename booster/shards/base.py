@@ -85,6 +85,10 @@ class Shards:
     def publish(self) -> None:
         """Make parameters on all ranks what their parts are after a step. A collective, if anything."""
 
+    def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return `params`, but what the model holds between passes for those that a pass has put in its place."""
+        return params
+
     def clear_gradients(self, set_to_none: bool) -> None:
         """Forget gradients that are kept elsewhere than in the `.grad` of parameters."""
 

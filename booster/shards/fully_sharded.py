@@ -72,6 +72,15 @@ class FullyShardedShards(DTensorShards):
         for module in self._alive():
             reshard(module)
 
+    def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        shards = {
+            id(whole): param.sharded_param
+            for module in self._alive()
+            for param in _fsdp_params(module)
+            if (whole := gathered(param)) is not None
+        }
+        return [shards.get(id(param), param) for param in params]
+
     def clear_gradients(self, set_to_none: bool) -> None:
         super().clear_gradients(set_to_none)
         for module in self._alive():

@@ -345,3 +345,26 @@ def frozen_between_passes(rank, world_size, plugin, precision):
 def test_what_is_frozen_or_unfrozen_after_a_forward_pass_without_a_backward_stays_so(ranks2, plugin, precision):
     for found in ranks2(frozen_between_passes, plugin, precision):
         assert found == {False: ({False}, False), True: ({True}, True)}
+
+
+def joins_between_passes(rank, world_size, plugin, precision):
+    """A block joins the optimizer after a forward pass without a backward: how far from a run without the pass."""
+    runs = []
+    for idle in (False, True):
+        torch.manual_seed(5)
+        booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin]())
+        model = Net()
+        early = [param for name, param in model.named_parameters() if not name.startswith("blocks.1.")]
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(early, lr=0.1))
+        if idle:
+            model(batch(9, booster))
+        optimizer.add_param_group({"params": list(model.blocks[1].parameters())})
+        before = weights(model.blocks[1])
+        one_step((booster, model, optimizer), 1)
+        runs.append(weights(model))
+    return float((runs[1] - runs[0]).abs().max()), not torch.equal(weights(model.blocks[1]), before)
+
+
+@pytest.mark.parametrize("plugin", SHARDED)
+def test_a_group_that_is_added_after_a_forward_pass_without_a_backward_trains(ranks2, plugin):
+    assert ranks2(joins_between_passes, plugin, "fp32") == [(0.0, True)] * 2

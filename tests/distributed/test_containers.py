@@ -25,7 +25,7 @@ KINDS = {
     "FSDP": [*KNOWN_TO_TORCH, "tuple, subclass", "list, subclass", "frozen dataclass", "slotted dataclass"],
     "ZeRO-1": ORDERED,
     "ZeRO-2": ORDERED,
-    "PP": KNOWN_TO_TORCH,
+    "PP": ORDERED,
 }
 
 

@@ -11,8 +11,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from one_device import DEFAULTS as ONE_DEVICE
-from one_device import OF_PATH, OPTIMIZERS, PASSES, PRECISIONS, ROUNDING, SCHEDULERS, Run
-from one_device import loss_of, make_optimizer, make_precision, make_scheduler
+from one_device import (
+    OF_PATH,
+    OPTIMIZERS,
+    PASSES,
+    PRECISIONS,
+    ROUNDING,
+    SCHEDULERS,
+    Run,
+    loss_of,
+    make_optimizer,
+    make_precision,
+    make_scheduler,
+)
 from parts import checksum, local, place, positions
 from pool import RanksFailed
 from program import Disagreement, Invalid, Program

@@ -17,8 +17,7 @@ from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
 from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count
 from booster.plugin.pipeline.tied_weights import TiedWeights
-from booster.torch_internals import pytree
-from booster.trees import map_tensors
+from booster.trees import form, leaves, map_tensors
 
 
 class Pipeline(PlacedModule):
@@ -163,14 +162,14 @@ class Pipeline(PlacedModule):
 
     def _signature(self, micro_batch: MicroBatch) -> tuple[Any, ...]:
         """What shapes and dtypes between stages depend on."""
-        leaves, spec = pytree.tree_flatten((micro_batch.args, micro_batch.kwargs))
+        call = (micro_batch.args, micro_batch.kwargs)
         described = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
-            for leaf in leaves
+            for leaf in leaves(call)
         )
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return described, spec, autocast, self.module.training
+        return described, form(call), autocast, self.module.training
 
     def _match_modes(self) -> None:
         """Bring the copies of modules into the mode, training or evaluation, of the user's."""

@@ -9,7 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from booster.plugin.pipeline.skeleton import is_fake
-from booster.torch_internals import pytree
+from booster.trees import leaves as leaves_of
+from booster.trees import tensors as tensors_of
 
 NOWHERE: frozenset[str] = frozenset()
 
@@ -44,7 +45,7 @@ class Origins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = list(tensors_of((args, kwargs)))
         if not any(is_fake(tensor) for tensor in tensors):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -59,7 +60,7 @@ class Origins(TorchFunctionMode):
         if self.closed and names and not all(foreign):
             raise foreign_use(names, self._stage)
         result = func(*args, **kwargs)
-        self.tag(pytree.tree_leaves(result), names)
+        self.tag(leaves_of(result), names)
         if written is not None:
             self.tag([written], names)
         return result

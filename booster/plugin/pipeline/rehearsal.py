@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from booster.plugin.pipeline.provenance import NOWHERE, Origins, foreign_use
-from booster.plugin.pipeline.route import Boundary, Replay, Route, TensorSpec, unflatten_call
+from booster.plugin.pipeline.route import Boundary, Replay, Route, TensorSpec, substitute
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
-from booster.torch_internals import DataDependentOutputException, DynamicOutputShapeException, pytree
+from booster.torch_internals import DataDependentOutputException, DynamicOutputShapeException
+from booster.trees import leaves as leaves_of
 
 
 class StageEnd(BaseException):
@@ -94,7 +95,7 @@ class _Rehearsal:
                 f"the forward returned without calling {self._split.name_of(self._split.starts[self._stage - 1])}, which "
                 f"begins stage {self._stage} of the pipeline; name other split_points"
             )
-        foreign = [self._origins.of(leaf) for leaf in pytree.tree_leaves(output) if is_fake(leaf)]
+        foreign = [self._origins.of(leaf) for leaf in leaves_of(output) if is_fake(leaf)]
         if any(foreign):
             raise foreign_use(NOWHERE.union(*foreign), self._stage)
 
@@ -115,7 +116,7 @@ class _Rehearsal:
             return self._replay(position, args, kwargs)
         if owner > self._stage:
             self._end(position, args, kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         if self._stage and position == self._split.starts[self._stage - 1]:
             self._receive(leaves)
         elif self._stage and not self._origins.closed:
@@ -128,9 +129,7 @@ class _Rehearsal:
         ]
         if slots:
             self._route.slots[position] = slots
-            for leaf, number in slots:
-                leaves[leaf] = self._received[number]
-            args, kwargs = unflatten_call(leaves, spec)
+            args, kwargs = substitute(args, kwargs, slots, self._received)
         replay = Replay(args, kwargs, forward(*args, **kwargs), self._to_fake)
         self._route.replays[position] = replay
         return replay.output
@@ -141,9 +140,9 @@ class _Rehearsal:
                 f"{self._split.name_of(position)} is called on one pipeline stage and not on another: the forward differs "
                 "from run to run, or calls modules in another order than they are registered"
             )
-        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+        given = {id(leaf) for leaf in leaves_of((args, kwargs))}
         output = self._route.replays[position](args, kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(output) if id(leaf) not in given]
+        made = [leaf for leaf in leaves_of(output) if id(leaf) not in given]
         self._origins.tag(made, frozenset({self._split.name_of(position)}))
         return output
 
@@ -170,7 +169,7 @@ class _Rehearsal:
             )
         if not self._origins.closed:
             raise RuntimeError(f"{self._split.name_of(position)} is called before any block of stage {self._stage}")
-        leaves = pytree.tree_flatten((args, kwargs))[0]
+        leaves = leaves_of((args, kwargs))
         positions, relays = [], []
         for number, leaf in enumerate(leaves):
             if not is_fake(leaf):
@@ -203,7 +202,7 @@ class _Rehearsal:
 
 @contextmanager
 def _random_state_kept(*trees: Any) -> Iterator[None]:
-    devices = {leaf.device for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)}
+    devices = {leaf.device for leaf in leaves_of(trees) if isinstance(leaf, torch.Tensor)}
     state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[device.index for device in devices if device.type == "cuda"]):

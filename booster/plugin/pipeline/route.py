@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from booster.plugin.pipeline.skeleton import is_fake
-from booster.torch_internals import pytree
+from booster.trees import leaves as leaves_of
+from booster.trees import with_leaves
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,9 @@ class Replay:
 
     def __init__(self, args: Any, kwargs: Any, output: Any, to_fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """to_fake: makes a real tensor of the result fake, which otherwise would seem to be known everywhere."""
-        given = {
-            id(leaf): number
-            for number, leaf in enumerate(pytree.tree_flatten((args, kwargs))[0])
-            if _has_identity(leaf)
-        }
-        leaves, self._spec = pytree.tree_flatten(output)
+        given = {id(leaf): number for number, leaf in enumerate(leaves_of((args, kwargs))) if _has_identity(leaf)}
+        leaves = leaves_of(output)
+        self._like = with_leaves(output, range(len(leaves)))  # the containers, without what is in them
         self._passed = [given.get(id(leaf)) if _has_identity(leaf) else None for leaf in leaves]
         self._leaves: list[Any] = [
             to_fake(leaf) if isinstance(leaf, torch.Tensor) and passed is None else (leaf if passed is None else None)
@@ -67,28 +65,24 @@ class Replay:
             new if isinstance(old, torch.Tensor) and not is_fake(old) and passed is None else old
             for old, new, passed in zip(leaves, self._leaves, self._passed, strict=True)
         ]
-        self.output = pytree.tree_unflatten(made_fake, self._spec)
+        self.output = with_leaves(self._like, made_fake)
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
-        given = pytree.tree_flatten((args, kwargs))[0]
+        given = leaves_of((args, kwargs))
         leaves = [
             given[passed] if passed is not None else (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
             for leaf, passed in zip(self._leaves, self._passed, strict=True)
         ]
-        return pytree.tree_unflatten(leaves, self._spec)
+        return with_leaves(self._like, leaves)
 
 
 def substitute(args: Any, kwargs: Any, slots: list[tuple[int, int]], received: tuple[Any, ...]) -> tuple[Any, Any]:
     """(args, kwargs) with received tensors in the places that `slots` says."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    call = (args, kwargs)
+    leaves = leaves_of(call)
     for leaf, number in slots:
         leaves[leaf] = received[number]
-    return unflatten_call(leaves, spec)
-
-
-def unflatten_call(leaves: list[Any], spec: pytree.TreeSpec) -> tuple[Any, Any]:
-    """(args, kwargs) of their leaves."""
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    args, kwargs = with_leaves(call, leaves)
     return args, kwargs
 
 

@@ -13,7 +13,7 @@ from booster.plugin.pipeline.rehearsal import StageEnd
 from booster.plugin.pipeline.route import Route, substitute
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
-from booster.torch_internals import pytree
+from booster.trees import leaves as leaves_of
 
 
 class Stage:
@@ -90,7 +90,7 @@ class Stage:
             mode.allow_non_fake_inputs = True
         if not self.is_last:
             raise self._missed(self._split.starts[self.index])
-        if any(is_fake(leaf) for leaf in pytree.tree_leaves(output)):
+        if any(is_fake(leaf) for leaf in leaves_of(output)):
             raise self._missed(self._split.starts[self.index - 1])
         return output
 
@@ -122,7 +122,7 @@ class Stage:
                 )
             return self._route.replays[position](args, kwargs)
         boundary = self._route.boundaries[self.index]
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         if position != self._split.starts[self.index] or boundary.positions[-1] >= len(leaves):
             raise self._missed(self._split.starts[self.index])
         received = self._received.get(self.current, ())
