@@ -14,7 +14,8 @@ from booster.micro_batch import divide
 from booster.mixed_precision import FP16ApexMixedPrecision, NaiveAMPModel, set_fp32_attr_to_module
 from booster.plugin import TorchDDPPlugin
 from booster.plugin.fully_sharded import _own_outputs
-from booster.trees import join, map_tensors, tensors
+from booster.trees import form, join, map_tensors, tensors, with_leaves
+from booster.trees import leaves as all_leaves
 
 META = torch.device("meta")
 
@@ -220,3 +221,17 @@ def test_keys_of_the_first_mapping_decide_the_order():
     )
     assert list(joined) == ["a", "b"]
     assert torch.equal(joined["a"], torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CONTAINERS if kind not in ("set", "frozen set")])
+def test_leaves_are_replaced_in_order_in_containers_of_the_same_form(kind):
+    tree = CONTAINERS[kind](torch.arange(3.0))
+    before = all_leaves(tree)
+    new = with_leaves(tree, [leaf + 1 if isinstance(leaf, torch.Tensor) else leaf for leaf in before])
+    assert type(new) is type_after(kind, tree)
+    assert all(a is b for a, b in zip(all_leaves(tree), before, strict=True))
+    for after, leaf in zip(all_leaves(new), before, strict=True):
+        assert torch.equal(after, leaf + 1) if isinstance(leaf, torch.Tensor) else after == leaf
+    assert form(CONTAINERS[kind](torch.ones(5))) == form(tree)
+    assert form(CONTAINERS[kind](torch.ones(5))) != form([tree])
+    assert hash(form(tree)) == hash(form(tree))
