@@ -354,7 +354,8 @@ class RankRun(Run):
                 with update.shards.local():
                     held = [param for group in self.optimizer.param_groups for param in group["params"]]
                     grads = [param.grad for param in held if param.grad is not None and param.grad.numel()]
-                    grads[int(where * len(grads))].view(-1)[0] = float(value)
+                    grad = grads[int(where * len(grads))]
+                    grad[(0,) * grad.dim()] = float(value)
             update.after_backward(loss)
 
         update.after_backward = after_backward
