@@ -222,11 +222,15 @@ class RankRun(Run):
     def end(self):
         self.compare()
 
+    def waiting(self):
+        """Whether there are gradients that are not zero."""
+        return any(bool(grad.any()) for grad in self.oracle.grads.values())
+
     def _run(self, operations):
         for position, operation in enumerate(operations):
             name, *arguments = operation
             if name in PASSES or name == "no_sync":
-                if self.oracle.apex and self.stepped and self.oracle.grads:
+                if self.oracle.apex and self.stepped and self.waiting():
                     raise Invalid
                 self.stepped = False
             failure = None
@@ -571,13 +575,13 @@ class RankRun(Run):
 
     def keep(self):
         """The states as they are now, to be loaded later."""
-        if self.oracle.grads and not self.stepped:
+        if self.waiting() and not self.stepped:
             raise Invalid
         self.kept = (copy.deepcopy(self.saved()), self.oracle.snapshot(), len(self.groups))
 
     def restore(self, what):
         """What was kept, into the objects that there are: of the model, of the optimizer, or of both."""
-        if self.kept is None or self.kept[2] != len(self.groups) or self.oracle.grads:
+        if self.kept is None or self.kept[2] != len(self.groups) or self.waiting():
             raise Invalid
         (model, optimizer), snapshot, _ = copy.deepcopy(self.kept)
         if "model" in what:
@@ -591,7 +595,7 @@ class RankRun(Run):
 
     def save(self):
         """A checkpoint in files."""
-        if self.oracle.grads and not self.stepped:
+        if self.waiting() and not self.stepped:
             raise Invalid  # refused
         if self.folder is None:
             folder = [tempfile.mkdtemp(prefix="booster-fuzz-", dir=SHARED)] if dist.get_rank() == 0 else [None]
@@ -603,7 +607,7 @@ class RankRun(Run):
 
     def load(self, fresh):
         """The checkpoint, into new objects or those that there are."""
-        if self.folder is None or self.in_files[1] != len(self.groups) or (self.oracle.grads and not fresh):
+        if self.folder is None or self.in_files[1] != len(self.groups) or (self.waiting() and not fresh):
             raise Invalid
         if fresh:
             self.anew()
@@ -735,7 +739,9 @@ def operations(rng, setting, placement):
             ("zero_grad", rng.random() < 0.5),
         ]
         if not waits:
-            between += [("freeze", rng.choice(parts), rng.random() < 0.5)]
+            number = rng.choice(parts)
+            refused = is_replicated(placement) and number in setting["frozen"]  # to be unfrozen
+            between += [("freeze", number, rng.random() < 0.5 and not refused)]
         passes = [("backward", seed()), ("execute_pipeline", seed())]
         if is_whole(placement):
             between += [("failing_forward", seed()), ("idle_forward", seed())]
