@@ -158,8 +158,7 @@ def attempt(
         if p.kind is p.POSITIONAL_ONLY and p.name in arguments
     ]
     try:
-        with _time_limit(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _time_limit():
             result = call.bind()(*positional, **arguments)
             if isinstance(result, contextlib._GeneratorContextManager):
                 with result:
@@ -185,6 +184,20 @@ def try_call(
     renew: Callable[[bool], None],
 ) -> None:
     """Try every parameter of `call` with every value that is not legal for it."""
+    with _alarms(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _try_call(call, ranges, exempt, other_errors, outcomes, renew)
+
+
+def _try_call(
+    call: Call,
+    ranges: dict[str, Predicate],
+    exempt: dict[str, str],
+    other_errors: dict[str, tuple[type[Exception], ...]],
+    outcomes: Outcomes,
+    renew: Callable[[bool], None],
+) -> None:
+    values = pool()
     for parameter in call.signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
@@ -194,7 +207,7 @@ def try_call(
         range_of = ranges.get(where) or ranges.get(parameter.name)
         hint = call.hints.get(parameter.name, Any)
         for example in call.examples:
-            for label, value in pool().items():
+            for label, value in values.items():
                 legal = accepts(hint, value, range_of)
                 if legal is None:
                     outcomes.unknown.append(where)
@@ -207,14 +220,23 @@ def try_call(
 
 
 @contextlib.contextmanager
-def _time_limit() -> Iterator[None]:
+def _alarms() -> Iterator[None]:
+    """Make the alarm of `_time_limit` an error: once for many attempts."""
+
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"did not return within {_SECONDS} seconds")
 
     before = signal.signal(signal.SIGALRM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
