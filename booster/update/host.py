@@ -103,15 +103,17 @@ class HostUpdate(Update):
         optimizer: Any = self.optimizer
         params = self.params()
         self.kernel.prepare(params)
-        if grad_scale == 1.0 or not params:
+        if grad_scale == 1.0:
             self._step_optimizer()
         elif grad_scale <= _FLOAT32_MAX and self._kernel_divides(params):
-            optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=params[0].device)
+            if params:  # otherwise they are all of other ranks
+                optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=params[0].device)
             try:
                 self._step_optimizer()
             finally:
                 # GradScaler and a later plain step take the attribute's presence as an order.
-                del optimizer.grad_scale
+                if params:
+                    del optimizer.grad_scale
             self.shards.divided(grad_scale)
         else:
             self.unscale()

@@ -102,3 +102,40 @@ def test_several_passes_before_a_step_add_up_as_in_one_process(ranks2, in_one_pr
             if not error <= TOLERANCE.get(case[0], 2e-2):
                 wrong.append(f"rank {rank}, {case[0]}, {case[1]}: off by {error:.2g}")
     assert wrong == []
+
+
+class Sides(nn.Module):
+    """Two layers of one size, so that ZeRO gives each of two ranks one of them; only the first is in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+def norms_of_used_gradients(rank, world_size, plugin, precision, clip, fused):
+    """The norms before two steps, the gradients of the first of which nobody clears."""
+    torch.manual_seed(0)
+    booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin](), fused_optimizer=fused)
+    model = Sides()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    draw = torch.Generator().manual_seed(rank)
+    norms = []
+    for _ in range(2):
+        booster.backward(model(torch.randn(4, 8, generator=draw)).float().square().mean(), optimizer)
+        norms.append(float(optimizer.clip_grad_by_norm(clip)))
+        optimizer.step()
+    return norms
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("clip", [1e-2, 100.0])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_naive", "fp16_apex O2"])
+def test_a_rank_whose_part_has_no_gradient_adds_to_used_ones_as_the_others_do(ranks2, precision, clip, fused):
+    (expected, _), (found, other) = (
+        ranks2(norms_of_used_gradients, plugin, precision, clip, fused) for plugin in ("DDP", "ZeRO-1")
+    )
+    assert found == other == pytest.approx(expected, rel=1e-2)
