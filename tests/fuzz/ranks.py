@@ -584,6 +584,9 @@ class RankRun(Run):
         if self.kept is None or self.kept[2] != len(self.groups) or self.waiting():
             raise Invalid
         (model, optimizer), snapshot, _ = copy.deepcopy(self.kept)
+        frozen = any(not self.oracle.params[name].requires_grad for name in snapshot["trained"])
+        if what == "optimizer" and self.oracle.half_weights and frozen:
+            raise Invalid  # a master that there was when its weight was frozen is loaded, and the weight follows it
         if "model" in what:
             self.model.load_state_dict(model)
         if "optimizer" in what:
