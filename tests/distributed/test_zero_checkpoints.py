@@ -1,11 +1,14 @@
 """Under ZeRO each rank writes and reads its own part of states and masters, and nobody holds the whole."""
 
+import copy
+
+import pytest
 import torch
 from torch import nn
 
 from booster import Booster
 from booster.checkpoint.manifest import read_manifest
-from booster.plugin import LowLevelZeroPlugin, SingleDevice
+from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin
 from booster.shards import zero
 
 OPTIMIZERS = {
@@ -73,3 +76,29 @@ def test_a_checkpoint_is_written_and_read_in_parts(ranks2, tmp_path):
         tensors = read_manifest(tmp_path / str(index) / "step-0000000001").tensors
         states = [tensor for name, tensor in tensors.items() if name.startswith("optimizers")]
         assert len({chunk.file for tensor in states for chunk in tensor.chunks}) == 2
+
+
+def optimizer_alone(rank, world_size, precision, optimizer):
+    """By plugin: the weights after an older state of the optimizer was loaded without the model's, and one step on."""
+    found = []
+    for plugin in (TorchDDPPlugin(), LowLevelZeroPlugin(stage=1), LowLevelZeroPlugin(stage=2)):
+        parts = boosted(precision, optimizer, plugin)
+        train(*parts, 2, rank)
+        older = copy.deepcopy(parts[2].state_dict())
+        train(*parts, 2, rank)
+        parts[2].load_state_dict(older)
+        loaded = {name: value.clone() for name, value in parts[1].state_dict().items()}
+        train(*parts, 1, rank)
+        found.append({**flat_state(*parts[1:]), **{f"loaded {name}": value for name, value in loaded.items()}})
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16_naive", "bf16_naive"])
+def test_a_state_of_the_optimizer_without_the_model_s_loads_as_under_ddp(ranks2, precision, optimizer):
+    on_ranks = ranks2(optimizer_alone, precision, optimizer)
+    expected = on_ranks[0][0]
+    for of_ddp, *of_zero in on_ranks:
+        for found in (of_ddp, *of_zero):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
