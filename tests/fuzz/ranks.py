@@ -33,6 +33,9 @@ from torch.nn import functional as F
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
+# torch 2.13 renamed the collective and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 DIM, HEADS, LENGTH, VOCABULARY, BATCH = 8, 2, 4, 11, 8
 PARTS = ["mlp", "attention", "conv"]
 TP_PLANS = {
@@ -304,7 +307,7 @@ class RankRun(Run):
             sums[self.name_of(name)] = (place(param), checksum(local(param)))
         own = torch.tensor(list(sums.values()))
         each = torch.empty(dist.get_world_size() * len(own), 2, dtype=own.dtype)
-        dist.all_gather_into_tensor(each, own)
+        _all_gather(each, own)
         each = each.view(-1, *own.shape)
         differs = ((each[..., 0] == own[..., 0]) & (each[..., 1] != own[..., 1])).any(0)
         return next((name for name, different in zip(sums, differs.tolist(), strict=True) if different), None)

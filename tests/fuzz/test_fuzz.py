@@ -56,7 +56,7 @@ def test_ranks_that_drift_apart_by_a_rounding_are_found(run_on_two):
 @pytest.mark.parametrize("placement", ["FSDP", "TP", "PP interleaved"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_part_of_a_weight_is_found_on_either_rank(run_on_two, placement, rank):
-    setting = {"seed": 3, "precision": "fp32", "scale": 1.0, "parts": ["block"] * 4}
+    setting = {"seed": 3, "precision": "fp32", "scale": 1.0, "parts": ["mlp"] * 4}
     program = Program(placement, setting, [("evaluate", 1), ("spoil", rank)])
     with pytest.raises(Disagreement, match=rf"operation 1, .*: rank {rank}: weight parts\.\d.* is 0\.1 off"):
         ranks.OnRanks(run_on_two)(program)
