@@ -327,6 +327,28 @@ def _check_moved(first, second, source, target):
         assert torch.equal(own["exp_avg"].float(), states[1][key]["exp_avg"].float()), target
 
 
+def test_every_counter_of_a_loss_scale_comes_back(tmp_path):
+    def scaled(seed):
+        torch.manual_seed(seed)
+        booster = Booster("cpu", FP16TorchMixedPrecision(init_scale=1024.0, growth_interval=9, hysteresis=2))
+        model = nn.Linear(4, 2)
+        return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=1e-3))[:2]
+
+    def step(booster, model, optimizer, factor):
+        booster.backward(model(torch.ones(3, 4)).square().mean() * factor, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer.loss_scale
+
+    first, second = scaled(0), scaled(1)
+    for factor in (math.inf, 1.0):
+        assert step(*first, factor) == 1024.0, "the first overflow is forgiven"
+    first[0].save(tmp_path, *first[1:], step=2)
+    second[0].load(tmp_path, *second[1:])
+    assert second[2].scaler_state() == first[2].scaler_state()
+    assert [step(*job, math.inf) for job in (first, second)] == [512.0, 512.0], "the second is not"
+
+
 # ---- what does not fit ----
 
 
