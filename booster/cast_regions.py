@@ -30,9 +30,7 @@ class CastMode(TorchFunctionMode):
     Thread-local, as every torch function mode is; make a new one for every region.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.enabled = True
+    enabled = True
 
 
 class CastFunctions(CastMode):

@@ -8,7 +8,7 @@ Checked on torch 2.13.0 (`tests/unit/test_torch_internals.py` says which names a
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -220,6 +220,18 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch._int_mm(a, b)
 
 
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product of two fp8 matrices, in `dtype`; on the CPU too, where the public `F.scaled_mm` does not run."""
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether anything can have been compiled: whether somebody has imported the compiler, which takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
 def compile_graph() -> Callable[..., Any]:
     """Return inductor's `compile(graph, example_inputs)`; imports it, which torch.compile does anyway."""
     import torch._inductor
@@ -315,6 +327,8 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Tensor._version": lambda: torch.Tensor._version,
     "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
     "torch._int_mm": lambda: torch._int_mm,
+    "torch._scaled_mm": lambda: torch._scaled_mm,
+    "torch._dynamo": lambda: importlib.util.find_spec("torch._dynamo").name,  # type: ignore[union-attr]
     "torch._C._dispatch_has_kernel_for_dispatch_key": lambda: torch._C._dispatch_has_kernel_for_dispatch_key,
     "optimizer._global_optimizer_pre_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks,
     "optimizer._global_optimizer_post_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_post_hooks,

@@ -10,6 +10,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from booster.torch_internals import scaled_matmul
+
 __all__ = ["Probe", "probe_all"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,7 +98,7 @@ def _fp8_matmul(device: torch.device) -> _Built:
     one = torch.ones((), device=device)
 
     def once() -> torch.Tensor:
-        return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return scaled_matmul(left, right, one, one, torch.bfloat16)
 
     return f"{size}x{size}x{size}", 2.0 * size**3, once
 

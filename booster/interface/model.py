@@ -70,7 +70,7 @@ class PrecisionModule(TransparentModule):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         with forward_region(self._precision):
-            output = self.module(*self.cast_inputs(args), **self.cast_inputs(kwargs))
+            output = self.module(*self.cast_inputs(args), **(self.cast_inputs(kwargs) if kwargs else {}))
         return self.cast_outputs(output)
 
     def cast_inputs(self, tree: Any) -> Any:

@@ -61,17 +61,25 @@ All work on flat tensors of equal length: `working`, views of the half weights, 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 
-from booster.flat import starts
-
-Views = Sequence[torch.Tensor]
-
-_CHUNK = 2**16  # elements of a temporary that only some formats need
+from booster.masters.foreign import take_foreign, take_zeros
+from booster.masters.rounding import (
+    CHUNK,
+    Views,
+    high_half,
+    in_chunks,
+    pieces_like,
+    plain_nan_,
+    round_and_keep,
+    round_into,
+    round_nearest,
+    to_step,
+    to_ulp,
+    whole_steps,
+)
 
 
 class Format(ABC):
@@ -134,9 +142,8 @@ class SplitBFloat16(Format):
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
-        bits, low = values.view(torch.int32), spare.view(torch.int32)
-        torch._foreach_copy_(pieces_like(bits, working), [w.view(torch.int16) for w in working])
-        bits.bitwise_left_shift_(16).add_(low.copy_(rest))
+        torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
+        values.view(torch.int32).add_(rest)
         take_zeros(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
@@ -144,7 +151,7 @@ class SplitBFloat16(Format):
         plain_nan_(values)
         bits = values.view(torch.int32)
         rest.copy_(bits)  # the low 16 bits
-        _high_half(bits, working, out=bits)
+        high_half(bits, working, out=bits)
 
 
 class SplitFloat16(Format):
@@ -160,17 +167,17 @@ class SplitFloat16(Format):
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
-        for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
-            chunk.add_(to_step(step.copy_(chunk)).mul_(left))
+        for chunk, left in in_chunks(values, rest):
+            chunk.add_(to_step(spare[: len(chunk)].copy_(chunk)).mul_(left))
         take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
-        torch._foreach_copy_(list(working), pieces_like(values, working))
-        torch._foreach_copy_(pieces_like(spare, working), list(working))
-        # The difference to an overflown weight is not a number; nothing is left over then.
-        values.sub_(spare).div_(to_step(spare)).nan_to_num_(0.0, 0.0, 0.0)
-        for chunk, left in zip(values.split(_CHUNK), rest.split(_CHUNK), strict=True):
+        weights, some = round_and_keep(working, values, spare)
+        for chunk, weight, left in in_chunks(values, weights, rest):
+            scratch = some[: len(chunk)]
+            # The difference to an overflown weight is not a number; nothing is left over then.
+            chunk.sub_(scratch.copy_(weight)).div_(to_step(scratch)).nan_to_num_(0.0, 0.0, 0.0)
             left.copy_(whole_steps(chunk))
 
 
@@ -210,11 +217,14 @@ class Stochastic(Nearest):
             bits.add_(noise.random_(0, 2**16, generator=generator)).bitwise_right_shift_(16)
             torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
             return
-        for chunk, ulp in zip(values.split(_CHUNK), spare.split(_CHUNK), strict=True):
-            chunk.div_(_to_ulp(ulp.copy_(chunk)).copysign_(chunk))  # a positive number of them
+        for chunk, ulp in zip(values.split(CHUNK), spare.split(CHUNK), strict=True):
+            chunk.div_(to_ulp(ulp.copy_(chunk)).copysign_(chunk))  # a positive number of them
             below = chunk.floor()
-            # The sum of a number and a chance is rounded, and would reach the next one too often.
-            up = torch.rand(chunk.shape, generator=generator, device=chunk.device) < chunk.sub_(below)
+            # The sum of a number and a chance is rounded, and would reach the next one too often. What is left of the
+            # share, less a chance, is above zero where it goes up; to say so by `<` takes six times as long. Of infinity
+            # nothing is left.
+            chance = torch.rand(chunk.shape, generator=generator, device=chunk.device)
+            up = chunk.sub_(below).sub_(chance).ceil_().nan_to_num_(0.0)
             torch.mul(below.add_(up), ulp, out=chunk)
         torch._foreach_copy_(list(working), pieces_like(values, working))
 
@@ -227,120 +237,20 @@ class Kahan(Format):
         return torch.zeros(size, dtype=dtype, device=device)
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
+        assert rest is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
-        values.add_(spare.copy_(rest))  # type: ignore[arg-type]
+        for chunk, left in in_chunks(values, rest):
+            chunk.add_(left)
         take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
-        round_nearest(working, values, spare)
-        torch._foreach_copy_(pieces_like(spare, working), list(working))
-        rest.copy_(values.sub_(spare).nan_to_num_(0.0, 0.0, 0.0))
-        # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight.
-        for weights, left, sums in zip(*(t.split(_CHUNK) for t in (spare, rest, values)), strict=True):
-            moves = _round(torch.add(weights, left, out=sums), rest.dtype).ne(weights).logical_and_(left != 0)
-            left.view(torch.int16).sub_(moves.to(torch.int16))
-
-
-def round_nearest(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
-    """Write `values` to the weights; bfloat16 ties go away from zero, see the module docstring. Overwrites `spare`."""
-    if working[0].dtype == torch.bfloat16:
-        plain_nan_(values)
-        _high_half(values.view(torch.int32), working, out=spare.view(torch.int32))
-    else:
-        torch._foreach_copy_(list(working), pieces_like(values, working))
-
-
-def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return float32 or float64 `values` as the half weights that a step would make of such masters; NaN stays NaN."""
-    values = values.float()
-    return torch.where(values.isnan(), values.to(dtype), _round(values, dtype))
-
-
-def plain_nan_(values: torch.Tensor) -> None:
-    """Turn every NaN into the plain one where others come up: CUDA's, 0x7fffffff, would round up to minus zero.
-
-    On the CPU arithmetic makes none whose upper bits are all ones, nor are any let in from outside.
-    """
-    if not values.is_cpu:
-        values.masked_fill_(values.isnan(), math.nan)
-
-
-def whole_steps(distance: torch.Tensor) -> torch.Tensor:
-    """Round the distance of masters to their float16 weights, in 2**-14 ulp, such that their sum rounds to the weight again:
-    what is not half an ulp must not become it."""
-    half_ulp = 2.0**13
-    limit = torch.where(distance.abs() < half_ulp, half_ulp - 1, half_ulp)
-    return distance.round().minimum(limit).maximum(-limit)
-
-
-def pieces_like(values: torch.Tensor, working: Views) -> list[torch.Tensor]:
-    """Return views of `values` for those in `working`, which lie in it one after another as in a bucket."""
-    offsets = starts(map(torch.Tensor.numel, working))
-    return [values[offset : offset + w.numel()] for offset, w in zip(offsets, working, strict=True)]
-
-
-def _high_half(bits: torch.Tensor, working: Views, out: torch.Tensor) -> None:
-    torch.add(bits, 0x8000, out=out).bitwise_right_shift_(16)
-    torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(out, working))
-
-
-def take_zeros(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
-    """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `spare`.
-
-    With the remainder of another weight they can read as a NaN. On the CPU one number tells whether there is any; elsewhere
-    reading it would wait for the device.
-    """
-    if not values.is_cpu or math.isnan(values.max()):
-        torch._foreach_copy_(pieces_like(spare, working), list(working))
-        torch.where(values.isnan().logical_and_(spare == 0), spare, values, out=values)
-
-
-def take_foreign(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
-    """Put weights in the place of masters that do not round to them. Overwrites `spare`."""
-    dtype, size = working[0].dtype, len(values)
-    rounded, found = spare.view(dtype).split(size)
-    if dtype == torch.bfloat16:
-        for chunk, master in zip(rounded.view(torch.int16).split(_CHUNK), values.split(_CHUNK), strict=True):
-            chunk.copy_(_high_bits(master))
-    else:
-        rounded.copy_(values)
-    # On the CPU an answer costs nothing to wait for; a call costs as much as some thousand elements.
-    few = values.is_cpu and len(working) <= 1 + size // 2**14
-    if few and all(map(_same_bits, pieces_like(rounded, working), working)):
-        return
-    found.copy_(rounded)  # also between the pieces, where there are no weights
-    torch._foreach_copy_(pieces_like(found, working), list(working))
-    if few or not (values.is_cpu and _same_bits(rounded, found)):
-        torch.where(rounded.view(torch.int16) == found.view(torch.int16), values, found, out=values)
-
-
-def _round(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return new half numbers, rounded to nearest."""
-    if dtype != torch.bfloat16:
-        return values.to(dtype)
-    return _high_bits(values).to(torch.int16).view(dtype)
-
-
-def _high_bits(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of float32 `values` rounded to bfloat16, as int32."""
-    return torch.add(values.view(torch.int32), 0x8000).bitwise_right_shift_(16)
-
-
-def _same_bits(halves: torch.Tensor, others: torch.Tensor) -> bool:
-    """Return whether two flat tensors are equal to the bit; waits for the device."""
-    size = len(halves) // 4 * 4
-    if halves.storage_offset() % 4 or others.storage_offset() % 4:
-        return torch.equal(halves.view(torch.int16), others.view(torch.int16))
-    same = torch.equal(halves[:size].view(torch.int64), others[:size].view(torch.int64))
-    return same and torch.equal(halves[size:].view(torch.int16), others[size:].view(torch.int16))
-
-
-def _to_ulp(weights: torch.Tensor) -> torch.Tensor:
-    """Replace float32 `weights` by the distance between float16 numbers of their magnitude."""
-    weights.view(torch.int32).bitwise_and_(0x7F800000)
-    return weights.mul_(2.0**-10).clamp_(2.0**-24, 2.0**5)
-
-
-def to_step(weights: torch.Tensor) -> torch.Tensor:
-    return _to_ulp(weights).mul_(2.0**-14)
+        weights, some = round_and_keep(working, values, spare)
+        for chunk, weight, left in in_chunks(values, weights, rest):
+            sums = some[: len(chunk)].copy_(weight)
+            left.copy_(chunk.sub_(sums).nan_to_num_(0.0, 0.0, 0.0))
+            # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight, whose
+            # bits differ by one. Whole numbers are subtracted sixteen times as fast as half ones are compared.
+            again = round_into(chunk.view(rest.dtype)[: len(chunk)], sums.add_(left), sums)
+            moves = again.view(torch.int16).sub_(weight.view(torch.int16)).bitwise_and_(1)
+            left.view(torch.int16).sub_(moves)

@@ -19,16 +19,10 @@ from __future__ import annotations
 import torch
 
 from booster.masters.dither import Dither
-from booster.masters.formats import (
-    Format,
-    Views,
-    pieces_like,
-    plain_nan_,
-    take_foreign,
-    take_zeros,
-    to_step,
-)
+from booster.masters.foreign import take_foreign, take_zeros
+from booster.masters.formats import Format
 from booster.masters.packed import fractions
+from booster.masters.rounding import Views, pieces_like, plain_nan_, to_step
 
 _NAME = "weights"
 _CHUNK = 2**16  # elements of a temporary

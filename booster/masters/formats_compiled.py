@@ -37,17 +37,8 @@ from abc import abstractmethod
 
 import torch
 
-from booster.masters.formats import (
-    Format,
-    Kahan,
-    Nearest,
-    Separate,
-    SplitBFloat16,
-    SplitFloat16,
-    Views,
-    pieces_like,
-    whole_steps,
-)
+from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16
+from booster.masters.rounding import Views, pieces_like, whole_steps
 
 _CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
 _OFFSET = 2**15  # what makes a signed remainder a positive number

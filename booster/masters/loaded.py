@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.masters.formats import rounded
+from booster.masters.rounding import rounded
 from booster.shards.base import is_dtensor
 
 _WIDE = (torch.float32, torch.float64)

@@ -17,10 +17,11 @@ from booster.casting import HALF_DTYPES
 from booster.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.bucket import Bucket
 from booster.masters.dither import Dither
-from booster.masters.formats import Format, Stochastic, rounded
+from booster.masters.formats import Format, Stochastic
 from booster.masters.formats_24 import Split24
 from booster.masters.formats_compiled import compiled_format
 from booster.masters.options import MasterOptions
+from booster.masters.rounding import rounded
 from booster.masters.stand_in import State
 from booster.masters.states import Places, StateView, places_of, signature, state_of_bucket, state_of_params
 from booster.optimizer_kinds import kind_of
@@ -333,7 +334,7 @@ class Masters:
                 source = sources.get(piece.param, piece.param).detach()
                 found = flat_like(source, piece.param)[piece.start : piece.stop]
                 values[piece.offset : piece.offset + piece.size].copy_(found)
-            values.masked_fill_(values.isnan(), math.nan)  # see `formats.plain_nan_`
+            values.masked_fill_(values.isnan(), math.nan)  # see `rounding.plain_nan_`
             bucket.save(values, bucket.scratch())
         return buckets
 

@@ -70,13 +70,15 @@ class AutocastMixedPrecision(MixedPrecision):
         return clone
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        autocast = torch.autocast(self.device.type, self.dtype, cache_enabled=self._cache_enabled)
-        if not self._float32_attention or not torch.is_grad_enabled():
+        device_type = self.device.type
+        autocast = torch.autocast(device_type, self.dtype, cache_enabled=self._cache_enabled)
+        if not self._wants_float32_attention(device_type) or not torch.is_grad_enabled():
             return autocast
-        return both(autocast, Float32Attention(self.device.type))
+        return both(autocast, Float32Attention(device_type))
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return Float32Attention(self.device.type) if self._float32_attention else nullcontext()
+        device_type = self.device.type
+        return Float32Attention(device_type) if self._wants_float32_attention(device_type) else nullcontext()
 
     @property
     def pins_during_run(self) -> bool:
@@ -105,9 +107,8 @@ class AutocastMixedPrecision(MixedPrecision):
                 compute_in_fp32(inner.get_submodule(name), self.device.type)
         return model
 
-    @property
-    def _float32_attention(self) -> bool:
-        return self.device.type == "cpu" if self._sdpa_fp32 == "auto" else bool(self._sdpa_fp32)
+    def _wants_float32_attention(self, device_type: str) -> bool:
+        return device_type == "cpu" if self._sdpa_fp32 == "auto" else bool(self._sdpa_fp32)
 
     @property
     def _naive_name(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from booster.numerics.places import Places
 from booster.numerics.unchanged import Memory, unchanged
 from booster.numerics.watch import Event, Leaf, Watch
 from booster.shards.base import is_dtensor
+from booster.torch_internals import compiler_is_loaded
 from booster.trees import tensors
 
 Forward = Callable[[], Any]
@@ -172,7 +172,7 @@ def replayed_scale(optimizers: Sequence[OptimizerWrapper]) -> float:
 def _call(watch: Watch, function: Callable[[], Any]) -> Any:
     """Call `function` under `watch`; what is above this on Python's stack is not the user's computation."""
     # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
     with watch, eager:
         return function()
 

@@ -41,11 +41,6 @@ class Reading(NamedTuple):
     undo: Callable[[], None]
 
 
-def load_state(update: Update, history: StepHistory, state_dict: Any) -> None:
-    """Load what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; raises as `read_state` does."""
-    read_state(update, history, state_dict).take_over()
-
-
 def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading:
     """Read what `OptimizerWrapper.state_dict` gave, or a plain torch state dict; if it raises on one rank, on none has
     anything changed, and all raise. A collective of every rank of the update's group.

@@ -59,6 +59,22 @@ def warm(precision, num_layers=1, make=torch.optim.AdamW):
     return found
 
 
+# (calls, files, depth). One call of a half forward is the layer's: `Float32Attention` sees every torch function.
+FORWARD = {
+    "fp32": (22, 7, 9),
+    "bf16": (23, 9, 7),
+    "fp16": (23, 9, 7),
+    "fp16_naive": (35, 9, 10),
+    "bf16_naive": (35, 9, 10),
+}
+
+
+@pytest.mark.parametrize("precision", FORWARD)
+def test_a_warm_forward_stays_within_its_calls_files_and_depth(precision):
+    found = warm(precision)["forward"]
+    assert all(now <= bound for now, bound in zip(found, FORWARD[precision], strict=True)), found
+
+
 # (calls, files, depth)
 STEP = {
     "fp32": (28, 7, 6),

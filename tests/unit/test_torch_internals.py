@@ -1,5 +1,6 @@
 """The private names of torch are there, and only one file uses them."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -48,7 +49,67 @@ def test_fully_shard_keeps_what_is_asked_of_it(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def spelled(node):
+    """ "torch.a._b" for a dotted name that begins with torch or with what this library calls its modules; else ""."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name) or node.id not in ("torch", "nn", "F", "dist", "dcp", "fx"):
+        return ""
+    return ".".join([node.id, *reversed(names)])
+
+
+def private_uses(source):
+    """The private names of torch in `source`: of its modules, imported from them, or in a string that names one of them."""
+    tree = ast.parse(source)
+    described = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Attribute):
+            names = [spelled(node)]
+        elif isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("torch.")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in described:
+            names = re.findall(r"\btorch(?:\.\w+)+", node.value)
+        found |= {name for name in names if re.search(r"\._(?!_|foreach_)", name)}
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._scaled_mm(a, b)",
+        "import sys\n'torch._dynamo' in sys.modules",
+        "from torch.distributed import _functional_collectives",
+        "def f():\n    import torch._inductor",
+        "torch.optim.optimizer._use_grad_for_differentiable",
+        "nn.modules.module._global_forward_hooks",
+    ],
+)
+def test_a_private_name_is_noticed_however_it_is_reached(source):
+    assert private_uses(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['"""Unlike torch._scaled_mm."""', "torch._foreach_mul_(a, b)", "torch.__version__", "self._x = torch.ones(1)"],
+)
+def test_what_is_no_private_name_of_torch_is_free(source):
+    assert not private_uses(source)
+
+
 def test_private_names_stand_in_one_room():
+    reached = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if path.name != "torch_internals.py"
+        for name in private_uses(path.read_text())
+    }
+    assert reached == set()
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in sorted(ROOT.rglob("*.py"))
