@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from booster import Booster
+from booster.masters.foreign import take_foreign
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 PRECISIONS = {
@@ -181,3 +182,24 @@ def test_a_model_that_was_cast_after_boost_raises(precision):
         param.data = param.data.float()
     with pytest.raises(RuntimeError, match="after boost"):
         run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_foreign_weights_are_found_alike_in_large_pieces_and_in_small_ones(dtype):
+    """Every half number, with masters as far from it as still round to it, and a bit further; more than fit into one chunk."""
+    half_step = 0x8000 if dtype == torch.bfloat16 else 0x1000
+    distances = [-half_step - 1, -half_step, 1 - half_step, 0, half_step - 1, half_step, half_step + 1]
+    weights = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).repeat(len(distances))
+    away = torch.tensor(distances, dtype=torch.int32).repeat_interleave(2**16)
+    masters = (weights.float().view(torch.int32) + away).view(torch.float32)
+    if dtype == torch.bfloat16:
+        rounds_to = ((masters.view(torch.int32) + 0x8000) >> 16).to(torch.int16)
+    else:
+        rounds_to = masters.to(dtype).view(torch.int16)
+    believed = rounds_to == weights.view(torch.int16)
+    assert 0.2 < believed.float().mean() < 0.8
+    expected = torch.where(believed, masters, weights.float()).view(torch.int32)
+    for working in ([weights], list(weights.split(64))):
+        values = masters.clone()
+        take_foreign(working, values, torch.empty_like(values))
+        assert torch.equal(values.view(torch.int32), expected)
