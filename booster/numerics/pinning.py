@@ -21,6 +21,8 @@ from booster.update.outcome import StepResult
 
 __all__ = ["PinningWatcher", "culprit"]
 
+_COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model
+
 _logger = get_dist_logger("booster.numerics")
 
 
@@ -59,6 +61,7 @@ class PinningWatcher(SkipWatcher):
         if result.applied:
             return
         own = culprit(self.diagnoses[-1]) if len(self.diagnoses) > before else ""
+        own = own.replace(_COMPILED, "")
         told = {data.decode() for data in exchange(own.encode(), self._group)}
         if len(told) > 1 or not own:
             return

@@ -48,12 +48,14 @@ class Model(nn.Module):
 
 
 class Run:
-    def __init__(self, keep_fp32="auto", **options):
+    def __init__(self, keep_fp32="auto", wrap=lambda model: model, **options):
         torch.manual_seed(1)
         self.raw = Model()
         self.booster = Booster("cpu", FP16TorchMixedPrecision(init_scale=128.0, keep_fp32=keep_fp32), **options)
         optimizer = torch.optim.SGD(self.raw.parameters(), lr=0.1, momentum=0.9)
-        self.model, self.optimizer, self.criterion, *_ = self.booster.boost(self.raw, optimizer, nn.CrossEntropyLoss())
+        self.model, self.optimizer, self.criterion, *_ = self.booster.boost(
+            wrap(self.raw), optimizer, nn.CrossEntropyLoss()
+        )
 
     def steps(self, count):
         applied = []
@@ -129,6 +131,13 @@ def test_bad_data_pins_nothing():
         assert not run.optimizer.step().applied
         run.optimizer.zero_grad()
     assert run.pinned == []
+
+
+def test_a_model_that_is_compiled_is_pinned_too():
+    run = Run(wrap=lambda model: torch.compile(model, backend="eager"))
+    run.overflow(1)
+    assert run.steps(3) == [False, False, True]
+    assert run.pinned == ["blocks.1"]
 
 
 # ---- what counts ----
