@@ -65,7 +65,7 @@ class Replay:
     ) -> None:
         self.scale = scale
         self.modules: dict[str, nn.Module] = {}
-        self.roots = [model.unwrap() for model in models.values()]
+        self.roots = [bare(model.unwrap()) for model in models.values()]
         self.is_partial = any(getattr(model.module, "is_partial", False) for model in models.values())
         self._forward = forward
         self._context = optimizers[0].backward_context
@@ -74,7 +74,7 @@ class Replay:
         self._names: dict[nn.Module, str] = {}
         self._params: dict[torch.Tensor, tuple[str, str]] = {}
         for label, model in models.items():
-            inner = model.unwrap()
+            inner = bare(model.unwrap())
             own = label or _class_name(inner)
             layer: nn.Module = model
             while layer is not inner:  # what this library, plugins and torch.compile wrap around it
@@ -185,6 +185,7 @@ def _names_of_memory(modules: Sequence[tuple[str, nn.Module]]) -> MemoryNames:
     names = MemoryNames()
     for label, module in modules:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            name = name.replace("_orig_mod.", "")  # of what torch.compile wraps around a module
             names.add(_local(tensor), f"{label}.{name}" if label else name)
     return names
 

@@ -75,6 +75,19 @@ _UNINITIALISED = frozenset(
 _WRITES = frozenset(
     {"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "bernoulli_", "random_"}
 )
+# Collectives whose first argument is for what they bring.
+_FILLS_FIRST = frozenset(
+    {
+        "_allgather_base_",
+        "allgather_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_",
+        "alltoall_base_",
+        "alltoall_",
+        "recv_",
+    }
+    | {"gather_", "scatter_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}
+)
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
 
 
@@ -189,7 +202,10 @@ class Watch(TorchDispatchMode):
         for tensor in written:
             if storage_key(tensor) not in self._made:
                 self._before_write(tensor)
-        unread = [] if collective else [t for t in written if name in _WRITES or _is_out(func, t, kwargs)]
+        if collective:
+            unread = list(tensors(args[0])) if name in _FILLS_FIRST else []
+        else:
+            unread = [tensor for tensor in written if name in _WRITES or _is_out(func, tensor, kwargs)]
         parents = self._bad_inputs([tensor for tensor in given if all(tensor is not other for other in unread)])
         event = Event(index, operation, place, micro_batch, parents)
         if collective:
@@ -203,7 +219,8 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
         self._made.update(storage_key(t) for t in results if storage_key(t) not in {storage_key(g) for g in given})
-        if name in _UNINITIALISED:
+        # Of what is gathered, the parts of other ranks are not there yet.
+        if name in _UNINITIALISED or (name == "all_gather_copy_in" and not parents):
             for tensor in results:
                 self._bad.pop(storage_key(tensor), None)
             return result

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from booster import Booster
+from booster.mixed_precision import FP16NaiveMixedPrecision
 
 
 class Net(nn.Module):
@@ -136,6 +137,40 @@ def test_the_micro_batch_is_named():
     run.optimizer.step()
     (found,) = run.booster.diagnoses
     assert (found.kind, found.micro_batch, found.rows) == ("data", 1, (4,))
+
+
+def test_an_overflow_in_the_sum_over_micro_batches_is_in_the_last_of_them():
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    booster = Booster("cpu", FP16NaiveMixedPrecision(initial_scale=1.0), diagnose="first")
+    model, optimizer, criterion, *_ = booster.boost(
+        raw, torch.optim.SGD(raw.parameters(), lr=0.1), lambda out, y: (out.float() * y).sum()
+    )
+    for _ in range(2):
+        booster.backward(criterion(model(torch.ones(1, 4)), torch.full((1, 2), 4e4)), optimizer)
+    assert not optimizer.step()
+    (found,) = booster.diagnoses
+    assert (found.kind, found.module, found.operation, found.micro_batch) == ("overflow", "1", "aten.add_", 1)
+    assert (found.direction, found.certain) == ("backward", True)
+
+
+@pytest.mark.parametrize(("compiled", "fused"), [(True, True), (False, "compile")])
+def test_a_compiled_model_or_update_is_diagnosed_by_the_names_of_the_model(compiled, fused):
+    torch.manual_seed(0)
+    raw = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    nn.init.constant_(raw[2].weight, 6e4)
+    booster = Booster("cpu", "fp16", diagnose="first", fused_optimizer=fused)
+    model = torch.compile(raw, backend="eager") if compiled else raw
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-3)
+    model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.CrossEntropyLoss())
+    x, y = torch.rand(8, 8) + 5, torch.arange(8) % 4
+    booster.backward(criterion(model(x), y), optimizer)
+    assert not optimizer.step()
+    (by_itself,) = booster.diagnoses
+    for found in (by_itself, booster.diagnose(lambda: criterion(model(x), y), optimizer)):
+        assert (found.kind, found.module, found.operation) == ("overflow", "2", "aten.addmm")
+        assert "finite with keep_fp32='2'" in found.remedies
+        assert found.certain
 
 
 def test_inputs_written_to_since_are_said_and_nothing_is_certain():
