@@ -118,7 +118,8 @@ def _plan(
         if not saved:
             if tensor.is_meta:
                 problems.append(
-                    f"{first.name} is a buffer that no file holds, and it is on the meta device; build it on the CPU"
+                    f"{first.name} is a buffer that no file holds, and it is on the meta device: build the "
+                    f"{type(first.holder).__name__} that holds it on the CPU, and put it in its place first"
                 )
             continue
         frozen = id(tensor) in params and storage.linear is not None and _can_freeze(places, kept)

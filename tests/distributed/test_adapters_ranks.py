@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lora import TOLERANCES, adapted, base, boosted, differs, loaded, steps, trained, widened
+from lora import TOLERANCES, adapted, base, boosted, differs, loaded, quantised_by_others, steps, trained, widened
 from safetensors.torch import save_file
 
 from booster import describe
@@ -75,6 +75,25 @@ def test_adapters_train_as_on_plain_layers_in_every_precision(ranks2, path, plug
     for found in ranks2(train, path, plugin, precisions):
         wrong = {name: [what for what, right in checks.items() if not right] for name, checks in found.items()}
         assert wrong == {name: [] for name in precisions}
+
+
+def foreign(rank, world_size, precision):
+    """By plugin: whether a model quantised by others keeps its integers, learns, and ranks agree on what it learnt."""
+    found = {}
+    for name, plugin in PLUGINS.items():
+        model = quantised_by_others()
+        codes = [block.up.qweight.clone() for block in model.blocks]
+        job = boosted(model, PRECISIONS[precision](), plugin())
+        losses, _ = steps(job, 4, rank=rank, world_size=world_size)
+        kept = all(torch.equal(block.up.qweight, code) for block, code in zip(model.blocks, codes, strict=True))
+        found[name] = (kept, losses[-1] < losses[0], trained(job)["head.weight"].float().sum().item())
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16_naive"])
+def test_models_that_arrive_quantised_by_others_train_under_every_plugin(ranks2, precision):
+    first, second = ranks2(foreign, precision)
+    assert first == {name: (True, True, second[name][2]) for name in PLUGINS}
 
 
 def resume(rank, world_size, path, folder, plugin):

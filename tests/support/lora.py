@@ -85,6 +85,30 @@ def adapted(model, dtype=torch.float32, layers=("up", "down")):
     return model
 
 
+class Grouped(nn.Module):
+    """What a library of quantised models brings: integer codes and half scales, as buffers."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("qweight", (linear.weight.detach() / scale).round().to(torch.int32))
+        self.register_buffer("scales", scale.half())
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x):
+        return F.linear(x, self.qweight.to(x.dtype) * self.scales.to(x.dtype))
+
+
+def quantised_by_others():
+    """A base whose layers are of a kind that this library does not know, and of which the head trains."""
+    model = base()
+    for block in model.blocks:
+        block.up, block.down = Grouped(block.up), Grouped(block.down)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model
+
+
 def boosted(model, precision, plugin=None, lr=0.02):
     booster = Booster("cpu", precision, plugin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)  # all of them, as scripts do

@@ -2,9 +2,19 @@
 
 import pytest
 import torch
-from lora import TOLERANCES, adapted, base, boosted, differs, loaded, steps, trained, widened
+from lora import (
+    TOLERANCES,
+    adapted,
+    base,
+    boosted,
+    differs,
+    loaded,
+    quantised_by_others,
+    steps,
+    trained,
+    widened,
+)
 from safetensors.torch import save_file
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from booster.frozen import FrozenLinear
@@ -130,27 +140,9 @@ def test_a_run_is_saved_and_goes_on_to_the_bit(path, tmp_path):
     assert all(torch.equal(value, third.model.state_dict()[name]) for name, value in job.model.state_dict().items())
 
 
-class Grouped(nn.Module):
-    """What a library of quantised models brings: integer codes and half scales, as buffers."""
-
-    def __init__(self, linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("qweight", (linear.weight.detach() / scale).round().to(torch.int32))
-        self.register_buffer("scales", scale.half())
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.qweight.to(x.dtype) * self.scales.to(x.dtype))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
 def test_models_that_arrive_quantised_by_others_keep_their_integers_and_train(precision):
-    model = base()
-    for block in model.blocks:
-        block.up, block.down = Grouped(block.up), Grouped(block.down)
-    model.requires_grad_(False)
-    model.head.requires_grad_(True)
+    model = quantised_by_others()
     codes = [block.up.qweight.clone() for block in model.blocks]
     job = boosted(model, PRECISIONS[precision]())
     losses, _ = steps(job, 4)

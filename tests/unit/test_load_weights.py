@@ -147,6 +147,14 @@ def test_compute_dtype_is_what_frozen_layers_multiply_in_and_all_else_keeps_the_
         load_weights(net().bfloat16(), saved(net(), tmp_path / "wide"), storage_dtype="nf4")
 
 
+@pytest.mark.parametrize("storage", ["nf4", torch.bfloat16, None], ids=str)
+def test_tensors_are_read_in_pieces_of_whole_rows(tmp_path, storage, monkeypatch):
+    path = saved(net(), tmp_path / "w")
+    whole = load_weights(on_meta(), path, storage_dtype=storage, device="cpu").state_dict()
+    monkeypatch.setattr("booster.checkpoint.entries._BUFFER", 76)  # bytes: two rows and a part of one, or half of one
+    assert same(load_weights(on_meta(), path, storage_dtype=storage, device="cpu").state_dict(), whole)
+
+
 def test_a_model_that_is_one_layer_comes_back_as_another_object(tmp_path):
     torch.manual_seed(0)
     source = nn.Linear(4, 3)
@@ -219,7 +227,9 @@ def test_a_buffer_on_meta_that_no_file_holds_is_named(tmp_path):
     save_file({"none": torch.zeros(1)}, path)
     with torch.device("meta"):
         model = Rotary()
-    with pytest.raises(CheckpointError, match="angles is a buffer that no file holds, and it is on the meta device"):
+    with pytest.raises(
+        CheckpointError, match="angles is a buffer that no file holds.*: build the Rotary that holds it"
+    ):
         load_weights(model, path)
 
 
@@ -263,6 +273,34 @@ def test_each_module_knows_the_dtype_that_it_was_loaded_from(tmp_path):
     assert origins_of(model.up) == {"weight_nf4": torch.bfloat16, "bias": torch.bfloat16}
     assert origins_of(model.norm)["running_var"] == torch.bfloat16
     assert origins_of(nn.Linear(1, 1)) == {}
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_read_as_save_pretrained_writes_it(transformers, tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    source = transformers.LlamaForCausalLM(config).eval()
+    source.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    tokens, outputs = torch.arange(8)[None], {}
+    for storage in (None, "nf4"):
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).eval()
+        with pytest.raises(CheckpointError, match=r"inv_freq is a buffer that no file holds.*LlamaRotaryEmbedding"):
+            load_weights(model, tmp_path, device="cpu")
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        load_weights(model, tmp_path, storage_dtype=storage, keep="lm_head" if storage else (), device="cpu")
+        outputs[storage] = model(tokens).logits.detach()
+    expected = source(tokens).logits.detach()
+    assert torch.equal(outputs[None], expected)
+    assert 0.01 < float((outputs["nf4"] - expected).norm() / expected.norm()) < 0.25
 
 
 PEAK = """
