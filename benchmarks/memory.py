@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.timing import describe_machine
-from booster import Booster
+from booster import Booster, register_elementwise
 from booster.mixed_precision import BF16MixedPrecision, BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
 
 WIDTH, DEPTH, BATCH = 1024, 5, 16
@@ -81,10 +81,51 @@ def plain(device: str, **options: Any) -> Training:
     return by_hand(model, torch.optim.AdamW(model.parameters(), lr=1e-4, **options), data(device, BATCH))
 
 
-def ours(device: str, precision: str | MixedPrecision, *, batch: int = BATCH, **shape: Any) -> Training:
+class Lion(torch.optim.Optimizer):
+    """One signed state; as a user's own optimizer, which `register_elementwise` names. Chen et al. 2023."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                average = state["exp_avg"]
+                param.add_(torch.lerp(param.grad, average, first).sign_(), alpha=-group["lr"])
+                average.lerp_(param.grad, 1 - second)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4)
+
+
+def lion(params: Any) -> torch.optim.Optimizer:
+    register_elementwise(Lion)
+    return Lion(params)
+
+
+def ours(
+    device: str,
+    precision: str | MixedPrecision,
+    *,
+    make: Callable[[Any], torch.optim.Optimizer] = adamw,
+    batch: int = BATCH,
+    **shape: Any,
+) -> Training:
     booster = Booster(device, precision)
     net = MLP(**shape)
-    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-4))
+    model, optimizer, *_ = booster.boost(net, make(net.parameters()))
     x = data(device, batch)
 
     def backward_and_step(loss: torch.Tensor) -> None:
@@ -185,11 +226,27 @@ def ways() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
         ),
         "booster bf16_naive, kahan": (None, lambda device: ours(device, without_masters("kahan"))),
         "booster bf16_naive, stochastic": (None, lambda device: ours(device, without_masters("stochastic"))),
+        **packed(),
         "accelerate bf16": ("accelerate", accelerate),
         "fabric bf16-mixed": ("lightning_fabric", lambda device: fabric(device, "bf16-mixed")),
         "fabric 16-true": ("lightning_fabric", lambda device: fabric(device, "16-true")),
         "optimi AdamW, bf16 + kahan": ("optimi", optimi),
         "torchao AdamW8bit, bf16": ("torchao", torchao),
+    }
+
+
+def packed() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
+    """Masters of 24 bits and states of 8, for optimizers of two states and of one."""
+    kinds = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
+    return {
+        f"booster {name}, split24, 8bit, {optimizer}": (
+            None,
+            lambda device, kind=kind, make=make: ours(  # type: ignore[misc]
+                device, kind(master_weights="split24", states="8bit"), make=make
+            ),
+        )
+        for name, kind in kinds.items()
+        for optimizer, make in {"AdamW": adamw, "SGD momentum": sgd, "Lion": lion}.items()
     }
 
 

@@ -36,7 +36,7 @@ class Piece:
         return self.size == self.param.numel()
 
 
-LARGEST_PACKED_CPU_BUCKET = 2**17  # elements; with packed states the scratch is twice as large, or more
+LARGEST_PACKED_CPU_BUCKET = 2**18  # elements; with packed states the scratch is twice as large, or more
 
 
 def bucket_size(num_elements: int, device: torch.device, compiled: bool = False, packed: bool = False) -> int:

@@ -87,17 +87,18 @@ class Packed:
         """Write the numbers into float32 `values`, and return it."""
         if self.scales is None:
             return values.copy_(self.codes)
-        per_chunk = _CHUNK // GROUP
+        wide = _wide_scales(self.scales)
+        spare = torch.empty(min(_CHUNK, len(values)) if self.way == "signed" else 0, device=values.device)
         for value, codes, scales in zip(
-            values.split(_CHUNK), self.codes.split(_CHUNK), self.scales.split(per_chunk), strict=True
+            values.split(_CHUNK), self.codes.split(_CHUNK), wide.split(_CHUNK // GROUP), strict=True
         ):
             value.copy_(codes).mul_(1.0 / _LEVELS[self.way])
             if self.way == "signed":
-                value.mul_(value.abs())
+                value.mul_(torch.abs(value, out=spare[: len(value)]))
             else:
                 value.mul_(value)
                 value.mul_(value)
-            value.view(-1, GROUP).mul_(_wide_scales(scales)[:, None])
+            value.view(-1, GROUP).mul_(scales[:, None])
         return values
 
     def pack(self, values: torch.Tensor, lanes: torch.Tensor) -> None:
@@ -109,23 +110,28 @@ class Packed:
             self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
             return
         noise = fractions(lanes)
-        per_chunk = _CHUNK // GROUP
         spare = torch.empty(min(_CHUNK, len(values)), device=values.device)
-        for value, codes, scales in zip(
-            values.split(_CHUNK), self.codes.split(_CHUNK), self.scales.split(per_chunk), strict=True
+        largest = torch.empty(len(values) // GROUP, device=values.device)
+        per_chunk = _CHUNK // GROUP
+        for value, found in zip(values.split(_CHUNK), largest.split(per_chunk), strict=True):
+            size = torch.abs(value, out=spare[: len(value)]) if self.way == "signed" else value
+            torch.amax(size.view(-1, GROUP), 1, out=found)
+        self.scales.copy_(_narrow_scales(largest, lanes))
+        # The levels go into the factor of a group, under the root: a pass less over the elements.
+        levels = _LEVELS[self.way] ** (2 if self.way == "signed" else 4)
+        factors = largest.clamp_(min=_SMALLEST).reciprocal_().mul_(levels)[:, None]
+        for value, codes, factor in zip(
+            values.split(_CHUNK), self.codes.split(_CHUNK), factors.split(per_chunk), strict=True
         ):
             part = spare[: len(value)]
-            size = torch.abs(value, out=part) if self.way == "signed" else value
-            largest = size.view(-1, GROUP).amax(1)
-            scales.copy_(_narrow_scales(largest, lanes))
-            size.view(-1, GROUP).mul_(largest.clamp_(min=_SMALLEST).reciprocal_()[:, None])
-            size.sqrt_()
             if self.way == "signed":
-                size.mul_(_LEVELS["signed"]).view(-1, 64).add_(noise)
-                codes.copy_(size.copysign_(value))
+                torch.mul(value.view(-1, GROUP), factor, out=part.view(-1, GROUP))
+                part.abs_().sqrt_().view(-1, 64).add_(noise)
+                codes.copy_(part.copysign_(value))
             else:
-                size.sqrt_().mul_(_LEVELS["unsigned"]).view(-1, 64).add_(noise)
-                whole = part.view(torch.int32).copy_(size.clamp_(min=1.0))
+                value.view(-1, GROUP).mul_(factor)
+                value.sqrt_().sqrt_().view(-1, 64).add_(noise)
+                whole = part.view(torch.int32).copy_(value.clamp_(min=1.0))
                 codes.view(torch.int8).copy_(whole)  # the lower eight bits
 
 

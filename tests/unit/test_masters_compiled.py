@@ -91,15 +91,16 @@ class Run:
 def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(compiler, calls, name):
     shapes = [(200, 82), (33,), (), (7, 5, 3)]  # a full bucket of two pieces, and a ragged one
     separate, split = (Run(ELEMENTWISE[name], BF16, form, shapes=shapes) for form in ("fp32", "split"))
+    steps = 100 if name == "AdamW" else 25
     for run in (separate, split):
-        run.train(100)
+        run.train(steps)
     assert equal(separate.values(), split.values())
     assert equal(separate.params, split.params)
-    assert len(calls) >= 2 * 2 * 99
+    assert len(calls) >= 2 * 2 * (steps - 1)
     eager = Run(ELEMENTWISE[name], BF16, "split", compiled=False, shapes=shapes)
-    eager.train(100)
+    eager.train(steps)
     for ours, theirs in zip(split.values(), eager.values(), strict=True):
-        # 100 updates of a handful of float32 operations each, in another order.
+        # So many updates of a handful of float32 operations each, in another order.
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

@@ -121,7 +121,8 @@ def seven_bytes(device, precision=BF16NaiveMixedPrecision, **options):
 
 # Beside what is held, torch's float16 backward on CPU takes float32 memory for a weight of this size.
 @pytest.mark.parametrize(("precision", "peak"), [(BF16NaiveMixedPrecision, 7.9), (FP16NaiveMixedPrecision, 8.0)])
-def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter(precision, peak):
+def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter(precision, peak, monkeypatch):
+    monkeypatch.setattr(memory, "WIDTH", 640)
     sizes = memory.measure(lambda device: seven_bytes(device, precision), "cpu")
     assert sizes["param"] == pytest.approx(2.0, abs=0.01)
     assert sizes["held"] <= 7.2
@@ -486,6 +487,18 @@ def test_the_sign_of_a_state_is_found_by_trial_steps_which_touch_nothing(lion):
     run = Run(lion, shapes=[(64, 64)])
     run.train(2)
     assert [t.dtype for t in run.kept()] == [torch.int8, torch.int16]
+
+
+def test_a_state_that_was_negative_in_one_trial_step_is_signed(lion):
+    class Alternates(Lion):
+        def step(self, closure=None):
+            super().step(closure)
+            for own in self.state.values():
+                own["turn"] = own["exp_avg"] * 0 - own.get("turn", torch.ones(()))
+
+    booster.register_elementwise(Alternates)
+    signs = StateSigns(Alternates([nn.Parameter(torch.ones(3))]))  # after the last of the trial steps it is positive
+    assert (signs["turn"], signs["exp_avg"]) == ("signed", "signed")
 
 
 @pytest.mark.parametrize("name", PACKABLE)
