@@ -127,7 +127,8 @@ def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped)
     if plugin == "zero2" and passes.gradients > _ZERO_BUCKETS * _BUCKET:
         during = passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * _BUCKET
     elif plugin == "zero2" and plan.dp > 1:
-        during = max(passes.highest, passes.gradients + gradients)
+        # At the end of a bucket: its gradients, the same laid one after another, and the rank's part of them.
+        during = max(passes.highest, 2 * passes.gradients + gradients)
     return dataclasses.replace(found, peak=fixed + max(during, gradients + step.temporaries))
 
 

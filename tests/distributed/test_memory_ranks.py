@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.estimates import both
 
-QUICK = [("gpt", "bf16", "ddp"), ("gpt", "seven bytes", "zero2"), ("gpt", "bf16_naive", "fsdp")]
+QUICK = [("gpt", "bf16_naive", "fsdp")]
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
     for case in [
