@@ -357,10 +357,14 @@ class RankRun(Run):
 
         def after_backward(loss):
             del update.after_backward
-            if dist.get_rank() == rank % dist.get_world_size():
-                with update.shards.local():
-                    held = [param for group in self.optimizer.param_groups for param in group["params"]]
-                    grads = [param.grad for param in held if param.grad is not None and param.grad.numel()]
+            with update.shards.local():
+                held = [param for group in self.optimizer.param_groups for param in group["params"]]
+                grads = [param.grad for param in held if param.grad is not None and param.grad.numel()]
+                counts = [None] * dist.get_world_size()
+                dist.all_gather_object(counts, len(grads))
+                # A rank of ZeRO may hold the gradient of nothing: then the next one that holds some.
+                turns = [(rank + i) % len(counts) for i in range(len(counts))]
+                if dist.get_rank() == next(turn for turn in turns if counts[turn]):
                     grad = grads[int(where * len(grads))]
                     grad[(0,) * grad.dim()] = float(value)
             update.after_backward(loss)
