@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from booster.communicate import broadcast, communication_device, exchange
+from booster.communicate import communication_device, exchange
 from booster.flat import shaped_like
 from booster.shards.base import State
 from booster.shards.zero_buckets import FlatParameters
 
 Key = str | int
+MESSAGE = 2**27  # bytes that travel at once, of all ranks together: memory beside the state
 
 
 class Holding(NamedTuple):
@@ -35,11 +36,12 @@ class Holding(NamedTuple):
 def gather_states(
     states: Mapping[Key, State], holdings: Mapping[Key, Holding], group: dist.ProcessGroup
 ) -> dict[Key, State]:
-    """Return, on every rank, the state of each key that any rank has state for, of whole parameters; a collective.
+    """Return, on every rank, the state of each key that any rank has state for, of whole parameters.
 
     states: of this rank's parts. holdings: the parameter of each key, the same on all ranks. Tensors of the part's shape
     come back in the parameter's, others are those of the rank that has them. They arrive in host memory, because together
-    they are what does not fit on a device.
+    they are what does not fit on a device. Collectives: two small ones that tell what there is, then all bytes one after
+    another in messages of at most `MESSAGE` bytes.
     """
     rank = dist.get_rank(group)
     mine = [
@@ -52,9 +54,18 @@ def gather_states(
         for key, name, *description in entries:
             merged.setdefault((key, name), {})[holder] = description
     found: dict[Key, State] = {}
+    sent: list[torch.Tensor] = []
+    kept: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(group))]
     for (key, name), holders in merged.items():
-        own = states.get(key, {}).get(name)
-        found.setdefault(key, {})[name] = _gather(own, holders, holdings[key], group)
+        holding = holdings[key]
+        whole, parts = _room(holders, holding)
+        found.setdefault(key, {})[name] = whole
+        for holder, part in parts.items():
+            kept[holder].append(part)
+            if holder == rank:
+                sent.append(states[key][name])
+    device = next((holding.param.device for holding in holdings.values()), torch.device("cpu"))
+    _travel(sent, kept, communication_device(device, group), group)
     position = {key: index for index, key in enumerate(holdings)}
     return {key: found[key] for key in sorted(found, key=position.__getitem__)}
 
@@ -68,27 +79,59 @@ def _describe(value: Any, holding: Holding, rank: int) -> tuple[str, str, Any]:
     return ("scalar", dtype, value.item()) if value.dim() == 0 else ("tensor", dtype, list(value.shape))
 
 
-def _gather(own: Any, holders: dict[int, Any], holding: Holding, group: dist.ProcessGroup) -> Any:
+def _room(holders: dict[int, Any], holding: Holding) -> tuple[Any, dict[int, torch.Tensor]]:
+    """Return what becomes of an entry, and by rank where in it goes what the rank sends."""
     first = min(holders)
     kind, dtype_name, content = holders[first]
     if kind == "number":
-        return content
+        return content, {}
     dtype = getattr(torch, dtype_name)
     if kind == "scalar":
-        return torch.tensor(content, dtype=dtype)
-    rank, param = dist.get_rank(group), holding.param
-    device = communication_device(param.device, group)
+        return torch.tensor(content, dtype=dtype), {}
     if kind == "tensor":
-        whole = own.to(device).contiguous() if rank == first else torch.empty(content, dtype=dtype, device=device)
-        broadcast(whole, first, group)
-        return whole.cpu()
-    flat = torch.empty(param.numel(), dtype=dtype, device=device)
-    for holder in holders:
-        start, stop = holding.bucket.overlap(holding.position, holder)
-        if holder == rank:
-            flat[start:stop].copy_(own)
-        broadcast(flat[start:stop], holder, group)
-    return shaped_like(flat.cpu(), param)
+        whole = torch.empty(content, dtype=dtype)
+        return whole, {first: whole.view(-1)}
+    flat = torch.empty(holding.param.numel(), dtype=dtype)
+    edges = {holder: holding.bucket.overlap(holding.position, holder) for holder in holders}
+    return shaped_like(flat, holding.param), {holder: flat[start:stop] for holder, (start, stop) in edges.items()}
+
+
+def _travel(
+    sent: list[torch.Tensor], kept: list[list[torch.Tensor]], device: torch.device, group: dist.ProcessGroup
+) -> None:
+    """Fill `kept`, for each rank memory for all that it sends, in the same order; collectives.
+
+    All is bytes: backends do not know every dtype, and tensors of several then share a message. sent: of this rank.
+    """
+    own = [_bytes(value.detach().contiguous()) for value in sent]
+    places = [[_bytes(part) for part in parts] for parts in kept]
+    longest = max(sum(len(part) for part in parts) for parts in places)
+    share = max(MESSAGE // len(kept), 1)
+    for start in range(0, longest, share):
+        size = min(share, longest - start)
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        for stretch, at in _within(own, start, start + size):
+            message[at : at + len(stretch)].copy_(stretch)
+        everyone = [torch.empty_like(message) for _ in places]
+        dist.all_gather(everyone, message, group=group)
+        for arrived, parts in zip(everyone, places, strict=True):
+            arrived = arrived.cpu()
+            for stretch, at in _within(parts, start, start + size):
+                stretch.copy_(arrived[at : at + len(stretch)])
+
+
+def _within(parts: list[torch.Tensor], start: int, stop: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield what of `parts`, 1-dim and one after another, lies in `start` to `stop`, and where it begins, from `start`."""
+    offset = 0
+    for part in parts:
+        first, last = max(start - offset, 0), min(stop - offset, len(part))
+        if first < last:
+            yield part[first:last], offset + first - start
+        offset += len(part)
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.view(-1).view(torch.uint8)
 
 
 def _exchange(entries: list[Any], group: dist.ProcessGroup) -> list[Any]:

@@ -5,11 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from booster import Booster
 from booster.checkpoint.manifest import read_manifest
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin
-from booster.shards import zero
+from booster.shards import zero, zero_states
 
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
@@ -102,3 +103,35 @@ def test_a_state_of_the_optimizer_without_the_model_s_loads_as_under_ddp(ranks2,
         for found in (of_ddp, *of_zero):
             assert found.keys() == expected.keys()
             assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def counted_state(rank, world_size, precision, message):
+    """(collectives of the state_dict of an optimizer of 24 tensors, what it holds); message: bytes that travel at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(12)])
+    booster = Booster("cpu", precision, LowLevelZeroPlugin(stage=2, bucket_cap_mb=1e-3))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    booster.backward(model(torch.ones(2, 9)).float().square().mean(), optimizer)
+    optimizer.step()
+    own, zero_states.MESSAGE = zero_states.MESSAGE, message
+    try:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            state = optimizer.state_dict()
+    finally:
+        zero_states.MESSAGE = own
+    calls = [event.name for event in seen.events() if event.name.startswith("c10d::")]
+    masters = state["booster"].get("masters", {}).get("weights", {})
+    whole = {f"{i} {key}": value for i, entry in state["state"].items() for key, value in entry.items()} | masters
+    return calls, {name: value.clone() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_a_state_dict_travels_in_a_few_messages_however_many_tensors_it_has(ranks2, precision):
+    (calls, whole), (_, other) = ranks2(counted_state, precision, 2**27)
+    gathers = 2 if precision == "bf16_naive" else 1  # of states, of masters: two small ones and one of the data each
+    assert len(calls) == 3 * gathers, calls
+    cut, _ = ranks2(counted_state, precision, 1000)  # a message ends anywhere inside an element
+    assert len(cut[0]) > len(calls)
+    for name, value in whole.items():
+        assert torch.equal(value, other[name])
+        assert torch.equal(value, cut[1][name])
