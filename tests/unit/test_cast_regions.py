@@ -24,7 +24,7 @@ from booster.mixed_precision import (
 
 
 class AsInTheDocs(MixedPrecision):
-    """bfloat16 autocast, written as docs/mixed_precision.md shows."""
+    """bfloat16 autocast, written as a user's loop has it."""
 
     def forward_context(self):
         return torch.autocast(self.device.type, dtype=torch.bfloat16)

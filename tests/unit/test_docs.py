@@ -1,65 +1,33 @@
-"""The Python in README.md and docs/*.md runs as it stands, and their links lead somewhere.
+"""The Python in README.md and docs/ runs as it stands, and links of the pages lead somewhere."""
 
-The blocks of a page run top to bottom in one process, as in a notebook, from a folder where only `examples` is at hand.
-`<!-- not run: REASON -->` on the line before a block exempts it.
-"""
-
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from pages import ROOT, as_script, run_page
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def as_script(page: str) -> str:
-    """The runnable Python of a page, every line at the number it has there; everything else is a blank line."""
-    script, language, exempt = [], None, False
-    for line in page.splitlines():
-        if line.startswith("```"):
-            language = line[3:].strip() if language is None else None
-            exempt = exempt and language is not None
-            script.append("")
-            continue
-        if language is None and line.strip():
-            exempt = re.fullmatch(r"<!-- not run: .+ -->", line.strip()) is not None
-        script.append(line if language == "python" and not exempt else "")
-    return "\n".join(script) + "\n"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def run_page(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    (folder / "page.py").write_text(as_script(page))
-    (folder / "examples").symlink_to(ROOT / "examples")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "page.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_the_python_of_a_page_runs(path: Path, tmp_path: Path) -> None:
     if not as_script(path.read_text()).strip():
         return
     result = run_page(path.read_text(), tmp_path)
-    assert result.returncode == 0, f"{path.name}, by line number:\n{result.stderr[-3000:]}"
+    assert result.returncode == 0, f"{_name(path)}, by line number:\n{result.stderr[-3000:]}"
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=_name)
 def test_links_of_a_page_lead_to_files_and_headings_that_exist(path: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", path.read_text()):
         name, _, anchor = target.partition("#")
         file = (path.parent / name) if name else path
-        assert file.exists(), f"{path.name} links to {target}"
-        assert not anchor or anchor in _anchors(file.read_text()), f"{path.name} links to {target}"
+        assert file.exists(), f"{_name(path)} links to {target}"
+        assert not anchor or anchor in _anchors(file.read_text()), f"{_name(path)} links to {target}"
 
 
 def test_a_block_that_fails_is_reported_with_its_line_in_the_page(tmp_path: Path) -> None:
@@ -112,7 +80,7 @@ def test_the_map_of_the_pipeline_shows_every_file() -> None:
 
 
 def test_every_example_of_extending_is_linked() -> None:
-    for page in ("CONTRIBUTING.md", "docs/*.md"):
+    for page in ("CONTRIBUTING.md", "docs/**/*.md"):
         text = "".join(path.read_text() for path in ROOT.glob(page))
         missing = [p.name for p in ROOT.glob("examples/extending/*.py") if f"examples/extending/{p.name})" not in text]
         assert missing == [], page
