@@ -117,6 +117,11 @@ def without_function_modes() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
+def without_subclasses() -> AbstractContextManager[Any]:
+    """Return a context in which torch functions go to no subclass's `__torch_function__`, but to modes."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def default_device_mode() -> Any | None:
     """Return the mode by which `torch.set_default_device` acts, or None."""
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import warnings
+from collections import Counter
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
@@ -437,6 +438,34 @@ class Block16(nn.Module):
 
 def test_activations_cross_in_the_dtype_that_the_precision_makes(ranks2):
     ranks2(precisions)
+
+
+def parts_of_backward(rank, world_size):
+    """By context: how often the schedule asked for gradients of inputs, of weights and of both."""
+    found = []
+    for context, checkpointed in ((nullcontext, False), (bf16_and_attention, False), (bf16_and_attention, True)):
+        torch.manual_seed(0)
+        pipeline = build(GPT(checkpointed=checkpointed), rank, world_size, "zbv")
+        asked = Counter()
+        with context():
+            pipeline.run(pieces(text()), loss_of, seed=1.0)
+            for chunk in pipeline._runners[True][1][0]._schedule._stages:
+                run = chunk.backward_maybe_with_nosync
+
+                def count(kind, *args, run=run, asked=asked, **kwargs):
+                    asked[kind] += 1
+                    return run(kind, *args, **kwargs)
+
+                chunk.backward_maybe_with_nosync = count
+            pipeline.run(pieces(text()), loss_of, seed=1.0)
+        found.append(dict(asked))
+    return found
+
+
+def test_a_precision_that_intercepts_functions_keeps_the_weights_part_of_backward_apart(ranks2):
+    for plain, *under_modes in ranks2(parts_of_backward):
+        assert plain["weight"] > 0
+        assert under_modes == [plain, plain]
 
 
 def overflow(rank, world_size):

@@ -1,6 +1,7 @@
 """Stages that are computed one after the other in one process give what the whole model gives."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -138,3 +139,91 @@ def test_values_cross_in_the_dtype_that_was_declared(micro_batches):
     stages[0]._feeds = [type(part)((part.args[0].double(),), {}, None) for part in micro_batches]
     with pytest.raises(RuntimeError, match=r"blocks.3 should get a tensor of torch.float32 .* and gets torch.float64"):
         run(stages)
+
+
+class Deep(nn.Module):
+    """Twelve blocks behind an embedding and positions; `write` changes what a block returned, in place."""
+
+    def __init__(self, write=None):
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(7, DIM), nn.Parameter(torch.ones(3, DIM))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(12))
+        self.head = nn.Linear(DIM, 2)
+        self.write = write
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]] * (tokens > 0).unsqueeze(2)
+        x = torch.cat([x[:, :1], x[:, 1:]], dim=1)
+        for block in self.blocks:
+            x = block(x)
+            if self.write is not None:
+                self.write(x)
+        return self.head(x)
+
+
+def of_tokens():
+    torch.manual_seed(0)
+    return divide((torch.randint(7, (6, 3)), torch.randn(6, 2)), lambda size: 3)
+
+
+def counted(stage):
+    """The functions that torch runs on fake tensors for `stage`, from now on."""
+    mode, calls = stage._skeleton.mode, []
+    run = mode.dispatch
+    mode.dispatch = lambda func, *args: calls.append(func) or run(func, *args)
+    return calls
+
+
+def test_what_lies_on_other_stages_is_asked_once_for_a_shape_and_not_for_every_micro_batch():
+    stages, route = cut(Deep(), 2, of_tokens())
+    calls = counted(stages[1])
+    run(stages, 0)
+    assert calls
+    calls.clear()
+    run(stages, 1)
+    run(stages, 2)
+    assert calls == []
+    kept = len(stages[1]._route.answers[1])
+    stages[1].begin(stages[1]._route, of_tokens())
+    run(stages, 0)
+    assert calls == []
+    assert len(stages[1]._route.answers[1]) == kept
+
+
+def lengthened(x):
+    x.unsqueeze_(0)
+    x.squeeze_(0)
+    x.mul_(2)
+
+
+def swapped(x):
+    x.transpose_(0, 1)
+
+
+@pytest.mark.parametrize("write", [lengthened, swapped])
+def test_a_forward_that_writes_into_what_lies_on_other_stages_still_computes_the_model(write):
+    torch.manual_seed(1)
+    model, parts = Deep(write), of_tokens()
+    stages, route = cut(model, 2, parts)
+    assert stages[1]._route.answers == {1: None}
+    for number in (0, 1, 2, 0):
+        torch.testing.assert_close(run(stages, number), model(*parts[number].args))
+
+
+def test_answers_depend_on_numbers_and_keep_no_real_tensor():
+    stages, _ = cut(Deep(), 2, of_tokens())
+    skeleton = stages[1]._skeleton
+    skeleton.mode.answers = {}
+    one = skeleton.fake((2, 3), torch.float32, torch.device("cpu"), requires_grad=True)
+    assert [one[:, :n].shape[1] for n in (1, 2, torch.tensor(1), torch.tensor(2))] == [1, 2, 1, 2]
+    assert (one * 1).dtype != (one > 1).dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(one, one.t()).dtype == torch.bfloat16
+    assert torch.mm(one, one.t()).dtype == torch.float32
+    real = torch.ones(2, 3)
+    seen = weakref.ref(real)
+    product = one * real
+    assert product is one * real
+    assert product.requires_grad
+    del real
+    assert seen() is None

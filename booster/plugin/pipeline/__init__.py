@@ -24,6 +24,8 @@ How it comes about, file by file, in the order in which a model passes them:
     skeleton.py      copy the model without weights: its parameters are FakeTensors, of shape and dtype alone. A FakeTensor
                      that meets a real tensor gives a FakeTensor. So a hollow forward tells by itself what depends on
                      parameters, and what every rank can work out.
+    hollow.py        `Hollow`, the class of these FakeTensors. What a function of them returned in the first micro-batch it
+                     returns in the next ones too, without torch being asked.
     plan.py          `plan_pipeline` does both while the model is whole and changes nothing. `PipelinePlan.cut(rank)` puts the
                      skeleton's modules in the places of foreign ones. Tensor parallelism comes before it, sharding after.
     rehearsal.py     on the first micro-batch of each shape: run the skeleton once for every stage, as above, on all ranks

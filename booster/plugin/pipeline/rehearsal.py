@@ -71,6 +71,8 @@ class _Rehearsal:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._origins.closed = self._stage == 0
         self._skeleton.call = self._call
+        mode = self._skeleton.mode
+        mode.watching, mode.wrote = self._stage > 0, False
         try:
             with self._origins:
                 output = self._skeleton.module(*args, **kwargs)
@@ -85,6 +87,7 @@ class _Rehearsal:
             ) from error
         finally:
             self._skeleton.call = None
+            mode.watching = False
         if not self._is_last:
             raise RuntimeError(
                 f"the forward returned without calling {self._split.name_of(self._split.starts[self._stage])}, which begins "
@@ -159,6 +162,8 @@ class _Rehearsal:
             for spec, device in zip(boundary.specs, devices, strict=True)
         )
         self._origins.closed = True
+        self._skeleton.mode.watching = False
+        self._route.answers[self._stage] = None if self._skeleton.mode.wrote else {}
 
     def _end(self, position: int, args: Any, kwargs: Any) -> None:
         """The stage is over: write down what the next one receives."""

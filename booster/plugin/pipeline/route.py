@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from booster.plugin.pipeline.hollow import Answers
 from booster.plugin.pipeline.skeleton import is_fake
 from booster.trees import leaves as leaves_of
 from booster.trees import with_leaves
@@ -38,11 +39,14 @@ class Boundary:
 @dataclass
 class Route:
     """boundaries: one between each two stages. slots: by position of a block, the leaves of its arguments that are
-    received, as (leaf, number of the received tensor). replays: by position of a block, what it returns where it is not."""
+    received, as (leaf, number of the received tensor). replays: by position of a block, what it returns where it is not.
+    answers: by stage, what functions of hollow tensors returned before its first block; None where one of them is written to,
+    so that they have to be made anew for every micro-batch."""
 
     boundaries: list[Boundary] = field(default_factory=list)
     slots: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     replays: dict[int, Replay] = field(default_factory=dict)
+    answers: dict[int, Answers | None] = field(default_factory=dict)
 
 
 class Replay:
@@ -66,14 +70,26 @@ class Replay:
             for old, new, passed in zip(leaves, self._leaves, self._passed, strict=True)
         ]
         self.output = with_leaves(self._like, made_fake)
+        self._shared: list[Any] | None = None
 
-    def __call__(self, args: Any, kwargs: Any) -> Any:
-        given = leaves_of((args, kwargs))
-        leaves = [
-            given[passed] if passed is not None else (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
-            for leaf, passed in zip(self._leaves, self._passed, strict=True)
-        ]
-        return with_leaves(self._like, leaves)
+    def __call__(self, args: Any, kwargs: Any, *, again: bool = False) -> Any:
+        """again: with the fake tensors that were returned before, which nobody wrote to."""
+        if not again:
+            return self._with(args, kwargs, self._detached())
+        if self._shared is None:
+            self._shared = self._detached()
+        if isinstance(self._like, int) and self._passed[0] is None:
+            return self._shared[0]
+        return self._with(args, kwargs, self._shared)
+
+    def _with(self, args: Any, kwargs: Any, made: list[Any]) -> Any:
+        if any(passed is not None for passed in self._passed):
+            given = leaves_of((args, kwargs))
+            made = [leaf if passed is None else given[passed] for leaf, passed in zip(made, self._passed, strict=True)]
+        return with_leaves(self._like, made)
+
+    def _detached(self) -> list[Any]:
+        return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
 
 
 def substitute(args: Any, kwargs: Any, slots: list[tuple[int, int]], received: tuple[Any, ...]) -> tuple[Any, Any]:

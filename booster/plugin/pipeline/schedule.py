@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
+from torch.overrides import TorchFunctionMode
 
 from booster import arguments
 from booster.micro_batch import at_stage
 from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
-from booster.torch_internals import num_function_modes
+from booster.torch_internals import engine_backward, num_function_modes
 
 Shape = tuple[int, ...]
 STYLES: dict[str, Any] = {
@@ -159,10 +161,8 @@ class _Chunk(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
-        # torch.autograd.grad, by which gradients of inputs and weights are computed apart, leaves torch function modes, so
-        # activations would be computed again without the precision's. Then both are computed here, and no weights later.
-        full_backward = full_backward or num_function_modes() > 0
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with _gradients_in_modes():
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
             self.bwd_cache[bwd_chunk_id] = tuple(
                 grad.contiguous() if isinstance(grad, torch.Tensor) else grad for grad in self.bwd_cache[bwd_chunk_id]
@@ -170,7 +170,7 @@ class _Chunk(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id
-        if bwd_chunk_id in self.backward_state:
+        with _gradients_in_modes():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     # torch's V-shaped schedule hands gradients to the other stage of a rank in evaluation too, where there are none.
@@ -180,6 +180,39 @@ class _Chunk(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+class _GradientsInModes(TorchFunctionMode):
+    """Innermost mode, in which torch.autograd.grad runs in the modes around it.
+
+    By that function gradients of inputs and of weights are computed apart. Torch hands it from mode to mode until none is
+    left, so that activations which are computed again in it would be computed without the precision's.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        return _gradients(*args, **kwargs or {}) if func is torch.autograd.grad else func(*args, **kwargs or {})
+
+
+def _gradients_in_modes() -> AbstractContextManager[Any]:
+    return _GradientsInModes() if num_function_modes() else nullcontext()
+
+
+def _gradients(
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    grad_outputs: Sequence[torch.Tensor | None] | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """As torch.autograd.grad where schedules call it: with a gradient for every output, and without a graph of them."""
+    outputs, grads = tuple(outputs), tuple(grad_outputs or ())
+    return engine_backward(
+        outputs, grads, bool(retain_graph), create_graph, tuple(inputs), bool(allow_unused), accumulate_grad=False
+    )
 
 
 def _metas(route: Route, number: int, boundary: Callable[[Shape], Shape] | None) -> tuple[torch.Tensor, ...]:

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster.plugin.pipeline.hollow import HollowMode, hollow
 from booster.plugin.pipeline.split import Split, holders, owners
-from booster.torch_internals import FakeTensor, FakeTensorMode
+from booster.torch_internals import FakeTensor
 
 Prepare = Callable[[nn.Module], nn.Module]
 
@@ -31,7 +32,7 @@ class Skeleton:
     def __init__(self, model: nn.Module, split: Split, *, device: torch.device | None, prepare: Prepare | None) -> None:
         """device: where the model will run; None where its parameters are. prepare: edits the copy, which has parameters
         on the meta device then, as the model will be edited; returns it."""
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = HollowMode()
         self.module = _structure(model, device)
         where = {name: device or param.device for name, param in model.named_parameters(remove_duplicate=False)}
         if prepare is not None:
@@ -60,7 +61,7 @@ class Skeleton:
     ) -> torch.Tensor:
         """A new fake tensor."""
         with self.mode:
-            return torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
+            return hollow(torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad))
 
     def _observed(self, position: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a child of the container, which whoever runs the skeleton may answer for it."""
@@ -74,9 +75,8 @@ class Skeleton:
             if id(param) not in fakes:
                 # All need gradients: one that is frozen today may not be tomorrow.
                 with self.mode:
-                    fakes[id(param)] = torch.empty_strided(
-                        param.size(), param.stride(), dtype=param.dtype, device=devices[name]
-                    ).requires_grad_(param.is_floating_point())
+                    value = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device=devices[name])
+                    fakes[id(param)] = hollow(value.requires_grad_(param.is_floating_point()))
             owner, _, attribute = name.rpartition(".")
             replace_parameter(self.module.get_submodule(owner), attribute, fakes[id(param)])
         for module in self.module.modules():

@@ -74,6 +74,7 @@ class Stage:
         self._running = True
         # From here on, a fake tensor that meets a real one stands for something that this stage needs and does not have.
         mode.allow_non_fake_inputs = self.index > 0
+        mode.answers = self._route.answers.get(self.index)
         try:
             output = forward(*args, **kwargs)
         except StageEnd as end:
@@ -88,6 +89,7 @@ class Stage:
         finally:
             self._running = False
             mode.allow_non_fake_inputs = True
+            mode.answers = None
         if not self.is_last:
             raise self._missed(self._split.starts[self.index])
         if any(is_fake(leaf) for leaf in leaves_of(output)):
@@ -120,7 +122,8 @@ class Stage:
                     f"{self._split.name_of(position)} was not called in the first micro-batch of this shape: the forward "
                     "differs from run to run"
                 )
-            return self._route.replays[position](args, kwargs)
+            again = self._route.answers.get(self.index) is not None
+            return self._route.replays[position](args, kwargs, again=again)
         boundary = self._route.boundaries[self.index]
         leaves = leaves_of((args, kwargs))
         if position != self._split.starts[self.index] or boundary.positions[-1] >= len(leaves):
