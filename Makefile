@@ -3,6 +3,8 @@
 # make coverage  run them and print what they reach, which takes longer
 # make slow     run the tests that `make test` leaves out, such as those on eight processes
 # make fuzz     run random programs against hand-written ones: PROGRAMS= of each placement, from SEED= on, ARGS=--placement DDP
+# make docs     build the documentation as a site, in site/; make docs-serve shows it while you write
+# make figures  draw the figures of the documentation again
 # Each makes its own virtual environment on first use, from constraints.txt; later runs start at once.
 
 PYTHON ?= python3
@@ -10,9 +12,10 @@ NPROC ?= 2
 WORKERS ?= 2
 DEMO := .venv-demo
 TEST := .venv-test
+DOCS := .venv-docs
 INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo compare test coverage slow fuzz lint clean
+.PHONY: demo compare test coverage slow fuzz docs docs-serve figures lint clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -40,13 +43,24 @@ SEED ?= 0
 fuzz: $(TEST)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(TEST)/bin/python tests/fuzz/run.py --programs $(PROGRAMS) --seed $(SEED) $(ARGS)
 
+# Nothing is imported for it: signatures and docstrings are read from the source.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+	$(DOCS)/bin/codespell
+
+docs-serve: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
+
+figures: $(DOCS)/.installed
+	for name in formats weight_bits step map pipeline; do $(DOCS)/bin/python docs/figures/$$name.py || exit 1; done
+
 lint: $(TEST)/.linters
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy booster
 
 clean:
-	rm -rf $(DEMO) $(TEST) runs .coverage .coverage.*
+	rm -rf $(DEMO) $(TEST) $(DOCS) site runs .coverage .coverage.*
 
 $(DEMO)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DEMO)
@@ -60,4 +74,9 @@ $(TEST)/.installed: pyproject.toml constraints.txt
 
 $(TEST)/.linters: $(TEST)/.installed
 	$(TEST)/bin/python $(INSTALL) --editable ".[dev]"
+	touch $@
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(INSTALL) $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@

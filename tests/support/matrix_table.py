@@ -1,4 +1,4 @@
-"""The tables of precisions and parallelisms in README and docs, from the results of the tests of their cells.
+"""The tables of precisions and parallelisms in docs/, from the results of the tests of their cells.
 
 python -m pytest tests/distributed/test_matrix.py --matrix-out docs/matrix.json
 python -m pytest tests/distributed/test_checkpoint_ranks.py -k interrupted --resume-out docs/resume.json
@@ -26,8 +26,8 @@ class Table:
 
 
 TABLES = (
-    Table("matrix", ROOT / "docs" / "matrix.json", (ROOT / "README.md", ROOT / "docs" / "parallelism.md")),
-    Table("resume matrix", ROOT / "docs" / "resume.json", (ROOT / "README.md",)),
+    Table("matrix", ROOT / "docs" / "matrix.json", (ROOT / "docs" / "parallelism.md",)),
+    Table("resume matrix", ROOT / "docs" / "resume.json", (ROOT / "docs" / "checkpoints.md",)),
 )
 
 

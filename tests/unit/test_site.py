@@ -1,0 +1,74 @@
+"""The documentation as a site is whole: its menu has every page, its reference every public name and every option."""
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import cli_page
+import pytest
+from pages import ROOT
+
+DOCS = ROOT / "docs"
+# Where names are public: what these export is in the reference.
+MODULES = [
+    "booster",
+    "booster.checkpoint",
+    "booster.memory",
+    "booster.mixed_precision",
+    "booster.mixed_precision.apex_amp",
+    "booster.nn.lr_scheduler",
+    "booster.numerics",
+    "booster.plugin",
+    "booster.plugin.tensor_parallel",
+]
+PARTS = {"booster.mixed_precision", "booster.nn", "booster.plugin", "booster.__version__"}  # no entries of their own
+MADE = {"changes.md", "contributing.md"}  # by docs/site/hooks.py, from files beside docs/
+
+
+def documented() -> set[str]:
+    """Every `::: name` of the reference."""
+    pages = (DOCS / "reference").glob("*.md")
+    return {name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+
+
+def test_the_menu_has_every_page_once() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    named = re.findall(r": ([\w./-]+\.md)$", menu, re.MULTILINE)
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert sorted(named) == sorted(pages | MADE)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_is_in_the_reference(module: str) -> None:
+    public = {f"{module}.{name}" for name in import_module(module).__all__}
+    assert public - PARTS - documented() == set()
+
+
+def test_every_name_of_the_reference_is_there() -> None:
+    for name in sorted(documented() - {"booster.logging"}):
+        module, _, last = name.rpartition(".")
+        assert hasattr(import_module(module), last), name
+
+
+@pytest.mark.parametrize("command", cli_page.commands(), ids=" ".join)
+def test_every_option_of_a_command_is_in_its_page(command: tuple[str, ...]) -> None:
+    sections = re.split(r"^## ", cli_page.PAGE.read_text(), flags=re.MULTILINE)
+    (shown,) = [section for section in sections if section.startswith(f"{' '.join(command)}\n")]
+    assert _options(cli_page.help_of(command)) == _options(shown), "python tests/support/cli_page.py writes the page"
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.stem)
+def test_every_figure_is_there_for_light_pages_and_for_dark_ones(picture: Path) -> None:
+    name = picture.stem.removesuffix("-dark")
+    assert name == "favicon" or all((DOCS / "images" / f"{name}{end}.svg").exists() for end in ("", "-dark"))
+
+
+def test_figures_are_drawn_by_scripts_of_the_repository() -> None:
+    drawn = {
+        name for path in (DOCS / "figures").glob("*.py") for name in re.findall(r'draw\("(\w+)"', path.read_text())
+    }
+    assert drawn == {path.stem.removesuffix("-dark") for path in (DOCS / "images").glob("*.svg")} - {"favicon"}
+
+
+def _options(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", text))
