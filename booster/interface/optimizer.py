@@ -82,8 +82,9 @@ class OptimizerWrapper(Optimizer):
         """Update the parameters, unless the gradients of any rank hold an inf or NaN; then the loss scale.
 
         The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise, and with a
-        closure, the step is torch's. Side effects: one scalar MAX all-reduce when checking on several ranks; one host read,
-        except where a CUDA fused optimizer decides by itself.
+        closure, the step is torch's. Side effects: one scalar all-reduce when checking on several ranks, which is that of the
+        clip where ranks hold shards; one host read, none where a CUDA fused optimizer decides by itself. Where ranks hold
+        shards, a norm that is not finite is followed by two more reductions, and a skip by what names the parameters.
         Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """

@@ -14,7 +14,7 @@ from booster.masters.kernel import Kernel
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.masters.stand_in import keeps_state
-from booster.masters.step import MasterStep, inverse
+from booster.masters.step import MasterStep, Told, inverse
 from booster.optimizer_kinds import kind_of, unknown
 
 _logger = logging.getLogger(__name__)
@@ -34,18 +34,18 @@ class CompiledMasterStep(MasterStep):
         self._understood = True
         self._copies: dict[Any, torch.Tensor] = {}
 
-    def _step_buckets(self, grad_scale: float) -> None:
+    def _step_buckets(self, told: Told) -> None:
         try:
-            super()._step_buckets(grad_scale)
+            super()._step_buckets(told)
         finally:
             self._copies = {}
 
-    def _step_bucket(self, bucket: Bucket, scratch: Any, grad_scale: float) -> None:
+    def _step_bucket(self, bucket: Bucket, scratch: Any, told: Told) -> None:
         optimizer = self.masters.optimizer
         group, state = optimizer.param_groups[0], optimizer.state.get(bucket.handles[0])
         eager = not self._understood or bucket.whole or not fuses(bucket.format)
         if eager or (not state and keeps_state(optimizer, group, bucket.device)):
-            super()._step_bucket(bucket, scratch, grad_scale)
+            super()._step_bucket(bucket, scratch, told)
             return
         key = (bucket.size, bucket.dtype, bucket.device)
         if key not in self._kernels:
@@ -55,7 +55,7 @@ class CompiledMasterStep(MasterStep):
         grads = self._joined(bucket, gradients, "gradients")
         try:
             self._kernels[key].step(
-                group, {} if state is None else state, inverse(grad_scale), rows(bucket.rest), weights, grads
+                group, {} if state is None else state, inverse(told.number), rows(bucket.rest), weights, grads
             )
         except Exception as error:
             self._understood = False
@@ -65,7 +65,7 @@ class CompiledMasterStep(MasterStep):
                 type(optimizer).__name__,
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__,
             )
-            super()._step_bucket(bucket, scratch, grad_scale)
+            super()._step_bucket(bucket, scratch, told)
             return
         if weights is not working[0]:
             torch._foreach_copy_(working, bucket.pieces_of(weights))

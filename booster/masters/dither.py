@@ -44,5 +44,7 @@ class Dither:
             seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.randint(0, 2**_BITS, (ALIGNMENT,), dtype=torch.int32, generator=generator)
-            self._known[key] = drawn.to(device)
+            if device.type == "cuda":  # memory of its own kind, so that nothing waits for the copy
+                drawn = drawn.pin_memory()
+            self._known[key] = drawn.to(device, non_blocking=True)
         return self._known[key]

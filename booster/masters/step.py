@@ -54,32 +54,38 @@ class MasterStep:
         self._layouts = StateLayouts()
 
     @torch.no_grad()
-    def step(self, grad_scale: float = 1.0) -> None:
-        """Update masters and working weights by the working gradients, divided by `grad_scale`. Hooks fire once."""
+    def step(self, grad_scale: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
+        """Update masters and working weights by the working gradients, divided by `grad_scale`. Hooks fire once.
+
+        found_inf: 1 where nothing is to change. It and a tensor for `grad_scale`, both 0-dim float32, are for an optimizer
+        whose kernel heeds them (`honours_grad_scale`) and has its states; nothing waits for them. What was read is then
+        written back as it was, bit for bit, whatever the form of masters and states.
+        """
         optimizer = self.masters.optimizer
-        self._prepare()
+        self.prepare()
         with _hooks_once(optimizer):
             if self.masters.kind == "whole":
                 self._step_whole(grad_scale, None)
             else:
-                self._step_buckets(grad_scale)
+                self._step_buckets(Told(grad_scale, found_inf))
 
     @torch.no_grad()
     def step_with_closure(self, closure: Callable[[], Any], grad_scale: Callable[[], float]) -> Any:
         """As `step`, for an optimizer that evaluates the loss itself: `closure` computes it and its working gradients,
         which are divided by what `grad_scale` returns then. Returns the loss."""
-        self._prepare()
+        self.prepare()
         with _hooks_once(self.masters.optimizer):
             if self.masters.kind == "whole":
                 loss = self._step_whole(grad_scale, closure)
             else:
                 with torch.enable_grad():
                     loss = closure()
-                self._prepare()
-                self._step_buckets(grad_scale())
+                self.prepare()
+                self._step_buckets(Told(grad_scale()))
             return loss
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Make buckets as the next step needs them; `step` does it by itself. Repeating it changes nothing."""
         self.masters.adopt()
         self.masters.divide_by_gradients()
         for bucket in self.masters.buckets:
@@ -91,8 +97,7 @@ class MasterStep:
                         f"do not step; build its module with sparse=False{self._kept_outside}"
                     )
         optimizer = self.masters.optimizer
-        plain = [p for group in optimizer.param_groups for p in self._plain(group["params"])]
-        self._layouts.follow(plain, optimizer.state)
+        self._layouts.follow(self.plain(), optimizer.state)
 
     @property
     def _kept_outside(self) -> str:
@@ -100,12 +105,16 @@ class MasterStep:
             ", or keep it in float32 (keep_fp32=...)" if self.masters.packing is None else ", or choose states='fp32'"
         )
 
+    def plain(self) -> list[torch.Tensor]:
+        """Return the parameters that are stepped as they are, beside masters."""
+        return [param for group in self.masters.optimizer.param_groups for param in self._plain(group["params"])]
+
     def _plain(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [param for param in self.masters.outside(params) if param.dtype not in HALF_DTYPES]
 
     # ------------------------------------------------------------------ bucket by bucket
 
-    def _step_buckets(self, grad_scale: float) -> None:
+    def _step_buckets(self, told: Told) -> None:
         self.masters.dither.next()
         optimizer = self.masters.optimizer
         groups = optimizer.param_groups
@@ -119,21 +128,21 @@ class MasterStep:
                     for params, may_fuse in plain:
                         restricted.to(params)
                         with _unfused(group, group.get("fused") and not may_fuse):
-                            self._step_plain(params, grad_scale)
+                            self._step_plain(params, told)
                     for bucket in own:
                         restricted.to(bucket.handles)
-                        self._step_bucket(bucket, scratch, grad_scale)
+                        self._step_bucket(bucket, scratch, told)
         finally:
             optimizer.param_groups = groups
 
-    def _step_bucket(self, bucket: Bucket, scratch: _Scratch, grad_scale: float) -> None:
+    def _step_bucket(self, bucket: Bucket, scratch: _Scratch, told: Told) -> None:
         values, grads = scratch.of(bucket)
         masters = bucket.load(values, grads)
         torch._foreach_copy_(bucket.pieces_of(grads), bucket.gradients(self.masters.gradient_of))
         bucket.attach(masters, grads)
         try:
             with self._opened(bucket, scratch):
-                self._call([grads], grad_scale)
+                self._call([grads], told)
         finally:
             bucket.detach()
         bucket.save(masters, grads)
@@ -144,36 +153,38 @@ class MasterStep:
             return nullcontext()
         return bucket.packing.opened(bucket, self.masters.optimizer.state, lambda name: scratch.state(bucket, name))
 
-    def _step_plain(self, params: list[torch.Tensor], grad_scale: float) -> None:
+    def _step_plain(self, params: list[torch.Tensor], told: Told) -> None:
         start_late_momentum(self.masters.optimizer)
         grads: list[Any] = [param.grad for param in params]
         copies = grads
-        if grad_scale != 1.0:
+        if not told.divides_by_one:
             sparse = any(grad.is_sparse for grad in grads)
-            copies = [grad * inverse(grad_scale) if sparse else grad.clone() for grad in grads]
-            grad_scale = 1.0 if sparse else grad_scale
+            copies = [grad * inverse(told.number) if sparse else grad.clone() for grad in grads]
+            told = Told() if sparse else told
         copies = [laid_like(grad, param) for grad, param in zip(copies, params, strict=True)]
         try:
             for param, grad in zip(params, copies, strict=True):
                 param.grad = grad
-            self._call(copies, grad_scale)
+            self._call(copies, told)
         finally:
             for param, grad in zip(params, grads, strict=True):
                 param.grad = grad
 
-    def _call(self, grads: list[torch.Tensor], grad_scale: float) -> None:
-        """Step on `grads`, which may be overwritten, divided by `grad_scale`: by the optimizer itself where it can."""
+    def _call(self, grads: list[torch.Tensor], told: Told) -> None:
+        """Step on `grads`, which may be overwritten, as `told`: by the optimizer itself where it can."""
         optimizer: Any = self.masters.optimizer
-        if grad_scale == 1.0:
+        heeded = told.is_tensor or (told.number <= _FLOAT32_MAX and honours_grad_scale(optimizer))
+        if told.divides_by_one and told.found_inf is None:
             _bare_step(optimizer)
-        elif grad_scale <= _FLOAT32_MAX and honours_grad_scale(optimizer):
-            optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=grads[0].device)
+        elif heeded:
+            told.tell(optimizer, grads[0].device)
             try:
                 _bare_step(optimizer)
             finally:
-                del optimizer.grad_scale
+                optimizer.__dict__.pop("grad_scale", None)
+                optimizer.__dict__.pop("found_inf", None)
         else:
-            torch._foreach_mul_(grads, inverse(grad_scale))
+            torch._foreach_mul_(grads, inverse(told.number))
             _bare_step(optimizer)
 
     # ------------------------------------------------------------------ all at once
@@ -221,6 +232,39 @@ class MasterStep:
             plain[param] = param.grad
             if param.grad is not None and grad_scale != 1.0:
                 param.grad = param.grad * ratio
+
+
+class Told:
+    """What a step is told: by what gradients are divided, and whether nothing is to change.
+
+    grad_scale: a number, or a 0-dim float32 tensor, which nobody reads on the host, as found_inf.
+    """
+
+    def __init__(self, grad_scale: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
+        self._grad_scale = grad_scale
+        self.found_inf = found_inf
+        self.is_tensor = found_inf is not None or isinstance(grad_scale, torch.Tensor)
+        self.divides_by_one = not isinstance(grad_scale, torch.Tensor) and grad_scale == 1.0
+        self._there: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def number(self) -> float:
+        """The divisor as a number; waits for the device where it lives on one."""
+        return float(self._grad_scale)
+
+    def tell(self, optimizer: Any, device: torch.device) -> None:
+        """Set what fused kernels read on `optimizer`. One number is put onto each device once, without waiting for it."""
+        if not self.divides_by_one:
+            if device not in self._there:
+                given = self._grad_scale
+                self._there[device] = (
+                    given.to(device, torch.float32)
+                    if isinstance(given, torch.Tensor)
+                    else torch.full((), given, dtype=torch.float32, device=device)
+                )
+            optimizer.grad_scale = self._there[device]
+        if self.found_inf is not None:
+            optimizer.found_inf = self.found_inf
 
 
 class _Scratch:

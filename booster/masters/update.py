@@ -1,33 +1,27 @@
-"""The update of an optimizer that steps master weights."""
+"""The update of an optimizer that steps master weights, decided on the host."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from booster.casting import HALF_DTYPES
 from booster.grads import gradient_values
-from booster.masters.compiled import CompiledMasterStep, half_norms
-from booster.masters.loaded import LoadedWeights
-from booster.masters.masters import Masters, Weights
-from booster.masters.step import MasterStep
+from booster.masters.compiled import half_norms
+from booster.masters.keeps import KeepsMasters
+from booster.masters.masters import Masters
 from booster.update.base import Job
-from booster.update.checkpoint import IN_MODEL
 from booster.update.compiled import OWN_CACHE
 from booster.update.host import HostUpdate
-from booster.update.outcome import StepFields, StepResult
+from booster.update.outcome import StepResult
 
 _logger = logging.getLogger(__name__)
 
-_WIDE = (torch.float32, torch.float64)
 
-
-class MasterUpdate(HostUpdate):
+class MasterUpdate(KeepsMasters, HostUpdate):
     """A host update whose gradients are those of the half working parameters, and whose step is that of their masters.
 
     Norm, finite check and clips read the working gradients; scale and clips reach the optimizer folded into one number,
@@ -38,8 +32,6 @@ class MasterUpdate(HostUpdate):
     compiled: compile norms and steps; `masters` are to be made for it.
     """
 
-    keeps_masters = True
-
     def __init__(
         self,
         job: Job,
@@ -49,21 +41,10 @@ class MasterUpdate(HostUpdate):
         verbose: bool = False,
         compiled: bool = False,
     ) -> None:
-        super().__init__(job)
-        self.masters = masters
-        self._step = CompiledMasterStep(masters) if compiled else MasterStep(masters)
+        super().__init__(job, masters=masters, compiled=compiled)
         self._half_norms: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE) if compiled else None
         self._count_zeros = count_zeros
         self._verbose = verbose
-        self._loaded = LoadedWeights()
-        self._watched: list[str] = []
-
-    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
-        self._refuse_closure()
-        loss = self._step.step_with_closure(closure, self._take_grad_scale)
-        norm = self._reported_norm
-        self.reset()
-        return StepResult(True, StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss)
 
     def _decide_and_apply(self) -> StepResult:
         before = self.scaler.scale
@@ -83,29 +64,11 @@ class MasterUpdate(HostUpdate):
     def _grad_scale(self) -> float:
         return self._known_scale / self._pending if self._pending else math.inf
 
-    def _take_grad_scale(self) -> float:
-        scale = self._grad_scale
-        self._scale, self._factor, self._measured = scale, None, []
-        return scale
-
     def _apply(self, grad_scale: float) -> None:
         if self._keeps_any():
             self._step.step(grad_scale)
         else:
             super()._apply(grad_scale)
-
-    def _step_optimizer(self) -> None:
-        if self._keeps_any():
-            self._step.step()
-        else:
-            super()._step_optimizer()
-
-    def _keeps_any(self) -> bool:
-        """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
-        lists = (group["params"] for group in self.optimizer.param_groups)
-        return bool(self.masters.buckets) or any(
-            p.requires_grad and self.masters.may_have(p) for ps in lists for p in ps
-        )
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         if self._half_norms is not None and norm_type == 2.0:
@@ -117,76 +80,6 @@ class MasterUpdate(HostUpdate):
     def _num_zeros(self) -> int:
         values = gradient_values(self.params())
         return sum(value.numel() for value in values) - int(sum(value.count_nonzero() for value in values))
-
-    # ------------------------------------------------------------------ state
-
-    @property
-    def _state(self) -> Any:
-        return self.masters.view_state()
-
-    def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
-
-    def weights_in_model(self) -> list[str]:
-        return [name for name, param in self._named().items() if param.requires_grad and param.dtype in _WIDE]
-
-    def master_tensors(self) -> list[torch.Tensor]:
-        return [bucket.rest for bucket in self.masters.buckets if bucket.rest is not None]
-
-    def watch(self, model: nn.Module) -> None:
-        self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
-        self._loaded = LoadedWeights.of(model, self._watched)
-        self.masters.loaded_weights = self._take_loaded
-
-    def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
-        params, weights = self._named(), masters["weights"]
-        here = {name for name, param in params.items() if _may_have_master(param)}
-        lost = sorted((here & set(masters.get(IN_MODEL, ()))) - weights.keys() - self._loaded.given)
-        if lost:
-            raise ValueError(
-                "the optimizer state was written where float32 weights are those of the model, as under TorchFSDPPlugin, and "
-                f"this model keeps half ones: {len(lost)} parameters, such as {lost[:4]}, were not given float32 weights. Call "
-                "model.load_state_dict with the float32 weights of that run first, then optimizer.load_state_dict; or delete "
-                "state['booster']['masters'] to go on from the rounded weights"
-            )
-        own = {name for name, param in params.items() if name in weights and param.dtype in _WIDE}
-        for name in own:
-            if weights[name].shape != params[name].shape:
-                raise ValueError(
-                    f"the optimizer state's master of {name} has shape {tuple(weights[name].shape)}, and the parameter "
-                    f"{tuple(params[name].shape)}. Nothing was loaded"
-                )
-        rest = {name: weight for name, weight in weights.items() if name not in own}
-        return {**masters, "weights": rest}, {params[name]: weights[name] for name in own}
-
-    def _take_loaded(self) -> Weights:
-        if not self._loaded.values:
-            return {}
-        params = {self.names[p]: p for p in self.masters.params() if p in self.names}
-        values = self.shards.cut_weights(self._loaded.take(self._watched), self.names)
-        return {params[name]: value for name, value in values.items() if name in params}
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        held = (param for group in self.optimizer.param_groups for param in group["params"])
-        return {self.names[param]: param for param in held if param in self.names}
-
-    def read_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
-        saved = own.get("masters")
-        self.masters.adopt()
-        weights = {} if saved is None else self.masters.read_state_dict(saved)
-        states = self.masters.read_optimizer_state_dict(state_dict)
-
-        def take_over() -> None:
-            self.masters.adopt()  # weights that were loaded since
-            self.masters.take_over(states, weights)
-            if saved is not None:
-                self.masters.load_rounding(saved)
-
-        return take_over
-
-
-def _may_have_master(param: torch.Tensor) -> bool:
-    return param.requires_grad and param.dtype in HALF_DTYPES
 
 
 def _outcome(result: StepResult) -> str:

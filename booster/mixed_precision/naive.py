@@ -18,10 +18,10 @@ from booster.cast_regions import both
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_scale_options
 from booster.masters.compiled import can_compile_masters
+from booster.masters.device_update import choose_master_update
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.packing import States
-from booster.masters.update import MasterUpdate
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
@@ -152,7 +152,7 @@ class NaiveMixedPrecision(MixedPrecision):
     ) -> Callable[[Job], Update]:
         masters = Masters(optimizer, names, self._masters, sources=weights, compiled=compiled)
         return functools.partial(
-            MasterUpdate,
+            choose_master_update,
             masters=masters,
             count_zeros=self._count_zeros,
             verbose=self._verbose,

@@ -21,7 +21,7 @@ import torch
 from booster.device import HostCopy
 from booster.flat import flat_like, is_dense
 from booster.masters.formats import Kahan, Nearest
-from booster.masters.update import MasterUpdate
+from booster.masters.keeps import KeepsMasters
 from booster.numerics.exponents import NUM_COUNTS, count_exponents, exponents_of
 from booster.update.base import Update
 
@@ -134,7 +134,7 @@ class _Stored:
 def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, _Stored]:
     """Evenly spread elements of what keeps each of the parameters `wanted`. Inside `local()`."""
     found: dict[torch.Tensor, _Stored] = {}
-    if isinstance(update, MasterUpdate):
+    if isinstance(update, KeepsMasters):
         update.masters.adopt()
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         formats: dict[torch.Tensor, str] = {}

@@ -103,8 +103,8 @@ class Shards:
     def check_gradients(self) -> None:
         """Raise RuntimeError if ranks would step on gradients that they do not share. The same on every rank."""
 
-    def divided(self, divisor: float) -> None:
-        """The optimizer's kernel divided the gradients of the parts by `divisor`, in place."""
+    def divided(self, divisor: float | torch.Tensor) -> None:
+        """The optimizer's kernel divided the gradients of the parts by `divisor`, a number or 0-dim tensor, in place."""
 
     def even_out(self) -> None:
         """Give whole gradients of which only parts were divided one scale again; called before more is added to them."""

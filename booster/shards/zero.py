@@ -60,7 +60,7 @@ class ZeroShards(Shards):
         self._parts: dict[torch.Tensor, torch.Tensor] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}  # of parameters, when `local` was last entered
-        self._divisor = 1.0  # of what this rank's parts of whole gradients were divided by, and the rest was not
+        self._divisor: Any = 1.0  # of what this rank's parts of whole gradients were divided by, and the rest was not
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
         self._lay_down()
 
@@ -156,13 +156,13 @@ class ZeroShards(Shards):
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
         torch.autograd.graph.increment_version(changed)
 
-    def divided(self, divisor: float) -> None:
+    def divided(self, divisor: float | torch.Tensor) -> None:
         if not self._reduced:
             self._divisor *= divisor
 
     def even_out(self) -> None:
         divisor, self._divisor = self._divisor, 1.0
-        if divisor == 1.0:
+        if not isinstance(divisor, torch.Tensor) and divisor == 1.0:
             return
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
             part = self.part_of(param)

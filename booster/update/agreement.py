@@ -1,4 +1,5 @@
-"""Host numbers that all ranks of a group agree on. Each is one collective of 8 bytes, and a host sync on CUDA."""
+"""Numbers that all ranks of a group agree on. Each is one collective of 8 bytes; where a float is returned, also a host sync
+on CUDA."""
 
 from __future__ import annotations
 
@@ -28,9 +29,16 @@ def largest(value: float, group: dist.ProcessGroup | None) -> float:
     return _reduce(value, group, dist.ReduceOp.MAX)
 
 
-def total(value: float, group: dist.ProcessGroup | None) -> float:
-    """The sum of `value` over the ranks of `group`, in float64; inf and NaN reach every rank."""
-    return _reduce(value, group, dist.ReduceOp.SUM)
+def shared(value: torch.Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """Reduce `value`, a 0-dim float64 tensor, over the ranks of `group`, where it is: nothing waits for a device.
+
+    A backend that cannot reduce there is given a copy. A MAX must not be of NaN; in a SUM inf and NaN reach every rank.
+    """
+    if group is None:
+        return value
+    there = value.to(communication_device(value.device, group))
+    _all_reduce(there, op, group)
+    return there.to(value.device)
 
 
 def on_overflow(found: bool, finite_loss: bool, group: dist.ProcessGroup | None) -> tuple[bool, bool]:
@@ -84,15 +92,19 @@ def _reduce(value: float, group: dist.ProcessGroup | None, op: dist.ReduceOp.Red
     if group is None:
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=communication_device(torch.device("cpu"), group))
+    _all_reduce(tensor, op, group)
+    return float(tensor)
+
+
+def _all_reduce(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
     if tensor.device.type != "cpu":  # whose watchdog tells what a rank waits for
         dist.all_reduce(tensor, op=op, group=group)
-        return float(tensor)
+        return
     work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
     try:
         _wait(work)
     except RuntimeError as error:
         raise RuntimeError(f"rank {dist.get_rank()} waited for {_AWAITED}. The backend says: {error}") from error
-    return float(tensor)
 
 
 def _wait(work: dist.Work) -> None:

@@ -75,6 +75,7 @@ class Update(ABC):
         self._skip_nonfinite = job.options.skip_nonfinite
         self._scale: Any = None  # what .grad is multiplied by; None: no gradients that we know of
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
+        self._copies: tuple[list[int], torch.Tensor] | None = None  # of parts, and the same where norms are
         self.listeners: list[StepListener] = []
         self.reset()
 
@@ -120,6 +121,16 @@ class Update(ABC):
         return self._num_backwards
 
     decides_on_device = False
+
+    @property
+    def found_is_shared(self) -> bool:
+        """Whether `found` already speaks for all ranks."""
+        return False
+
+    @property
+    def all_finite(self) -> bool:
+        """Whether it is known without a collective that no rank has an inf or NaN; the same on every rank."""
+        return False
 
     keeps_masters = False
     """Whether float32 numbers stand behind half parameters."""
@@ -227,7 +238,8 @@ class Update(ABC):
                 result = self._decide_and_apply()
             finally:
                 self._present = None
-        if self.shards.sharded and result.applied:
+        # What a device skipped is published as it was: to know would be to wait.
+        if self.shards.sharded and (self.decides_on_device or result.applied):
             self.shards.publish()
         self.reset()
         return result
@@ -404,6 +416,21 @@ class Update(ABC):
         if self._reported_norm is None:
             self._reported_norm = norm
         return norm
+
+    def _shared_total(self, norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """The norm over all ranks from those of the tensors here, where ranks hold shards: 0-dim, float64, one collective.
+
+        It is the same on every rank, and not finite if any rank holds an inf or NaN. norms: of `params()`, may be empty.
+        """
+        if math.isinf(norm_type):
+            # NaN does not survive a MAX on every backend.
+            largest = norms.double().amax() if norms.numel() else norms.new_zeros((), dtype=torch.float64)
+            return agreement.shared(largest.nan_to_num(math.inf, math.inf), self._group, dist.ReduceOp.MAX)
+        copies = [self.shards.copies(param) or 1 for param in self.params()]
+        if self._copies is None or self._copies[0] != copies:
+            self._copies = copies, torch.tensor(copies, dtype=torch.float64).to(norms.device)
+        powers = norms.double() ** norm_type / self._copies[1]
+        return agreement.shared(powers.sum(), self._group, dist.ReduceOp.SUM) ** (1.0 / norm_type)
 
     def _step_optimizer(self) -> None:
         self.optimizer.step()

@@ -1,6 +1,8 @@
 """The update whose decision stays on the device: nothing waits for the host until somebody reads the result.
 
-For fused optimizers, which skip by themselves where `found_inf` is 1. Works on tensors of any device type.
+For fused optimizers, which skip by themselves where `found_inf` is 1. Works on tensors of any device type. Where ranks hold
+shards, the norm is a sum over ranks that is not finite if any of them found an inf or NaN: that one small collective, which
+a device queues as any other, is all that they need to agree.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
+from booster.communicate import communication_device
 from booster.device import HostCopy
 from booster.grads import agree_on, clamp_values, tensor_norms
 from booster.torch_internals import step_hooks
@@ -29,6 +32,18 @@ class DeviceUpdate(Update):
     """Scale, norms and the decision are 0-dim tensors on the parameters' device."""
 
     decides_on_device = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where the decision is taken: where the parameters are; where this rank has none, where its ranks communicate."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                return param.device
+        return torch.device("cpu") if self._group is None else communication_device(torch.device("cpu"), self._group)
+
+    @property
+    def found_is_shared(self) -> bool:
+        return self.shards.sharded
 
     @property
     def next_scale(self) -> Any:
@@ -50,16 +65,21 @@ class DeviceUpdate(Update):
         return names
 
     def clip_value(self, clip_value: float) -> None:
-        if not self.params():
-            return
-        self._require_backward()
-        self._check = True
-        self.unscale()
-        values = self.gradients(written=True)
-        each = self._measured[-1].each
-        clamp_values(values, clip_value)
-        # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to.
-        torch._foreach_add_(values, list((each - each).unbind()))
+        with self.shards.local():
+            if self._nobody_has_gradients():
+                return
+            self._require_backward()
+            self._check = True
+            self.unscale()
+            values = self.gradients(written=True)
+            if not values:
+                return
+            norm = self._measured[-1]
+            clamp_values(values, clip_value)
+            # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to. What is
+            # written where ranks hold shards may be more than the parts that were measured.
+            each = norm.total.expand(len(values)) if self.shards.sharded else norm.each
+            torch._foreach_add_(values, list((each - each).unbind()))
 
     def _decide_and_apply(self) -> StepResult:
         carried, loss_scale = self._known_scale, self._loss_scale
@@ -70,7 +90,7 @@ class DeviceUpdate(Update):
         found = self._agreed()
         norm, report = self._reported_norm, self.joint.report()
         grad_scale = carried / self._pending
-        self._apply(None if _is_one(grad_scale) else torch.as_tensor(grad_scale, device=found.device), found)
+        self._apply(None if _is_one(grad_scale) else _on(found.device, grad_scale, None), found)
         self.scaler.update(found)
         # A skip leaves the gradients as they were, and the clips that wait with them.
         self._scale = 1.0 if _is_one(grad_scale) else torch.where(found > 0, grad_scale, 1.0)
@@ -90,10 +110,11 @@ class DeviceUpdate(Update):
     def _agreed(self) -> torch.Tensor:
         joint = self.joint
         if joint.found is None:
-            device = self.params()[0].device
-            found = [torch.as_tensor(update.found(), dtype=torch.float32, device=device) for update in joint.updates]
-            joint.decide(agree_on(torch.stack(found).amax(), self._group))
-        return torch.as_tensor(joint.found, dtype=torch.float32, device=self.params()[0].device)
+            found = torch.stack([_on(self.device, update.found()) for update in joint.updates]).amax()
+            if not all(update.found_is_shared for update in joint.updates):
+                found = agree_on(found, self._group)
+            joint.decide(found)
+        return _on(self.device, joint.found)
 
     def _apply(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
         optimizer: Any = self.optimizer
@@ -101,7 +122,9 @@ class DeviceUpdate(Update):
         if found_inf is not None and self._decides_here(grad_scale):
             if bool(found_inf):
                 return
-            self.unscale()
+            if grad_scale is not None:  # not by `unscale`, in which ranks may have to agree: others may not come here
+                self._multiply(1.0 / grad_scale)
+                self._scale, self._factor = 1.0, None
             grad_scale = found_inf = None
         try:
             if grad_scale is not None:
@@ -109,6 +132,8 @@ class DeviceUpdate(Update):
             if found_inf is not None:
                 optimizer.found_inf = found_inf
             self._step_optimizer()
+            if grad_scale is not None:
+                self.shards.divided(grad_scale if found_inf is None else torch.where(found_inf > 0, 1.0, grad_scale))
         finally:
             # GradScaler and a later plain step take the attributes' presence as an order.
             optimizer.__dict__.pop("grad_scale", None)
@@ -117,18 +142,32 @@ class DeviceUpdate(Update):
     def _decides_here(self, grad_scale: torch.Tensor | None) -> bool:
         """Return whether the host must decide: hooks fire for updates only, a skipped first step would leave torch's momentum
         uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
-        if any(step_hooks(self.optimizer)) or _lacks_momentum(self.optimizer) or not honours_grad_scale(self.optimizer):
+        if any(step_hooks(self.optimizer)) or self._lacks_momentum() or not honours_grad_scale(self.optimizer):
             return True
         return grad_scale is not None and any(param.dtype == torch.float64 for param in self.params())
 
+    def _lacks_momentum(self) -> bool:
+        """Return whether a fused SGD has no momentum yet for something that it is about to step."""
+        optimizer = self.optimizer
+        return isinstance(optimizer, SGD) and any(
+            group["momentum"] != 0
+            and param.grad is not None
+            and optimizer.state.get(param, {}).get("momentum_buffer") is None
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
+
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
-        if not values:
-            return _Norm(torch.zeros(()), torch.zeros(0))
+        norms = self._norms(values, norm_type) if values else torch.zeros(0, device=self.device)
+        if self.shards.sharded:
+            return _Norm(self._shared_total(norms, norm_type), norms)
+        return _Norm(torch.linalg.vector_norm(norms, norm_type) if values else norms.sum(), norms)
+
+    def _norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         # Powers of finite float32 gradients can overflow float32, and looking again would wait for the host. Squares of
         # float16 gradients cannot.
         narrow = norm_type <= 2.0 and all(value.dtype == torch.float16 for value in values)
-        norms = tensor_norms(values, norm_type, None if narrow or math.isinf(norm_type) else torch.float64)
-        return _Norm(torch.linalg.vector_norm(norms, norm_type), norms)
+        return tensor_norms(values, norm_type, None if narrow or math.isinf(norm_type) else torch.float64)
 
     def _clipped(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -151,14 +190,14 @@ class _Applied(HostCopy):
         return not super().__call__()
 
 
-def _lacks_momentum(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, SGD) and any(
-        group["momentum"] != 0
-        and param.grad is not None
-        and optimizer.state.get(param, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        for param in group["params"]
-    )
+def _on(device: torch.device, value: Any, dtype: torch.dtype | None = torch.float32) -> torch.Tensor:
+    """Return `value`, a number or 0-dim tensor, as a tensor on `device`. A number is not waited for.
+
+    dtype: None is a tensor's own, and float64 of a number.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype or value.dtype)
+    return torch.full((), float(value), dtype=dtype or torch.float64, device=device)
 
 
 def _is_one(value: Any) -> bool:

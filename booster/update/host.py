@@ -42,6 +42,12 @@ class HostUpdate(Update):
             self._true_norm(2.0)
         return any(map(_NONFINITE, self._measured))
 
+    @property
+    def all_finite(self) -> bool:
+        return (
+            self.shards.sharded and bool(self._measured) and all(math.isfinite(norm.total) for norm in self._measured)
+        )
+
     def blame(self) -> Callable[[], tuple[str, ...]]:
         bad: list[int] = next((norm.nonfinite for norm in self._measured if norm.nonfinite), [])
         with self.shards.local():  # of a step that another optimizer may have begun
@@ -88,7 +94,7 @@ class HostUpdate(Update):
             found = False
             for update in joint.updates:  # all are asked: measuring shards is a collective
                 found = bool(update.found()) or found
-            if self._group is not None:
+            if self._group is not None and not all(update.all_finite for update in joint.updates):
                 finite = not (found and joint.has_nonfinite_loss())
                 found, finite = agreement.on_overflow(found, finite, self._group)
                 joint.nonfinite_loss = not finite
@@ -143,15 +149,9 @@ class HostUpdate(Update):
 
     def _total(self, norms: torch.Tensor, norm_type: float) -> float:
         """The norm of all gradients from those of the tensors here; a collective where ranks hold shards."""
-        if not self.shards.sharded:
-            return float(torch.linalg.vector_norm(norms, norm_type)) if norms.numel() else 0.0
-        if math.isinf(norm_type):
-            # NaN does not survive a MAX on every backend.
-            largest = float(norms.max()) if norms.numel() else 0.0
-            return agreement.largest(math.inf if math.isnan(largest) else largest, self._group)
-        copies = [self.shards.copies(param) or 1 for param in self.params()]
-        powers = norms.double().cpu() ** norm_type / torch.tensor(copies, dtype=torch.float64)
-        return agreement.total(float(powers.sum()), self._group) ** (1.0 / norm_type)
+        if self.shards.sharded:
+            return float(self._shared_total(norms, norm_type))
+        return float(torch.linalg.vector_norm(norms, norm_type)) if norms.numel() else 0.0
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         return tensor_norms(values, norm_type)

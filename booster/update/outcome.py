@@ -86,7 +86,8 @@ class StepResult:
 
     @property
     def culprit(self) -> tuple[str, ...]:
-        """Names of the parameters of this rank whose gradient held an inf or NaN when the step was skipped."""
+        """Names of the parameters whose gradient held an inf or NaN when the step was skipped: on any rank where hosts
+        decide, on this one where devices do."""
         return self._read().culprit
 
     @property

@@ -1,0 +1,143 @@
+"""How the cost of what is done per tensor grows with their number, beside raw torch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from booster import Booster
+from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+
+COUNTS = (10, 100, 1000, 4000, 16000)
+MOST_FSDP = 1000  # beyond, raw torch takes minutes
+ELEMENTS = 64
+Say = Callable[[str], None]
+
+
+class Many(nn.Module):
+    """So many small vectors."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.zeros(ELEMENTS) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.stack(list(self.vectors)) * x).sum()
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def raw_single(net: nn.Module) -> tuple[Any, Any]:
+    return net, adamw(net.parameters())
+
+
+def raw_ddp(net: nn.Module) -> tuple[Any, Any]:
+    return DistributedDataParallel(net), adamw(net.parameters())
+
+
+def raw_zero(net: nn.Module) -> tuple[Any, Any]:
+    return DistributedDataParallel(net), ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.AdamW, lr=1e-4, fused=True
+    )
+
+
+def raw_fsdp(net: nn.Module) -> tuple[Any, Any]:
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return net, adamw(net.parameters())
+
+
+ROWS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], Callable[[], Any], str]] = {
+    "single fp32": (raw_single, SingleDevice, "fp32"),
+    "single bf16_naive": (raw_single, SingleDevice, "bf16_naive"),
+    "DDP fp32": (raw_ddp, TorchDDPPlugin, "fp32"),
+    "ZeRO-1 fp32": (raw_zero, LowLevelZeroPlugin, "fp32"),
+    "ZeRO-2 fp32": (raw_zero, lambda: LowLevelZeroPlugin(stage=2), "fp32"),
+    "FSDP fp32": (raw_fsdp, TorchFSDPPlugin, "fp32"),
+}
+TASKS = ("boost", "step", "zero_grad", "state_dict", "load")
+
+
+def measured(run: Callable[[], object], repeats: int = 3) -> float:
+    """Milliseconds of CPU time, the median of `repeats`."""
+    found = []
+    for _ in range(repeats):
+        start = time.process_time()
+        run()
+        found.append((time.process_time() - start) * 1e3)
+    return statistics.median(found)
+
+
+def of_raw(wrap: Callable[[nn.Module], tuple[Any, Any]], count: int) -> dict[str, float]:
+    net, made = Many(count), []
+    found = {"boost": measured(lambda: made.append(wrap(net)), 1)}
+    model, optimizer = made[0]
+
+    def passes() -> None:
+        model(torch.ones(ELEMENTS)).backward()
+
+    return found | tasks(passes, optimizer, isinstance(optimizer, ZeroRedundancyOptimizer))
+
+
+def of_booster(plugin: Callable[[], Any], precision: str, count: int) -> dict[str, float]:
+    booster, net, made = Booster("cpu", precision, plugin()), Many(count), []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    found = {"boost": measured(lambda: made.append(booster.boost(net, optimizer)), 1)}
+    model, boosted, *_ = made[0]
+
+    def passes() -> None:
+        booster.backward(model(torch.ones(ELEMENTS)).float(), boosted)
+
+    return found | tasks(passes, boosted, False)
+
+
+def tasks(passes: Callable[[], None], optimizer: Any, gathers: bool) -> dict[str, float]:
+    """Milliseconds of each task on a warm optimizer. gathers: its state must be brought together first, on one rank."""
+    steps, zeros = [], []
+    for _ in range(4):
+        passes()
+        steps.append(measured(optimizer.step, 1))
+        zeros.append(measured(optimizer.zero_grad, 1))
+    states: list[Any] = []
+
+    def state_dict() -> None:
+        if gathers:
+            optimizer.consolidate_state_dict()
+            if dist.get_rank():
+                return
+        states.append(optimizer.state_dict())
+
+    found = {"step": min(steps[1:]), "zero_grad": min(zeros[1:]), "state_dict": measured(state_dict, 2)}
+    if not gathers:
+        plain = {key: value for key, value in states[-1].items() if key != "booster"}  # as torch's: without masters
+        found["load"] = measured(lambda: optimizer.load_state_dict(plain), 2)
+    return found
+
+
+def growth(say: Say, most: int) -> None:
+    counts = [count for count in COUNTS if count <= most]
+    say(
+        f"\nCPU ms on rank 0 for n tensors of {ELEMENTS} elements, booster / raw torch; load: of a state without masters\n"
+    )
+    say(f"| | | {' | '.join(map(str, counts))} |\n|---|---|{'---|' * len(counts)}")
+    for name, (wrap, plugin, precision) in ROWS.items():
+        rows: dict[str, list[str]] = {task: [] for task in TASKS}
+        for count in counts:
+            if name.startswith("FSDP") and count > MOST_FSDP:
+                continue
+            raw, ours = of_raw(wrap, count), of_booster(plugin, precision, count)
+            for task in TASKS:
+                rows[task].append(f"{ours[task]:.2f} / {raw[task]:.2f}" if task in raw else f"{ours[task]:.2f} / -")
+        for task, cells in rows.items():
+            say(f"| {name} | {task} | {' | '.join(cells)} |")
