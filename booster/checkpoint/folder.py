@@ -65,8 +65,10 @@ def publish(staging: Path, final: Path) -> None:
 
 def standing(path: Path) -> Path:
     """Return the folder of the checkpoint called `path`: the older one where a save was cut off between its renames."""
+    if path.exists():
+        return path
     replaced = _replaced(path)
-    return replaced if replaced.exists() and not path.exists() else path
+    return replaced if replaced.exists() else path
 
 
 def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:

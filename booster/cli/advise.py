@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from booster.cli import values
+
 if TYPE_CHECKING:
     from booster.numerics import Advice
 
@@ -29,13 +31,28 @@ def advise(argv: Sequence[str]) -> int:
         "booster.numerics.advise. status: 0 there is an answer, 1 nothing is within the bounds, 2 trouble",
         allow_abbrev=False,
     )
-    parser.add_argument("--precisions", metavar="A,B", help="names, by commas; all by default")
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each precision (20)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="bound of the measurement (60)")
-    parser.add_argument("--max_gradient_error", type=float, default=0.1, metavar="E", help="relative to float32 (0.1)")
-    parser.add_argument("--max_memory_mib", type=float, metavar="M", help="bound of a step's peak; none by default")
-    parser.add_argument("--device", help='"cpu", "cuda" or "cuda:N"; a GPU by default, where there is one')
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and random numbers (0)")
+    parser.add_argument("--precisions", type=values.precisions, metavar="A,B", help="names, by commas; all by default")
+    parser.add_argument(
+        "--steps", type=values.whole(3), default=20, metavar="N", help="timed steps of each precision (20)"
+    )
+    parser.add_argument(
+        "--seconds", type=values.number(0), default=60.0, metavar="S", help="bound of the measurement (60)"
+    )
+    parser.add_argument(
+        "--max_gradient_error", type=values.number(0), default=0.1, metavar="E", help="relative to float32 (0.1)"
+    )
+    parser.add_argument(
+        "--max_memory_mib", type=values.number(0), metavar="M", help="bound of a step's peak; none by default"
+    )
+    parser.add_argument(
+        "--device",
+        type=values.device,
+        metavar="DEVICE",
+        help='"cpu", "cuda" or "cuda:N"; a GPU by default, where there is one',
+    )
+    parser.add_argument(
+        "--seed", type=values.whole(0, 2**63 - 2), default=0, metavar="N", help="of weights and random numbers (0)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("script", metavar="SCRIPT", help="a file FILE.py, or a function FILE.py:NAME or MODULE:NAME")
     options = parser.parse_args(list(argv))
@@ -46,10 +63,14 @@ def advise(argv: Sequence[str]) -> int:
     try:
         most = None if options.max_memory_mib is None else int(options.max_memory_mib * 2**20)
         budget = Budget(seconds=options.seconds, max_gradient_error=options.max_gradient_error, max_memory=most)
-        precisions = None if options.precisions is None else options.precisions.split(",")
         task = _task(options.script)
         found = advised(
-            **task, device=options.device, precisions=precisions, steps=options.steps, seed=options.seed, budget=budget
+            **task,
+            device=options.device,
+            precisions=options.precisions,
+            steps=options.steps,
+            seed=options.seed,
+            budget=budget,
         )
         if options.json:
             print(json.dumps(as_json(found.as_dict()), indent=2))

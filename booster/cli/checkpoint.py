@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from booster.cli import values
+
 __all__ = ["checkpoint"]
 
 
@@ -41,17 +43,15 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--model", default="0", help="the name of the model, where several were saved (default: 0)")
     convert.add_argument("--masters", action="store_true", help="float32 masters in place of half weights, where kept")
     convert.add_argument("--torch", action="store_true", help="write files of torch.save instead of safetensors")
-    convert.add_argument("--shard", type=_positive, metavar="MB", help="write files of at most so many MB and an index")
+    convert.add_argument(
+        "--shard", type=values.whole(1), metavar="MB", help="write files of at most so many MB and an index"
+    )
     for action in (show, verify, convert):
-        action.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of them")
-    convert.add_argument("target", type=Path, metavar="TARGET", help="the file, or with --shard the folder, to write")
+        action.add_argument("folder", type=values.file_path, metavar="FOLDER", help="a checkpoint, or a folder of them")
+    convert.add_argument(
+        "target", type=values.file_path, metavar="TARGET", help="the file, or with --shard the folder, to write"
+    )
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from booster.cli import values
 
 __all__ = ["compare"]
 
@@ -20,8 +21,8 @@ def compare(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("a", type=Path, metavar="RUN_A", help="a folder that was given to Booster.record")
-    parser.add_argument("b", type=Path, metavar="RUN_B", help="another")
+    parser.add_argument("a", type=values.file_path, metavar="RUN_A", help="a folder that was given to Booster.record")
+    parser.add_argument("b", type=values.file_path, metavar="RUN_B", help="another")
     options = parser.parse_args(list(argv))
     from booster.numerics.compare import compare as compared
     from booster.numerics.lines import as_json

@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from booster.cli import values
 
 __all__ = ["estimate"]
 
@@ -26,16 +27,20 @@ def estimate(argv: Sequence[str]) -> int:
     def add(name: str, **settings: Any) -> None:
         parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **settings)
 
-    add("precision", type=_listed, default=_PRECISIONS, metavar="A,B", help=f"default: {_PRECISIONS}")
+    add("precision", type=_precisions, default=_PRECISIONS, metavar="A,B", help=f"default: {_PRECISIONS}")
     add(
-        "plugin", type=_listed, default="single", metavar="A,B", help="single, ddp, zero1, zero2, fsdp; default: single"
+        "plugin",
+        type=_plugins,
+        default="single",
+        metavar="A,B",
+        help="single, ddp, zero1, zero2, fsdp; default: single",
     )
     add("world_size", type=_sizes, default="1", metavar="N,M", help="ranks, for all plugins but single")
-    add("batch_size", type=_count, metavar="N", help="samples of one rank")
+    add("batch_size", type=values.whole(1), metavar="N", help="samples of one rank")
     add("memory", type=_gibibytes, metavar="GIB", help="say what fits into so much, the largest batch, what to change")
     add("device", default="cpu", choices=["cpu", "cuda"], help="default: cpu; cuda needs none here")
     add("json", action="store_true", help="print one JSON object instead of a table, bytes as numbers")
-    add("picture", type=Path, metavar="FILE", help="write stacked bars too (needs matplotlib)")
+    add("picture", type=values.file_path, metavar="FILE", help="write stacked bars too (needs matplotlib)")
     parser.add_argument(
         "job",
         metavar="JOB",
@@ -61,7 +66,7 @@ def _answer(options: argparse.Namespace) -> str:
     from booster.memory.fitting import largest_batch, resized, what_to_change
 
     job = named_job(options.job, options.batch_size)
-    precisions = {name: _precision(name) for name in options.precision}
+    precisions = {name: _made(name) for name in options.precision}
     placements: dict[str, Any] = {"plugins": options.plugin, "world_sizes": options.world_size}
     parts = (job.model, job.optimizer, job.batch, job.criterion)
     found = [
@@ -93,11 +98,13 @@ def _answer(options: argparse.Namespace) -> str:
     return f"{advice}\n" if advice else ""
 
 
-def _precision(name: str) -> Any:
+def _made(name: str) -> Any:
     """Return the precision; NAME+8bit is NAME with masters of 24 bits and states of 8."""
-    from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
+    from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, available
 
     if not name.endswith(_PACKED):
+        if name not in available():
+            raise ValueError(f"{name!r} is no precision; choose from {', '.join(available())}, or add {_PACKED}")
         return name
     kinds: dict[str, Any] = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
     kind = kinds.get(name.removesuffix(_PACKED))
@@ -106,32 +113,29 @@ def _precision(name: str) -> Any:
     return kind(master_weights="split24", states="8bit")
 
 
-def _listed(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    if not names:
-        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+def _precisions(text: str) -> list[str]:
+    names = values.listed(text)
+    for name in names:
+        try:
+            _made(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return names
 
 
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return value
+def _plugins(text: str) -> list[str]:
+    from booster.memory.estimate import Plugin
+
+    names = values.listed(text)
+    for name in names:
+        if name not in get_args(Plugin):
+            raise argparse.ArgumentTypeError(f"{name!r} is not estimated; choose from {', '.join(get_args(Plugin))}")
+    return names
 
 
 def _sizes(text: str) -> list[int]:
-    return [_count(part) for part in _listed(text)]
+    return [values.whole(1)(part) for part in values.listed(text)]
 
 
 def _gibibytes(text: str) -> int:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 2**20:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory in GiB")
-    return int(value * 2**30)
+    return int(values.number(0, 2**20, "an amount of memory in GiB")(text) * 2**30)

@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from booster.cli import values
 
 __all__ = ["report"]
 
@@ -18,8 +19,10 @@ def report(argv: Sequence[str]) -> int:
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    output.add_argument("--html", type=Path, metavar="FILE", help="write one page with pictures instead of tables")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder given to Booster.record")
+    output.add_argument(
+        "--html", type=values.file_path, metavar="FILE", help="write one page with pictures instead of tables"
+    )
+    parser.add_argument("folder", type=values.file_path, metavar="FOLDER", help="the folder given to Booster.record")
     options = parser.parse_args(list(argv))
     from booster.numerics.lines import as_json
     from booster.numerics.page import page

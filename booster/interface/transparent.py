@@ -10,6 +10,7 @@ from torch import nn
 
 from booster import arguments
 from booster.modules import bare, is_placed, unwrap_placed
+from booster.shards import clear_hidden_gradients
 
 
 class TransparentModule(nn.Module):
@@ -35,8 +36,9 @@ class TransparentModule(nn.Module):
         return bare(self.module).state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch, through a plugin's wrapper, which may keep gradients of its own."""
+        """As torch, through a plugin's wrapper, which may keep gradients of its own; also between forward and backward."""
         self.module.zero_grad(arguments.flag("set_to_none", set_to_none))
+        clear_hidden_gradients(bare(self.module), set_to_none)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the user's model."""

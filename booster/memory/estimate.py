@@ -88,7 +88,7 @@ def estimate(
     where the forward reads numbers out of tensors.
     """
     plan = _plan(plugin, world_size)
-    own = make(precision)
+    own = make(precision, "precision")
     device = torch.device(device)
     sharded = plan.engine == "fully_shard"
     passes = run_passes(model, own, batch, criterion, device, world_size if sharded else None)

@@ -87,19 +87,22 @@ def available() -> list[str]:
     return sorted(_REGISTRY)
 
 
-def make(precision: str | MixedPrecision | None) -> MixedPrecision:
-    """A strategy from what a user passed: None means float32, a string is looked up, an object is returned."""
+def make(precision: str | MixedPrecision | None, argument: str = "mixed_precision") -> MixedPrecision:
+    """A strategy from what a user passed: None means float32, a string is looked up, an object is returned.
+
+    argument: what errors call it.
+    """
     if precision is None:
         return FP32()
     if isinstance(precision, str):
         if precision not in _REGISTRY:
             raise ValueError(
-                f"mixed_precision={precision!r} is unknown; choose one of {available()} or pass a MixedPrecision"
+                f"{argument}={precision!r} is unknown; choose one of {available()} or pass a MixedPrecision"
             )
         return _REGISTRY[precision]()
     if isinstance(precision, MixedPrecision):
         return precision
     raise TypeError(
-        f"mixed_precision must be one of {available()}, a MixedPrecision object or None, got "
+        f"{argument} must be one of {available()}, a MixedPrecision object or None, got "
         f"{arguments.described(precision)}" + ("; pass an instance of it" if isinstance(precision, type) else "")
     )

@@ -45,6 +45,11 @@ class AutocastMixedPrecision(MixedPrecision):
         sdpa_fp32: bool | Literal["auto"] = "auto",
         gather_in_half: bool = False,
     ) -> None:
+        if not hasattr(self, "dtype"):
+            raise TypeError(
+                f"{type(self).__name__} does not say in which dtype it computes; use FP16TorchMixedPrecision or "
+                "BF16MixedPrecision, or set `dtype` in a subclass"
+            )
         if output_dtype is not None:
             arguments.floating_dtype("output_dtype", output_dtype)
         self._cache_enabled = arguments.flag("cache_enabled", cache_enabled)

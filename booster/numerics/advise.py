@@ -94,7 +94,7 @@ def _named(precisions: Any) -> dict[str, str | MixedPrecision]:
         raise TypeError(arguments.refusal("precisions", precisions, legal, also="None for all"))
     named: dict[str, str | MixedPrecision] = {}
     for each in precisions:
-        make(each)  # raises for what is no precision
+        make(each, "an entry of precisions")  # raises for what is no precision
         if each is None or (isinstance(each, str) and each in named):
             raise ValueError(f"precisions has {each!r} twice, or as None; name each once")
         name = each if isinstance(each, str) else type(each).__name__

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from booster import arguments
 from booster.numerics.run import Run, Step
 from booster.numerics.underflow import Underflow
 
@@ -86,8 +87,11 @@ def compare(a: Run, b: Run) -> Comparison:
     Explained is a relative difference of 8 unit roundoffs of the coarser format in a loss, and of 32 in the norm of a
     parameter's gradient or update, times the square root of the step; and one of up to 10 times the largest so far, which
     training amplifies. Beyond that the runs part. Losses are compared in every step, parameters in those that both sampled:
-    record with `every=1` to have each parameter's first step. Raises ValueError where the runs have no step in common.
+    record with `every=1` to have each parameter's first step. Raises TypeError for what is no
+    run, and ValueError where the runs have no step in common.
     """
+    for name, run in (("a", a), ("b", b)):
+        arguments.instance(name, run, Run, "what booster.numerics.read_run returned")
     roundoff = max(_roundoff(a), _roundoff(b))
     found: list[Comparison] = []
     notes = [f"{side.folder.name}: {note}" for side in (a, b) for note in side.notes]

@@ -112,17 +112,24 @@ def auto_pins(
     Raises RuntimeError where the bound does not hold even with all blocks in float32, TypeError for a precision without
     keep_fp32, and what the model raises in float32.
     """
-    make_model = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else model
-    arguments.function("model", make_model, "a torch.nn.Module, or a function that makes one")
+    arguments.function("model", model, "a torch.nn.Module, or a function that makes one")
+    make_model = (lambda: copy.deepcopy(model)) if isinstance(model, nn.Module) else _checked(model)
     arguments.function("criterion", criterion, "a function of output and target")
     bound = float(arguments.number("bound", bound, above=0))
     arguments.count("seed", seed, least=0, most=2**63 - 2)
     where = resolve_device(device)
-    own = make(precision)
-    own.keeping(())  # raises for a precision that keeps nothing
+    own = make(precision, "precision")
+    try:
+        own.keeping(())
+    except TypeError as error:
+        raise TypeError(f"precision={precision!r} can keep no module in float32: {error}") from None
     with seeded(seed, where) as begin, torch.enable_grad():
         task = Task(make_model, batch, criterion, _still, where, seed, begin)
         return _Search(task, own, bound).run()
+
+
+def _checked(model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: arguments.instance("what model() returned", model(), nn.Module, "a torch.nn.Module")
 
 
 def _still(model: nn.Module) -> torch.optim.Optimizer:

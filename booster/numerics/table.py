@@ -71,7 +71,7 @@ def report(source: Any, *, format: torch.dtype | None = None) -> Report:
     if not isinstance(source, (Run, str, os.PathLike)):
         legal = "a boosted optimizer, the folder of a record, or what read_run returned"
         raise TypeError(arguments.refusal("source", source, legal))
-    run = source if isinstance(source, Run) else read_run(source)
+    run = source if isinstance(source, Run) else read_run(arguments.path("source", source))
     return Report(tuple(row for rows in run.samples.values() for row in rows if row.step == rows[-1].step))
 
 

@@ -199,6 +199,18 @@ def forget_unreduced_gradients(module: nn.Module) -> None:
             whole.grad = None
 
 
+def clear_hidden_gradients(module: nn.Module, set_to_none: bool = True) -> None:
+    """Clear the gradients that a `zero_grad` of `module` does not meet: those of shards while gathered parameters show, as
+    between a forward and a backward pass, and those of passes without synchronisation."""
+    for param in _fsdp_params(module):
+        grad = param.sharded_param.grad
+        if grad is not None and set_to_none:
+            param.sharded_param.grad = None
+        elif grad is not None:
+            grad.detach_().zero_()
+    forget_unreduced_gradients(module)
+
+
 def _grad_of_gathered(param: Any) -> torch.Tensor | None:
     whole = gathered(param)
     return None if whole is None else whole.grad

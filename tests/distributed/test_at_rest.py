@@ -368,3 +368,36 @@ def joins_between_passes(rank, world_size, plugin, precision):
 @pytest.mark.parametrize("plugin", SHARDED)
 def test_a_group_that_is_added_after_a_forward_pass_without_a_backward_trains(ranks2, plugin):
     assert ranks2(joins_between_passes, plugin, "fp32") == [(0.0, True)] * 2
+
+
+def zeroed(rank, world_size, plugin, precision, set_to_none):
+    """How far a run is off whose model's gradients are cleared while old ones wait, from one in which there were none."""
+    found = {}
+    for name in ("before forward", "between forward and backward", "of a pass in no_sync"):
+        runs = []
+        for old in (True, False):
+            booster, model, optimizer = parts = built(plugin, precision)
+            one_step(parts, 0)
+            if name == "of a pass in no_sync":
+                if old:
+                    with booster.no_sync(model, optimizer):
+                        booster.backward(model(batch(1, booster)).float().square().mean(), optimizer)
+            elif old:
+                booster.backward(model(batch(1, booster)).float().square().mean(), optimizer)
+            if name != "between forward and backward":
+                model.zero_grad(set_to_none)
+            output = model(batch(2, booster))
+            if name == "between forward and backward":
+                model.zero_grad(set_to_none)
+            booster.backward(output.float().square().mean(), optimizer)
+            optimizer.step()
+            runs.append(weights(model))
+        found[name] = float((runs[0] - runs[1]).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("plugin", ["fsdp", "fsdp kept", "dp", "zero2"])
+def test_zero_grad_of_a_model_clears_all_gradients_whatever_the_model_shows(ranks2, plugin, set_to_none):
+    for found in ranks2(zeroed, plugin, "bf16", set_to_none):
+        assert found == dict.fromkeys(found, 0.0)

@@ -5,6 +5,7 @@ None) and what `legal_arguments.py` says of its name (ranges, objects). An attem
 or RuntimeError with a message that names the parameter.
 """
 
+import builtins
 import contextlib
 import importlib
 import inspect
@@ -118,12 +119,20 @@ def signature_of(value: Any) -> tuple[inspect.Signature, dict[str, Any]]:
     if isinstance(value, type):
         function = next((vars(c)["__init__"] for c in value.__mro__ if "__init__" in vars(c)), value)
     signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    parameters = [p for p in signature.parameters.values() if p.name != "self"]
+    plain = inspect.unwrap(function)
     try:
-        hints = typing.get_type_hints(inspect.unwrap(function))
-    except (NameError, TypeError):
+        hints = typing.get_type_hints(plain, localns=_Names(getattr(plain, "__globals__", {})))
+    except TypeError:
         hints = {}
     return signature.replace(parameters=parameters), hints
+
+
+class _Names(dict[str, Any]):
+    """What annotations may name. Names that a module imports for the type checker alone count as Any, and the rest is read."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, Any)
 
 
 def accepts(hint: Any, value: Any, range_of: Predicate | None) -> bool | None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Sampler, TensorDataset
 
 import booster
+import booster.numerics
 from booster.mixed_precision import FP32, LossScaler, MixedPrecision, apex_amp
 from booster.plugin import Plugin
 from booster.plugin.tensor_parallel import Region
@@ -36,6 +37,7 @@ MODULES = [
     "booster.plugin",
     "booster.plugin.tensor_parallel",
     "booster.nn.lr_scheduler",
+    "booster.numerics",
 ]
 
 
@@ -166,6 +168,11 @@ def rows(value: Any) -> bool:
     return isinstance(value, (float, torch.Tensor)) or (isinstance(value, int) and abs(value) < 2**63)
 
 
+def may_raise(value: Any) -> bool:
+    """A class or module, which raises its own error when it is called with other arguments than its own."""
+    return isinstance(value, (type, nn.Module))
+
+
 def trainable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -220,6 +227,20 @@ RANGES: dict[str, Predicate] = {
     "distributed_sampler_cls": lambda v: isinstance(v, type) and issubclass(v, Sampler),
     "tensor": rows,
     "Booster.reduce(tensor)": either(rows, one_of(["x"], [None])),  # labels in containers stay
+    # numerics
+    "cls": lambda v: isinstance(v, type) and issubclass(v, Optimizer),
+    "model_fn": may_raise,
+    "optimizer_fn": may_raise,
+    "precisions": nothing,
+    "steps": whole(3),
+    "budget": nothing,
+    "bound": number(above=0),
+    **dict.fromkeys(("seconds", "max_gradient_error", "max_loss_error", "max_memory"), number(above=0)),
+    "auto_pins(model)": either(a(nn.Module), may_raise),
+    "source": either(text, a(Path)),
+    "format": floating,
+    "a": nothing,
+    "b": nothing,
     # checkpoints
     "folder": either(text, a(Path)),
     "every": whole(1),
@@ -378,7 +399,7 @@ RANGES: dict[str, Predicate] = {
 }
 
 EXEMPT: dict[str, str] = {
-    "Booster.estimate_memory(batch)": "any tree; the user's model judges it",
+    "(batch)": "any tree; the user's model judges it",
     "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has tests of its own",
     "OptimizerWrapper.has_master()": "asked by checkpoints of a model's own parameters",
     "OptimizerWrapper.watch()": "called by boost",
@@ -391,7 +412,16 @@ EXEMPT: dict[str, str] = {
     "AMP_TYPE()": "an enum, whose call is the enum's own",
     "LossScaleError()": "an exception takes anything",
     "Description()": "made by describe()",
+    "Advice()": "made by the library, read by users",
+    "Comparison()": "made by the library, read by users",
+    "Diagnosis()": "made by the library, read by users",
+    "Numbers()": "made by the library, read by users",
+    "Pins()": "made by the library, read by users",
+    "Record()": "made by the library, read by users",
+    "Report()": "made by the library, read by users",
+    "Run()": "made by the library, read by users",
     "StepResult()": "made by step(), read by users",
+    "AutocastMixedPrecision()": "a base class, whose subclasses say in which dtype; its options are tried in those",
     "Pipeline()": "a protocol",
     "Plugin()": "an abstract class",
     "LossScaler()": "the null object has no arguments",
@@ -440,12 +470,42 @@ def _process(w: World) -> dict[str, Any]:
     return {"rank": 0, "world_size": 1, "host": "127.0.0.1", "port": PORT}
 
 
+class _Plain(torch.optim.SGD):
+    """An optimizer to register, that nothing else uses."""
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 _BATCH = torch.ones(1, 2), torch.ones(1, 2)
+_NO_RUN = booster.numerics.Run(Path("none"), {})
 _half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
 
 EXAMPLES: dict[str, Examples] = {
     "Booster.save": [lambda w: {"folder": "run", "model": w.model, "optimizer": w.optimizer}],
-    "Booster.record": [lambda w: {"folder": f"record {random.random()}"}],
+    "Booster.record": [lambda w: {"folder": f"record {w.model and random.random()}"}],
+    "register_elementwise": [lambda w: {"cls": _Plain}],
+    "advise": [
+        lambda w: {
+            "model_fn": _linear,
+            "batch": _BATCH,
+            "criterion": nn.functional.mse_loss,
+            "optimizer_fn": _sgd,
+            "steps": 3,
+            "precisions": ["fp32"],
+        }
+    ],
+    "auto_pins": [
+        lambda w: {"model": nn.Linear(2, 2), "batch": _BATCH, "criterion": nn.functional.mse_loss, "precision": "bf16"}
+    ],
+    "compare": [lambda w: dict.fromkeys("ab", _NO_RUN)],
+    "read_run": [lambda w: {"folder": "run"}],
+    "report": [lambda w: {"source": w.optimizer}],
     "Booster.load": [lambda w: {"folder": "run", "model": w.model, "optimizer": w.optimizer}],
     "Booster.resume_or_start": [lambda w: {"folder": "none", "model": w.model}],
     "Booster.save_model": [lambda w: {"model": w.model, "path": "weights"}],
@@ -577,6 +637,10 @@ CALLED_BY_US: tuple[type, ...] = (
     booster.LossScaleError,
     booster.plugin.Pipeline,
     booster.plugin.PlacedModule,
+    *(
+        getattr(booster.numerics, name)
+        for name in ("Advice", "Budget", "Comparison", "Diagnosis", "Numbers", "Pins", "Record", "Report", "Run")
+    ),
 )
 
 
@@ -639,6 +703,63 @@ OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "module": (nothing, ()),
     "script": (nothing, ()),
     "args": (lambda value: True, ()),
+}
+
+
+def listed(*names: str) -> Predicate:
+    return lambda value: value != "" and all(part.strip() in names for part in value.split(","))
+
+
+def decimal(above: float) -> Predicate:
+    def legal(value: str) -> bool:
+        try:
+            return float(value) > above
+        except ValueError:
+            return False
+
+    return legal
+
+
+_switch = (nothing, ())
+_job = ("job.py:job",)
+_file = (lambda value: value.strip() != "", ())
+
+# By option of the other commands: what is legal, and arguments that must be there. A job that runs raises.
+COMMAND_OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
+    "check --json": _switch,
+    "estimate --precision": (nothing, _job),
+    "estimate --plugin": (nothing, _job),
+    "estimate --world_size": (digits(1, 2**40), (*_job, "--plugin=ddp")),
+    "estimate --batch_size": (digits(1, 2**40), _job),
+    "estimate --memory": (decimal(0), _job),
+    "estimate --device": (nothing, _job),
+    "estimate --json": (nothing, _job),
+    "estimate --picture": (lambda value: value.strip() != "", _job),
+    "estimate JOB": (nothing, ()),
+    "checkpoint show --json": (nothing, ("run",)),
+    "checkpoint show FOLDER": (nothing, ()),
+    "checkpoint verify FOLDER": (nothing, ()),
+    "checkpoint convert --model": (lambda value: True, ("run", "weights")),  # there is none
+    "checkpoint convert --masters": (nothing, ("run", "weights")),
+    "checkpoint convert --torch": (nothing, ("run", "weights")),
+    "checkpoint convert --shard": (digits(1, 2**40), ("run", "weights")),
+    "checkpoint convert FOLDER": (nothing, ("weights",)),
+    "checkpoint convert TARGET": (nothing, ()),
+    "report --json": (nothing, ("run",)),
+    "report --html": (lambda value: value.strip() != "", ("run",)),
+    "report FOLDER": (nothing, ()),
+    "compare --json": (nothing, ("a", "b")),
+    "compare RUN_A": (nothing, ("b",)),
+    "compare RUN_B": (nothing, ("a",)),
+    "advise --precisions": (nothing, _job),
+    "advise --steps": (digits(3, 2**40), _job),
+    "advise --seconds": (decimal(0), _job),
+    "advise --max_gradient_error": (decimal(0), _job),
+    "advise --max_memory_mib": (decimal(0), _job),
+    "advise --device": (nothing, _job),
+    "advise --seed": (digits(0, 2**40), _job),
+    "advise --json": (nothing, _job),
+    "advise SCRIPT": (nothing, ()),
 }
 
 # By option of `get_default_parser`.

@@ -2,6 +2,7 @@
 function, class or parameter is tried without a new test, and where its annotation leaves open what is legal, fails this
 one until `tests/support/legal_arguments.py` says so."""
 
+import argparse
 import gc
 import inspect
 import logging
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from bad_arguments import Call, Outcomes, public_callables, public_methods, signature_of, try_call
 from legal_arguments import (
     CALLED_BY_US,
+    COMMAND_OPTIONS,
     ENVIRONMENTS,
     EXAMPLES,
     EXEMPT,
@@ -35,7 +37,7 @@ from legal_arguments import (
 )
 
 import booster
-from booster import config, mixed_precision
+from booster import cli, config, mixed_precision
 from booster.cli import main, options, run
 from booster.cli.hosts import read_hostfile
 from booster.mixed_precision import apex_amp
@@ -194,6 +196,54 @@ def test_bad_options_of_booster_run_are_usage_errors_that_name_them(monkeypatch,
             named = said is not None and action.dest in said.replace("-", "_")
             kind = "clear" if named else "accepted" if said is None else "unclear"
             outcomes.note(kind, f"booster run {' '.join(option)!r}", (said or "")[-150:])
+    judge(outcomes)
+
+
+def parser_of(command, monkeypatch):
+    """The parser that `booster COMMAND` makes."""
+    made = []
+
+    def give(self, *arguments, **options):
+        made.append(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", give)
+        main([command])
+    return made[0]
+
+
+def options_of(parser, words=()):
+    """Every option of a parser and of its actions: the words before it, and it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                yield from options_of(inner, (*words, name))
+        elif action.dest != "help":
+            yield words, action
+
+
+@pytest.mark.parametrize("command", [name for name in cli._COMMANDS if name != "run"])
+def test_bad_options_of_other_commands_are_errors_that_name_them(command, monkeypatch, capsys):
+    Path("job.py").write_text("def job():\n    raise ValueError('the job ran')\n")
+    outcomes = Outcomes()
+    for words, action in options_of(parser_of(command, monkeypatch)):
+        where = " ".join([command, *words, action.option_strings[0] if action.option_strings else action.metavar])
+        assert where in COMMAND_OPTIONS, f"say what is legal for {where!r} in COMMAND_OPTIONS of legal_arguments.py"
+        legal, others = COMMAND_OPTIONS[where]
+        for text in TEXTS:
+            if legal(text):
+                continue
+            given = [f"{action.option_strings[0]}={text}" if action.option_strings else text]
+            try:
+                status = main([command, *words, *given, *others])
+            except SystemExit as error:
+                status = error.code
+            said = capsys.readouterr().err
+            names = action.option_strings or (action.metavar, repr(text), *([text] if text.strip() else []))
+            named = any(name in said for name in names)
+            kind = "accepted" if not status else "clear" if named and "Traceback" not in said else "unclear"
+            outcomes.note(kind, f"booster {where} {text!r}", said[-150:])
     judge(outcomes)
 
 

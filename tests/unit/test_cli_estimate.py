@@ -54,9 +54,9 @@ def test_a_table_and_a_picture(job, tmp_path, capsys):
     ("options", "status", "message"),
     [
         (["nothing"], 1, "names no job"),
-        (["--precision", "fp33", "JOB"], 1, "'fp33' is unknown"),
-        (["--precision", "fp32+8bit", "JOB"], 1, "follows one of"),
-        (["--plugin", "tp", "--world_size", "2", "JOB"], 1, "plugin='tp' is not legal"),
+        (["--precision", "fp33", "JOB"], 2, "--precision: 'fp33' is no precision"),
+        (["--precision", "fp32+8bit", "JOB"], 2, "follows one of"),
+        (["--plugin", "tp", "--world_size", "2", "JOB"], 2, "--plugin: 'tp' is not estimated"),
         (["--plugin", "ddp", "JOB"], 2, "needs --world_size"),
         (["--memory", "-1", "JOB"], 2, "is not an amount of memory"),
         (["--batch_size", "0", "JOB"], 2, "is not a whole number of at least 1"),
