@@ -10,7 +10,7 @@ from torch import nn
 
 from booster import arguments
 from booster.modules import bare, is_placed, unwrap_placed
-from booster.shards import clear_hidden_gradients
+from booster.shards.hidden import clear_hidden_gradients
 
 
 class TransparentModule(nn.Module):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -174,16 +173,6 @@ def dtensor_types() -> tuple[type, ...]:
     """Return the class DTensor for `isinstance`, or nothing where it is not imported, so that there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return () if module is None else (module.DTensor,)
-
-
-def clear_hidden_gradients(module: nn.Module, set_to_none: bool) -> None:
-    """Clear gradients that a plugin keeps beside the parameters that `module` shows now."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(child, fsdp.FSDPModule) for child in module.modules()):
-        # Imported here, as it takes FSDP along.
-        from booster.shards.fully_sharded import clear_hidden_gradients as clear
-
-        clear(module, set_to_none)
 
 
 def world_size(group: dist.ProcessGroup | None) -> int:

@@ -62,10 +62,13 @@ class Oracle:
         self.growth_interval, self.hysteresis = growth_interval, hysteresis
         self.growth = self.overflows = 0
         self.skip_nonfinite = skip_nonfinite
+        # As apex: a master that no pass has reached since zero_grad has no gradient, where others have one of zeros.
+        self.forgets_zeros = precision == "fp16_apex O2"
         self.grads = {}  # unscaled, float32
         self.overflowed = False  # apex: an earlier pass did
         self.checks = False
         self.path = dict.fromkeys(self.params, 0.0)  # how far each parameter has moved, at most
+        self.roundings = dict.fromkeys(self.params, 2.01)  # of each half weight, which a float32 shard does not make
 
     # ------------------------------------------------------------------ one pass
 
@@ -132,7 +135,7 @@ class Oracle:
     def zero_grad(self, set_to_none=True, whole_model=False):
         names = list(self.grads) if whole_model else [name for names in self.groups for name in names]
         for name in names:
-            if set_to_none:
+            if set_to_none or (self.forgets_zeros and self.masters[name] is not self.params[name]):
                 self.grads.pop(name, None)
             elif name in self.grads:
                 self.grads[name] = torch.zeros_like(self.params[name], dtype=torch.float32)
@@ -181,6 +184,7 @@ class Oracle:
     def write(self, name, value):
         """Give a parameter new values, as a user does to the model that is trained."""
         self.params[name].copy_(value)
+        self.roundings[name] += 1
         if self.masters[name] is not self.params[name]:
             self.masters[name].copy_(self.params[name])
 

@@ -192,6 +192,8 @@ class RankRun(Run):
             raise Invalid
         self.kept, self.folder = None, None
         super().__init__(program)
+        # Elsewhere masters are the shards, which keep their gradients.
+        self.oracle.forgets_zeros &= is_replicated(self.placement)
 
     def boost(self, model, groups):
         setting = self.setting
@@ -279,7 +281,7 @@ class RankRun(Run):
                 whole = self.oracle.masters[name]  # a float32 shard is the master
             limit = 1e-6 + OF_PATH[dtype] * (self.oracle.path[name] + 0.6 * longest)
             if self.oracle.half_weights:
-                limit += 2.01 * ROUNDING[dtype] * float(whole.detach().abs().max())
+                limit += self.oracle.roundings[name] * ROUNDING[dtype] * float(whole.detach().abs().max())
             own.append(part)
             wanted.append(whole.detach().reshape(-1)[positions(param)])
             allowed.append(limit)
