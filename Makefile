@@ -5,6 +5,8 @@
 # make fuzz     run random programs against hand-written ones: PROGRAMS= of each placement, from SEED= on, ARGS=--placement DDP
 # make docs     build the documentation as a site, in site/; make docs-serve shows it while you write
 # make figures  draw the figures of the documentation again
+# make dist     build the wheel and the source distribution into dist/, and check them
+# make versions  run the tests on every Python and torch of noxfile.py that this machine can get
 # Each makes its own virtual environment on first use, from constraints.txt; later runs start at once.
 
 PYTHON ?= python3
@@ -13,9 +15,10 @@ WORKERS ?= 2
 DEMO := .venv-demo
 TEST := .venv-test
 DOCS := .venv-docs
-INSTALL := -m pip install --disable-pip-version-check --constraint constraints.txt
+CONSTRAINTS ?= constraints.txt
+INSTALL := -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: demo compare test coverage slow fuzz docs docs-serve figures lint clean
+.PHONY: demo compare test coverage slow fuzz docs docs-serve figures lint dist versions clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -59,8 +62,17 @@ lint: $(TEST)/.linters
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy booster
 
+dist: $(TEST)/.release
+	rm -rf dist build
+	$(TEST)/bin/python -m build
+	$(TEST)/bin/python -m twine check --strict dist/*
+	BOOSTER_DIST=dist $(TEST)/bin/python -m pytest tests/unit/test_distribution.py
+
+versions: $(TEST)/.release
+	$(TEST)/bin/python -m nox $(ARGS)
+
 clean:
-	rm -rf $(DEMO) $(TEST) $(DOCS) site runs .coverage .coverage.*
+	rm -rf $(DEMO) $(TEST) $(DOCS) site runs dist build .nox .coverage .coverage.*
 
 $(DEMO)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DEMO)
@@ -79,4 +91,8 @@ $(TEST)/.linters: $(TEST)/.installed
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python $(INSTALL) $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+$(TEST)/.release: $(TEST)/.installed
+	$(TEST)/bin/python $(INSTALL) --editable ".[release]"
 	touch $@

@@ -1,5 +1,6 @@
-"""The `booster` command: `run` starts jobs, `check` reports what this machine can do, `estimate` what training takes of
-memory, `checkpoint` looks into checkpoints, `report` and `compare` into what runs wrote down; `advise` chooses a precision.
+"""The `booster` command: `run` starts jobs, `check` reports what this machine can do, `env` what a bug report needs,
+`estimate` what training takes of memory; `checkpoint` looks into checkpoints, `report` and `compare` into what runs wrote
+down; `advise` chooses a precision.
 
 Each subcommand is imported when it is called, so that help and option errors come without heavy imports.
 """
@@ -15,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": "start a training script on one or several machines",
     "check": "report versions, devices and the speed of each precision on this machine",
+    "env": "report versions, devices and settings, for bug reports",
     "estimate": "say what training a model takes of memory, and what fits",
     "checkpoint": "list, verify and convert checkpoints",
     "report": "show what a run did: losses, scales, skips and their culprits",
@@ -35,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from booster.cli.check import check
 
             return check(arguments[1:])
+        if arguments and arguments[0] == "env":
+            from booster.cli.env import env
+
+            return env(arguments[1:])
         if arguments and arguments[0] == "estimate":
             from booster.cli.estimate import estimate
 

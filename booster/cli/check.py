@@ -10,7 +10,7 @@ from typing import Any
 
 from booster.installed import find_apex, version_of
 
-__all__ = ["check"]
+__all__ = ["aligned", "check"]
 
 # Seconds for each timing; seven timings stay well below fifteen seconds on two CPU cores.
 _PROBE_SECONDS = 0.4
@@ -84,7 +84,7 @@ def _as_text(report: dict[str, Any]) -> str:
     base = {(p["operation"], p["shape"]): p["gflops"] for p in report["precisions"] if p["precision"] == "fp32"}
     table = [header, *(_probe_row(p, base.get((p["operation"], p["shape"]))) for p in report["precisions"])]
     note = "forward and backward, best of several short runs; fp8: forward only"
-    return f"{_aligned(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{_aligned(table)}"
+    return f"{aligned(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{aligned(table)}"
 
 
 def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
@@ -95,7 +95,8 @@ def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
     return (*start, f"{probe['milliseconds']:.2f}", f"{probe['gflops']:.1f}", ratio)
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return `rows` as lines, every column as wide as its widest cell."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)

@@ -727,6 +727,7 @@ _file = (lambda value: value.strip() != "", ())
 # By option of the other commands: what is legal, and arguments that must be there. A job that runs raises.
 COMMAND_OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "check --json": _switch,
+    "env --json": _switch,
     "estimate --precision": (nothing, _job),
     "estimate --plugin": (nothing, _job),
     "estimate --world_size": (digits(1, 2**40), (*_job, "--plugin=ddp")),
