@@ -24,7 +24,7 @@ demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
 
 compare: $(DEMO)/.installed
-	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16 $(ARGS)
+	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16,bf16_naive $(ARGS)
 
 # Files of tests are dealt to WORKERS processes.
 test: $(TEST)/.installed
@@ -55,7 +55,7 @@ docs-serve: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
 
 figures: $(DOCS)/.installed
-	for name in formats weight_bits step map pipeline; do $(DOCS)/bin/python docs/figures/$$name.py || exit 1; done
+	for name in formats weight_bits step map pipeline curves; do $(DOCS)/bin/python docs/figures/$$name.py || exit 1; done
 
 lint: $(TEST)/.linters
 	$(TEST)/bin/ruff check .

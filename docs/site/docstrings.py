@@ -1,33 +1,38 @@
-"""Docstrings of the library as Markdown: a line `name: what it is` begins an item of a list, and its name becomes code."""
+"""Docstrings of the library as Markdown: where one explains an argument, `name: what it is`, an item of a list begins."""
 
 import re
 from typing import Any
 
 import griffe
 
-ITEM = re.compile(r"^(\w+(?:, \w+)*): (?=\S)")
-
 
 class PlainDocstrings(griffe.Extension):
     """Rewrites each docstring before it is rendered."""
 
-    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+    def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
+        if func.docstring is not None:
+            func.docstring.value = as_markdown(func.docstring.value, {each.name for each in func.parameters})
+
+    def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        if cls.docstring is not None:
+            made = cls.members.get("__init__")
+            names = {each.name for each in made.parameters} if isinstance(made, griffe.Function) else set()
+            cls.docstring.value = as_markdown(cls.docstring.value, {*names, *cls.members})
 
 
-def as_markdown(text: str) -> str:
-    """Paragraphs that explain arguments, one after the other, as a list; all else as it is."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        item = ITEM.match(line)
-        if item and not line.startswith(("http", "Note", "Raises")):
-            names = ", ".join(f"`{name}`" for name in item[1].split(", "))
-            if lines and lines[-1] and not lines[-1].startswith(("- ", "  ")):
-                lines.append("")
-            lines.append(f"- {names}: {line[item.end() :]}")
-        elif line and lines and lines[-1].startswith(("- ", "  ")) and not line.startswith((" ", "-")):
-            lines.append(f"  {line}")
-        else:
-            lines.append(line)
-    return "\n".join(lines)
+def as_markdown(text: str, names: set[str]) -> str:
+    """`text` with paragraphs that explain some of `names` as lists, and all else as it is."""
+    if not names:
+        return text
+    name = "|".join(re.escape(each) for each in sorted(names, key=len, reverse=True))
+    item = re.compile(rf"(?:^|(?<=[.;)] )|(?<=[.;)]\n))((?:{name})(?:, (?:{name}))*): (?=\S)")
+    paragraphs = []
+    for paragraph in re.split(r"\n{2,}", text):
+        begin, *rest = item.split(paragraph)
+        parts = [begin.strip()] if begin.strip() else []
+        items = []
+        for names_of, words in zip(rest[::2], rest[1::2], strict=True):
+            words = " ".join(words.split()).rstrip(";")
+            items.append(f"- {', '.join(f'`{each}`' for each in names_of.split(', '))}: {words}")
+        paragraphs += [*parts, *(["\n".join(items)] if items else [])]
+    return "\n\n".join(paragraphs)

@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}  # file: page
+NAMES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}  # file: page
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 FIGURE = re.compile(r"^!\[([^\]]*)\]\((\S+)\.svg\)$", re.MULTILINE)
 
@@ -27,12 +27,20 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add a page for each file outside docs/ that is linked."""
-    for file, name in NAMES.items():
-        files.append(File.generated(config, name, content=(ROOT / file).read_text()))
-    for source in sorted({target for page in files.documentation_pages() for target in _sources(page)}):
-        content = f"---\nsearch: {{boost: 0.5}}\n---\n# {source}\n\n```python\n{(ROOT / source).read_text()}```\n"
-        files.append(File.generated(config, f"{source}.md", content=content))
+    """Add a page for each file outside docs/ that is linked, by pages or by such files."""
+    waiting = ["CONTRIBUTING.md", "CHANGELOG.md"]
+    waiting += [target for page in files.documentation_pages() for target in _linked(page.src_uri, page.content_string)]
+    while waiting:
+        file = waiting.pop()
+        name = _page_of(file)
+        if files.get_file_from_path(name) is not None:
+            continue
+        text = (ROOT / file).read_text()
+        if not file.endswith(".md"):
+            language = "python" if file.endswith(".py") else "text"
+            text = f"---\nsearch: {{boost: 0.5}}\n---\n# {file}\n\n```{language}\n{text}```\n"
+        files.append(File.generated(config, name, content=text))
+        waiting += _linked(name, text)
     return files
 
 
@@ -55,19 +63,25 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 def _in_repository(page: str, target: str) -> str:
     """The file of the repository that a link of a page means."""
-    files = {name: file for file, name in NAMES.items()}
-    folder = posixpath.dirname(files.get(page, f"docs/{page}"))
-    return posixpath.normpath(posixpath.join(folder, target))
+    return posixpath.normpath(posixpath.join(posixpath.dirname(_file_of(page)), target))
+
+
+def _file_of(page: str) -> str:
+    """The file of the repository that a page shows."""
+    if (ROOT / "docs" / page).exists():
+        return f"docs/{page}"
+    outside = {_page_of(file.name): file.name for file in ROOT.glob("*.md")}
+    return outside.get(page, page.removesuffix(".md"))
 
 
 def _page_of(file: str) -> str:
     """The page of the site that shows a file of the repository."""
     if file.startswith("docs/"):
         return file.removeprefix("docs/")
-    return "index.md" if file == "README.md" else NAMES.get(file, f"{file}.md")
+    return NAMES.get(file, file.lower() if file.endswith(".md") else f"{file}.md")
 
 
-def _sources(page: File) -> set[str]:
-    """The source files that a page links to."""
-    targets = {_in_repository(page.src_uri, found[1]) for found in LINK.finditer(page.content_string)}
-    return {target for target in targets if target.endswith(".py") and not target.startswith("docs/")}
+def _linked(page: str, text: str) -> list[str]:
+    """The files outside docs/ that a page links to."""
+    targets = {_in_repository(page, found[1]) for found in LINK.finditer(text)}
+    return sorted(target for target in targets if not target.startswith("docs/") and (ROOT / target).is_file())

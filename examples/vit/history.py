@@ -25,6 +25,9 @@ class History:
     num_images: int = 0
     seconds: float = 0.0  # of training, without evaluation
     accuracy: float | None = None  # share of right answers on the test images; None where there are none
+    peak_bytes: int | None = (
+        None  # of a step on this rank, as `Booster.estimate_memory` has it; None where it is not known
+    )
 
     def __post_init__(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -65,6 +68,11 @@ class History:
     @property
     def images_per_second(self) -> float:
         return self.num_images / self.seconds if self.seconds else 0.0
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether losses were scaled."""
+        return any(scale != 1 for scale in self.loss_scale)
 
     @property
     def final_loss(self) -> float:

@@ -47,12 +47,12 @@ def train(
     optimizer = recipe.make_optimizer(model.parameters())
     criterion = torch.nn.CrossEntropyLoss()
     lr_scheduler = recipe.make_scheduler(optimizer, len(loader))
+    history = History(precision, peak_bytes=estimate_peak(b, model, optimizer, criterion, loader))
 
     # ... put under a precision and a parallelism in one line.
     model, optimizer, criterion, loader, lr_scheduler = b.boost(model, optimizer, criterion, loader, lr_scheduler)
 
     num_steps = recipe.num_steps(len(loader))
-    history = History(precision)
     folder = args.output / f"{recipe.model}-{precision}-checkpoints"
     parts = (model, optimizer, criterion, loader, lr_scheduler)
     if args.resume:
@@ -79,6 +79,20 @@ def train(
     if images.test is not None:
         history.accuracy = evaluate(b, model, images)
     return history
+
+
+def estimate_peak(
+    b: Booster,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: torch.nn.Module,
+    loader: torch.utils.data.DataLoader,
+) -> int:
+    """Bytes at the highest point of a step, computed from shapes; nothing is allocated, and no batch is taken."""
+    inputs, _ = loader.dataset[0]
+    batch = torch.empty(loader.batch_size, *inputs.shape, device="meta")
+    labels = torch.empty(loader.batch_size, dtype=torch.long, device="meta")
+    return b.estimate_memory(model, optimizer, (batch, labels), criterion).peak
 
 
 @torch.no_grad()

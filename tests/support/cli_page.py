@@ -28,10 +28,10 @@ def commands() -> list[tuple[str, ...]]:
 
 
 def help_of(command: tuple[str, ...]) -> str:
-    """What `booster COMMAND --help` prints, at a width of 110."""
+    """What `booster COMMAND --help` prints, at a width of 96."""
     from booster.cli import main
 
-    os.environ["COLUMNS"] = "110"
+    os.environ["COLUMNS"] = "96"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main([*command, "--help"])

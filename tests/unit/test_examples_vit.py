@@ -223,15 +223,60 @@ def test_steps_may_end_in_the_middle_of_an_epoch(vit: Load) -> None:
     assert recipe.num_steps(156) == 160
 
 
+def history_of(vit: Load, precision: str, scales: list[float], skipped: list[bool]) -> object:
+    history = vit("history").History(precision, accuracy=0.83, peak_bytes=40 * 2**20)
+    history.loss, history.loss_scale, history.skipped = [2.0, 1.0, 0.5], scales, skipped
+    history.num_images, history.seconds = 192, 2.0
+    return history
+
+
+def panels_of(vit: Load, histories: list[object]) -> set[str]:
+    figure = vit("report").draw(histories, "a title")
+    return {axes.get_title(loc="left") or axes.get_ylabel() for axes in figure.axes}
+
+
 def test_the_comparison_is_drawn(vit: Load, tmp_path: Path) -> None:
-    history = vit("history").History("fp16")
-    history.loss, history.loss_scale, history.skipped = [2.0, 1.0, 0.5], [4.0, 4.0, 2.0], [False, True, False]
+    history = history_of(vit, "fp16", [4.0, 4.0, 2.0], [False, True, False])
     path = tmp_path / "new folder" / "picture.png"
 
     vit("report").save_plot([history], "a title", path)
 
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+def test_a_picture_of_several_precisions_compares_accuracy_speed_and_memory(vit: Load) -> None:
+    histories = [history_of(vit, name, [1.0] * 3, [False] * 3) for name in ("fp32", "bf16")]
+
+    assert panels_of(vit, histories) == {
+        "training loss",
+        "accuracy on test images, %",
+        "images a second",
+        "peak of a step, MiB",
+    }
+
+
+def test_loss_scale_and_skips_are_drawn_only_where_there_are_any(vit: Load) -> None:
+    still = history_of(vit, "bf16", [1.0] * 3, [False] * 3)
+    moving = history_of(vit, "fp16", [4.0, 4.0, 2.0], [False] * 3)
+    skipping = history_of(vit, "fp16", [1.0] * 3, [False, True, False])
+
+    assert {"loss scale", "skipped steps"} & panels_of(vit, [still]) == set()
+    assert {"loss scale", "skipped steps"} & panels_of(vit, [moving]) == {"loss scale"}
+    assert {"loss scale", "skipped steps"} & panels_of(vit, [skipping]) == {"skipped steps"}
+
+
+def test_the_table_has_a_loss_scale_only_where_there_is_one(vit: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    vit("report").print_table([history_of(vit, "bf16", [1.0] * 3, [False] * 3)], "a title")
+    still = capsys.readouterr().out
+    vit("report").print_table([history_of(vit, "fp16", [4.0, 4.0, 2.0], [False, True, False])], "a title")
+    moving = capsys.readouterr().out
+
+    assert "peak MiB" in still
+    assert "40" in still
+    assert "loss scale" not in still
+    assert "loss scale" in moving
+    assert "skipped" in moving
 
 
 # --------------------------------------------------------------------- checkpoints
