@@ -1,6 +1,7 @@
 """Bytes a parameter that training holds, at rest and at its peak, and bytes of activations, for each precision and for peers.
 
     python -m benchmarks.memory [--only NAME,...] [--skip-activations] [--cpu]
+    python -m benchmarks.memory --ranks 2,4 [--only NAME,...]
 
 5 x Linear(1024, 1024), batch 16, AdamW: 5.25 million parameters, next to which activations are nothing. Held: unique
 storages of all tensors alive after a step, gradients included, by what they serve. Peak: the highest the allocator went
@@ -10,6 +11,8 @@ allocator's events, as torch.profiler records them, on CUDA from torch.cuda.max_
 Activations: 5 x (Linear(1024, 1024), GELU), batch 4096, where they outweigh the parameters, with autocast's weight cache
 and torch.utils.checkpoint on and off; "used twice" runs the layers twice, where without a cache every use has a half copy of
 the weight of its own. Peers are left out where they are not installed; torchao compiles its update, which takes a while.
+
+--ranks: bytes that the fullest of so many gloo ranks holds, by what they serve, counted after a step by `Booster.memory`.
 """
 
 from __future__ import annotations
@@ -17,11 +20,14 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile
@@ -30,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.timing import describe_machine
 from booster import Booster, register_elementwise
 from booster.mixed_precision import BF16MixedPrecision, BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
+from booster.plugin import LowLevelZeroPlugin, Plugin, TorchFSDPPlugin
 
 WIDTH, DEPTH, BATCH = 1024, 5, 16
 WARMUP = 2
@@ -121,9 +128,10 @@ def ours(
     *,
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
     batch: int = BATCH,
+    states: Any = None,
     **shape: Any,
 ) -> Training:
-    booster = Booster(device, precision)
+    booster = Booster(device, precision, states=states)
     net = MLP(**shape)
     model, optimizer, *_ = booster.boost(net, make(net.parameters()))
     x = data(device, batch)
@@ -236,9 +244,13 @@ def ways() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
 
 
 def packed() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
-    """Masters of 24 bits and states of 8, for optimizers of two states and of one."""
+    """States of 8 bits, beside float32 weights and with masters of 24, for optimizers of two states and of one."""
     kinds = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
-    return {
+    wide: dict[str, tuple[str | None, Callable[[str], Training]]] = {
+        f"booster {name}, 8bit, AdamW": (None, lambda device, name=name: ours(device, name, states="8bit"))  # type: ignore[misc]
+        for name in ("fp32", "bf16", "fp16")
+    }
+    return wide | {
         f"booster {name}, split24, 8bit, {optimizer}": (
             None,
             lambda device, kind=kind, make=make: ours(  # type: ignore[misc]
@@ -248,6 +260,55 @@ def packed() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
         for name, kind in kinds.items()
         for optimizer, make in {"AdamW": adamw, "SGD momentum": sgd, "Lion": lion}.items()
     }
+
+
+# ---- on ranks
+
+ON_RANKS: dict[str, tuple[Any, str | None]] = {
+    "bf16": (lambda: "bf16", None),
+    "bf16, 8bit": (lambda: "bf16", "8bit"),
+    "bf16_naive, split24, 8bit": (lambda: BF16NaiveMixedPrecision(master_weights="split24"), "8bit"),
+    "fp16_naive, split24, 8bit": (lambda: FP16NaiveMixedPrecision(master_weights="split24"), "8bit"),
+}
+DIVIDING: dict[str, Callable[[], Plugin]] = {
+    "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1),
+    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
+    "FSDP": TorchFSDPPlugin,
+}
+
+
+def on_rank(rank: int, world_size: int, meeting: str, parts: list[str]) -> None:
+    """Count what this rank holds in every case; rank 0 prints the fullest."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
+    for plugin in DIVIDING:
+        for name in ON_RANKS:
+            if not any(part in f"{plugin} {name}" for part in parts):
+                continue
+            held = held_on_rank(plugin, name)
+            dist.all_reduce(held, dist.ReduceOp.MAX)
+            if rank == 0:
+                columns = " | ".join(f"{each:.2f}" for each in [*held.tolist(), float(held.sum())])
+                print(f"| {plugin} x {world_size} | {name} | {columns} |", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def held_on_rank(plugin: str, name: str) -> torch.Tensor:
+    """Bytes of weights, masters, gradients and states for each parameter of the whole model."""
+    precision, states = ON_RANKS[name]
+    booster = Booster("cpu", precision(), DIVIDING[plugin](), states=states)
+    net = MLP()
+    count = sum(param.numel() for param in net.parameters())
+    model, optimizer, *_ = booster.boost(net, adamw(net.parameters()))
+    x = data("cpu", BATCH)
+    for _ in range(2):
+        optimizer.zero_grad()
+        booster.backward(model(x).pow(2).mean(), optimizer)
+        optimizer.step()
+    found = booster.memory(model, optimizer)
+    return torch.tensor([found.weights, found.masters, found.gradients, found.states], dtype=torch.float64) / count
 
 
 def without_masters(rounding: Any) -> MixedPrecision:
@@ -367,7 +428,15 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated parts of names")
     parser.add_argument("--skip-activations", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU although there is a GPU")
+    parser.add_argument("--ranks", default="", help="numbers of gloo ranks, such as 2,4: what each of them holds")
     args = parser.parse_args()
+    if args.ranks:
+        print(f"{describe_machine()}\n\n| ranks | | weights | masters | gradients | states | held |\n|{'---|' * 7}")
+        for ranks in map(int, args.ranks.split(",")):
+            with tempfile.TemporaryDirectory() as folder:
+                spawned = (ranks, f"{folder}/meeting", args.only.split(","))
+                torch.multiprocessing.spawn(on_rank, spawned, nprocs=ranks)  # type: ignore[attr-defined]
+        return
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     torch.manual_seed(0)
     print(f"{describe_machine()}; on {device}")

@@ -36,16 +36,14 @@ class Piece:
         return self.size == self.param.numel()
 
 
-LARGEST_PACKED_CPU_BUCKET = 2**18  # elements; with packed states the scratch is twice as large, or more
-
-
 def bucket_size(num_elements: int, device: torch.device, compiled: bool = False, packed: bool = False) -> int:
     """Return the size of a bucket: at most 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
 
-    packed: states are widened into scratch too, so that buckets are at most 1/32 of all elements.
+    packed: states are widened into scratch too, so that buckets are at most 1/32 of all elements; a compiled step does without.
     """
+    packed = packed and not compiled
     size = max(num_elements // (32 if packed else 8) // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
-    largest = LARGEST_COMPILED_CPU_BUCKET if compiled else LARGEST_PACKED_CPU_BUCKET if packed else LARGEST_CPU_BUCKET
+    largest = LARGEST_COMPILED_CPU_BUCKET if compiled else LARGEST_CPU_BUCKET
     return min(size, largest) if device.type == "cpu" else size
 
 

@@ -99,18 +99,18 @@ def _answer(options: argparse.Namespace) -> str:
 
 
 def _made(name: str) -> Any:
-    """Return the precision; NAME+8bit is NAME with masters of 24 bits and states of 8."""
-    from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, available
+    """Return the precision; NAME+8bit is NAME with states of 8 bits, and masters of 24 where there are any."""
+    from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, available, make
 
     if not name.endswith(_PACKED):
         if name not in available():
             raise ValueError(f"{name!r} is no precision; choose from {', '.join(available())}, or add {_PACKED}")
         return name
     kinds: dict[str, Any] = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
-    kind = kinds.get(name.removesuffix(_PACKED))
-    if kind is None:
-        raise ValueError(f"{name!r} is not known; {_PACKED} follows one of {list(kinds)}")
-    return kind(master_weights="split24", states="8bit")
+    plain = name.removesuffix(_PACKED)
+    if plain in kinds:
+        return kinds[plain](master_weights="split24", states="8bit")
+    return make(plain).with_states("8bit")
 
 
 def _precisions(text: str) -> list[str]:

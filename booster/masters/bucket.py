@@ -42,6 +42,7 @@ class Bucket:
         self.handles = [nn.Parameter(_nothing(shape, self.device)) for shape in shapes]
         self._layouts = [torch.empty_strided(p.param.shape, p.param.stride(), device="meta") for p in pieces]
         self._bounds = [(piece.offset, piece.offset + piece.size) for piece in pieces]
+        self._present: torch.Tensor | None = None
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
 
@@ -138,6 +139,16 @@ class Bucket:
             flat.as_strided(piece.param.shape, piece.param.stride(), flat.storage_offset())
             for flat, piece in zip(self.pieces_of(values), self.pieces, strict=True)
         ]
+
+    def present(self) -> torch.Tensor | None:
+        """Return where there are elements, as bool; None where pieces leave no gaps."""
+        if all(piece.size % ALIGNMENT == 0 for piece in self.pieces):
+            return None
+        if self._present is None:
+            self._present = torch.zeros(self.size, dtype=torch.bool, device=self.device)
+            for piece in self.pieces_of(self._present):
+                piece.fill_(True)
+        return self._present
 
     def clear_padding(self, values: torch.Tensor) -> None:
         """Make zero what flat `values` has between and behind the pieces, where others' leftovers may be."""

@@ -9,11 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 from booster.masters.bucket import Bucket
+from booster.masters.formats_24 import WEIGHTS, Split24
 from booster.masters.formats_compiled import fuses, rows
 from booster.masters.kernel import Kernel
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
+from booster.masters.packed import Packed
 from booster.masters.stand_in import keeps_state
+from booster.masters.state_signs import StateSigns
 from booster.masters.step import MasterStep, Told, inverse
 from booster.optimizer_kinds import kind_of, unknown
 
@@ -47,15 +50,27 @@ class CompiledMasterStep(MasterStep):
         if eager or (not state and keeps_state(optimizer, group, bucket.device)):
             super()._step_bucket(bucket, scratch, told)
             return
-        key = (bucket.size, bucket.dtype, bucket.device)
+        state = {} if state is None else state
+        ways = {name: value.way for name, value in state.items() if isinstance(value, Packed)}
+        key = (bucket.size, bucket.dtype, bucket.device, *ways.items())
         if key not in self._kernels:
-            self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype)
+            self._kernels[key] = Kernel(optimizer, bucket.format, bucket.dtype, ways)
+        dither = self.masters.dither
+        drawn = [*ways, *([WEIGHTS] if isinstance(bucket.format, Split24) else [])]
+        lanes = {name: dither.lanes(name, bucket.device) for name in drawn}
         working, gradients = bucket.working(), bucket.gradients(self.masters.gradient_of)
         weights = self._joined(bucket, working, "weights")
         grads = self._joined(bucket, gradients, "gradients")
         try:
             self._kernels[key].step(
-                group, {} if state is None else state, inverse(told.number), rows(bucket.rest), weights, grads
+                group,
+                state,
+                inverse(told.number),
+                rows(bucket.rest),
+                weights,
+                grads,
+                lanes,
+                bucket.present() if ways else None,
             )
         except Exception as error:
             self._understood = False
@@ -69,6 +84,8 @@ class CompiledMasterStep(MasterStep):
             return
         if weights is not working[0]:
             torch._foreach_copy_(working, bucket.pieces_of(weights))
+        if bucket.packing is not None:  # what the step has added to the state
+            bucket.packing.pack(bucket, state)
 
     def _joined(self, bucket: Bucket, pieces: list[torch.Tensor], name: str) -> torch.Tensor:
         """Return the pieces as one tensor of the bucket's size: themselves where there is one of this size, else a copy.
@@ -89,8 +106,12 @@ def can_compile_masters(optimizer: Optimizer, options: MasterOptions) -> bool:
     reason = None
     if kind_of(optimizer) != "elementwise":
         reason = unknown(optimizer, "would be stepped on flat buckets", "choose fused_optimizer=True")
-    elif options.states != "fp32" or options.master_weights == "split24":
-        reason = f"states={options.states!r} with master_weights={options.master_weights!r} is not compiled"
+    elif options.states != "fp32" and StateSigns(optimizer).watched:
+        names = sorted(StateSigns(optimizer).watched)
+        reason = (
+            f"its states {names} were never negative in trial steps, and every step is to look whether they still are not; "
+            f"declare them: register_elementwise({type(optimizer).__name__}, states={{{names[0]!r}: 'unsigned', ...}})"
+        )
     elif options.rounding == "stochastic":
         reason = 'rounding="stochastic" draws random numbers, which are not compiled'
     if reason is not None:

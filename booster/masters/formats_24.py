@@ -8,13 +8,16 @@ Of the 16 bits that `SplitBFloat16` keeps beside a weight, these keep the upper 
 
 The lower eight are rounded by chance, the nearer the likelier: an update of a thousandth of the last step kept moves a master
 once in a thousand times, and so does what it should on average. Rounded to nearest, it never would. What is on the grid
-already stays, whatever the random numbers, so masters come back from a checkpoint exactly. The weight itself is what other
-formats make it: a byte that chance would round up to the next weight, 128, is 127.
+already stays, whatever the random numbers, so masters come back from a checkpoint exactly. The weight is what the 24 bits
+round to, ties away from zero as in other formats: it differs from theirs where chance carries a master over the middle between
+two weights.
 
 With float16 the byte counts the distance from weight to master in 2**-8 of the weight's ulp, from -127 to 127.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -22,12 +25,12 @@ from booster.masters.dither import Dither
 from booster.masters.foreign import take_foreign, take_zeros
 from booster.masters.formats import Format
 from booster.masters.packed import fractions
-from booster.masters.rounding import Views, pieces_like, plain_nan_, to_step
+from booster.masters.rounding import Views, pieces_like, plain_nan_, to_ulp
 
-_NAME = "weights"
-_CHUNK = 2**16  # elements of a temporary
+WEIGHTS = "weights"  # what `Dither` gives them random numbers by
+_CHUNK = 2**15  # elements of a temporary
 LARGEST = 127.0
-FINER = 2.0**6  # of the 2**-14 ulp that `to_step` gives
+STEP = 2.0**-8  # ulp of the weight
 
 
 class Split24(Format):
@@ -38,7 +41,7 @@ class Split24(Format):
 
     def lanes(self, device: torch.device) -> torch.Tensor:
         """Return the random numbers of this step."""
-        return self._dither.lanes(_NAME, device)
+        return self._dither.lanes(WEIGHTS, device)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int8, device=device)
@@ -49,20 +52,18 @@ class Split24BFloat16(Split24):
 
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
-        bits, low = values.view(torch.int32), spare.view(torch.int32)
-        torch._foreach_copy_(pieces_like(bits, working), [w.view(torch.int16) for w in working])
-        bits.bitwise_left_shift_(16).add_(low.copy_(rest).bitwise_left_shift_(8))
+        torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
+        values.view(torch.int32).add_(spare.view(torch.int32).copy_(rest), alpha=2**8)
         take_zeros(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         plain_nan_(values)
-        bits, low = values.view(torch.int32), spare.view(torch.int32)
-        torch.add(bits, 0x8000, out=low).bitwise_and_(-0x10000)
-        bits.sub_(low).view(-1, 64).add_(self.lanes(values.device).bitwise_right_shift(8))
-        rest.copy_(bits.bitwise_right_shift_(8).clamp_(max=127))
-        low.bitwise_right_shift_(16)
-        torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(low, working))
+        bits = values.view(torch.int32)
+        bits.view(-1, 64).add_(self.lanes(values.device).bitwise_right_shift(8))
+        rest.copy_(bits.bitwise_right_shift_(8))  # the lower eight of 24 bits
+        bits.add_(0x80).bitwise_right_shift_(8)
+        torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
 
 
 class Split24Float16(Split24):
@@ -71,15 +72,18 @@ class Split24Float16(Split24):
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
+        wide = torch.empty(min(_CHUNK, len(values)), device=values.device)
         for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
-            chunk.add_(to_step(step.copy_(chunk)).mul_(FINER).mul_(left))
+            chunk.add_(to_ulp(step.copy_(chunk), STEP).mul_(wide[: len(chunk)].copy_(left)))
         take_foreign(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         torch._foreach_copy_(list(working), pieces_like(values, working))
         torch._foreach_copy_(pieces_like(spare, working), list(working))
-        # The difference to an overflown weight is not a number; nothing is left over then.
-        values.sub_(spare).div_(to_step(spare).mul_(FINER)).nan_to_num_(0.0, 0.0, 0.0)
+        values.sub_(spare).div_(to_ulp(spare, STEP))
+        # The difference to an overflown weight is not a number; nothing is left over then. Two numbers tell whether there is.
+        if not values.is_cpu or not all(map(math.isfinite, torch.aminmax(values))):
+            values.nan_to_num_(0.0, 0.0, 0.0)
         values.view(-1, 64).add_(fractions(self.lanes(values.device)))
         rest.copy_(values.floor_().clamp_(-LARGEST, LARGEST))

@@ -16,6 +16,8 @@ of uint8, the lower bytes first::
 
     4059 + 32768 = 36827 = 0x8FDB   ->   rest[0] = 0xDB, rest[1] = 0x8F
 
+A NaN is what differs from itself: the compiler does not vectorise `isnan`.
+
 Rounding inside float32
 -----------------------
 The compiler drops a cast to half that is followed by one to float32, and with it the rounding. So values are rounded as
@@ -33,11 +35,14 @@ taking it away again rounds to them.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 
 import torch
 
-from booster.masters.formats import Format, Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16
+from booster.masters.formats import Format, Kahan, Nearest, Same, Separate, SplitBFloat16, SplitFloat16
+from booster.masters.formats_24 import LARGEST, STEP, Split24, Split24BFloat16
+from booster.masters.packed import fractions
 from booster.masters.rounding import Views, pieces_like, whole_steps
 
 _CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
@@ -81,7 +86,7 @@ class BFloat16Planes(Planes):
 
     def join(self, weights: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
         joined = (weights.view(torch.int32) + left).view(torch.float32)
-        return torch.where(joined.isnan() & (weights == 0), weights, joined)
+        return torch.where((joined != joined) & (weights == 0), weights, joined)
 
     def split(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rounded = round_bfloat16(values)
@@ -110,7 +115,7 @@ def compiled_format(format: Format) -> Format:
 
 def fuses(format: Format) -> bool:
     """Return whether `join` and `split` know `format`."""
-    return isinstance(format, Planes) or type(format) in (Separate, Nearest, Kahan)
+    return isinstance(format, (Planes, Split24)) or type(format) in (Separate, Same, Nearest, Kahan)
 
 
 def rows(rest: torch.Tensor | None) -> list[torch.Tensor]:
@@ -121,18 +126,36 @@ def rows(rest: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def join(format: Format, weights: torch.Tensor, rest: list[torch.Tensor]) -> torch.Tensor:
-    """Return new float32 masters from half `weights` and `rows` of what is kept."""
-    if isinstance(format, Planes):
-        return format.join(weights.float(), _counted(*rest))
+    """Return new float32 masters from `weights` and `rows` of what is kept."""
+    if isinstance(format, Same):
+        return weights.clone()
     wide = weights.float()
+    if isinstance(format, Planes):
+        return format.join(wide, _counted(*rest))
+    if isinstance(format, Split24BFloat16):
+        joined = (wide.view(torch.int32) + (rest[0].to(torch.int32) << 8)).view(torch.float32)
+        return torch.where((joined != joined) & (wide == 0), wide, joined)
+    if isinstance(format, Split24):
+        joined = wide + _ulp(wide) * STEP * rest[0].float()
+        return _taken(joined, round_float16(joined), wide)
     if not rest:
         return wide
     joined = rest[0] if isinstance(format, Separate) else wide + rest[0].float()
     return _taken(joined, _rounded(joined, weights.dtype), wide)
 
 
-def split(format: Format, values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the weights that `values` round to, in float32 but exact in `dtype`, and new `rows` of what is kept."""
+def split(
+    format: Format, values: torch.Tensor, dtype: torch.dtype, lanes: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the weights that `values` round to, in float32 but exact in `dtype`, and new `rows` of what is kept.
+
+    lanes: the random numbers of this step, for masters of 24 bits.
+    """
+    if isinstance(format, Same):
+        return values, []
+    if isinstance(format, Split24):
+        assert lanes is not None
+        return _split_24(format, values, lanes)
     if isinstance(format, Planes):
         rounded, left = format.split(values)
         return rounded, list(_planes(left))
@@ -147,10 +170,22 @@ def split(format: Format, values: torch.Tensor, dtype: torch.dtype) -> tuple[tor
     return rounded, [torch.where(moves, _towards_zero(left, dtype), left)]
 
 
+def _split_24(format: Split24, values: torch.Tensor, lanes: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    if isinstance(format, Split24BFloat16):
+        bits = torch.where(values != values, math.nan, values).view(torch.int32)
+        master = (bits.view(-1, 64) + (lanes >> 8)).view(-1) >> 8
+        high = (master + 0x80) >> 8
+        return (high << 16).view(torch.float32), [(master - (high << 8)).to(torch.int8)]
+    rounded = round_float16(values)
+    left = (values - rounded) / (_ulp(rounded) * STEP)
+    left = torch.where(left.isfinite(), left, 0.0).view(-1, 64) + fractions(lanes)
+    return rounded, [left.floor().clamp(-LARGEST, LARGEST).view(-1).to(torch.int8)]
+
+
 def round_bfloat16(values: torch.Tensor) -> torch.Tensor:
     """Return `values` rounded to bfloat16, ties away from zero."""
     rounded = ((values.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-    return torch.where(values.isnan(), values, rounded)  # the carry of a NaN can reach its sign
+    return torch.where(values != values, values, rounded)  # the carry of a NaN can reach its sign
 
 
 def round_float16(values: torch.Tensor) -> torch.Tensor:
@@ -199,5 +234,9 @@ def _planes(left: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _step(weights: torch.Tensor) -> torch.Tensor:
+    return _ulp(weights) * 2.0**-14
+
+
+def _ulp(weights: torch.Tensor) -> torch.Tensor:
     exponents = (weights.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return (exponents * 2.0**-10).clamp(2.0**-24, 2.0**5) * 2.0**-14
+    return (exponents * 2.0**-10).clamp(2.0**-24, 2.0**5)

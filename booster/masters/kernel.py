@@ -8,7 +8,8 @@ what is passed in. Buckets of one size then share a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from torch import fx
 from torch.optim import Optimizer
 
 from booster.masters.formats import Format
+from booster.masters.formats_24 import WEIGHTS
 from booster.masters.formats_compiled import join, split
+from booster.masters.packed import Packed, Way
+from booster.masters.packed_compiled import pack, unpack
 from booster.masters.stand_in import (
     NOT_READ,
     Entries,
@@ -33,11 +37,17 @@ from booster.update.compiled import OWN_CACHE
 class Kernel:
     """The compiled step of optimizers of the class and attributes of `optimizer`, which is not touched.
 
-    One Kernel is for one size and dtype. Raises, at a call, whatever the compiler raises for what it cannot trace; nothing
-    has changed then.
+    One Kernel is for one size and dtype. ways: how states are packed, by name. Raises, at a call, whatever the compiler raises
+    for what it cannot trace; nothing has changed then.
     """
 
-    def __init__(self, optimizer: Optimizer, format: Format, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        format: Format,
+        dtype: torch.dtype,
+        ways: Mapping[str, Way] = MappingProxyType({}),
+    ) -> None:
         stand_in = stand_in_class(type(optimizer))
         attributes = instance_attributes(optimizer)
 
@@ -49,17 +59,26 @@ class Kernel:
             rest: list[torch.Tensor],
             weights: torch.Tensor,
             grads: torch.Tensor,
-        ) -> tuple[Entries, State]:
+            codes: dict[str, torch.Tensor],
+            factors: dict[str, torch.Tensor | None],
+            lanes: dict[str, torch.Tensor],
+            present: torch.Tensor | None,
+        ) -> tuple[Entries, State, dict[str, torch.Tensor | None]]:
             masters = join(format, weights, rest)
             masters.grad = grads.float() * ratio
-            after = step_stand_in(stand_in, attributes, group, rate, masters, state)
-            rounded, kept = split(format, masters, dtype)
+            state = {**state, **{name: unpack(ways[name], codes[name], factors[name]) for name in codes}}
+            group, state = step_stand_in(stand_in, attributes, group, rate, masters, state)
+            rounded, kept = split(format, masters, dtype, lanes.get(WEIGHTS))
             weights.copy_(rounded)
             for old, new in zip(rest, kept, strict=True):
                 old.copy_(new)
-            return after
+            scales = {}
+            for name in codes:
+                code, scales[name] = pack(ways[name], state.pop(name), lanes[name], present)
+                codes[name].copy_(code)
+            return group, state, scales
 
-        self._update: Callable[..., tuple[Entries, State]] = torch.compile(
+        self._update: Callable[..., tuple[Entries, State, dict[str, torch.Tensor | None]]] = torch.compile(
             update, fullgraph=True, dynamic=False, backend=scalars_first, **OWN_CACHE
         )
 
@@ -71,14 +90,28 @@ class Kernel:
         rest: list[torch.Tensor],
         weights: torch.Tensor,
         grads: torch.Tensor,
+        lanes: dict[str, torch.Tensor],
+        present: torch.Tensor | None = None,
     ) -> None:
-        """Update everything in place, `group` and `state` included. `weights` and `grads`: flat, half."""
+        """Update everything in place, `group` and `state` included. `weights` and `grads`: flat.
+
+        lanes: random numbers of this step, by the name of what they round. present: where the bucket has elements, None for
+        everywhere; packed states are zero elsewhere.
+        """
         rate = group.get("lr")
         if isinstance(rate, (int, float)):  # a number would be compiled in
             rate = torch.full((), rate, dtype=torch.float32, device=weights.device)
         ratio = torch.full((), grad_scale_inverse, dtype=torch.float32, device=weights.device)
         entries = read_entries(group)
-        written, after = self._update(entries, dict(state), rate, ratio, rest, weights, grads)
+        packed = {name: value for name, value in state.items() if isinstance(value, Packed)}
+        wide = {name: value for name, value in state.items() if name not in packed}
+        codes = {name: value.codes for name, value in packed.items()}
+        factors = {name: value.factors() for name, value in packed.items()}
+        arguments = entries, wide, rate, ratio, rest, weights, grads, codes, factors, lanes, present
+        written, after, scales = self._update(*arguments)
+        for name, kept in packed.items():
+            if kept.scales is not None:
+                kept.scales.copy_(scales[name])
         for key, value in after.items():
             if state.get(key) is not value:
                 state[key] = value

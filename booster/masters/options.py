@@ -13,12 +13,13 @@ from booster.masters.dither import Dither
 from booster.masters.formats import Format, Kahan, Nearest, Same, Separate, SplitBFloat16, SplitFloat16, Stochastic
 from booster.masters.formats_24 import Split24BFloat16, Split24Float16
 from booster.masters.packing import Packing, States
+from booster.masters.state_signs import StateSigns
 from booster.optimizer_kinds import kind_of, unknown
 
 MasterWeights = Literal["auto", "fp32", "split", "split24", "none"]
 Rounding = Literal["nearest", "stochastic", "kahan"]
 _FORMS = ("auto", "fp32", "split", "split24", "none")
-_STATES = ("fp32", "bf16", "8bit")
+STATES = ("fp32", "bf16", "8bit")
 _ROUNDINGS: dict[str, type[Format]] = {"nearest": Nearest, "stochastic": Stochastic, "kahan": Kahan}
 
 
@@ -40,7 +41,7 @@ class MasterOptions:
     def __post_init__(self) -> None:
         arguments.choice("master_weights", self.master_weights, _FORMS)
         arguments.choice("rounding", self.rounding, list(_ROUNDINGS))
-        arguments.choice("states", self.states, _STATES)
+        arguments.choice("states", self.states, STATES)
         if self.rounding != "nearest" and self.master_weights != "none":
             raise ValueError(
                 f"rounding={self.rounding!r} is for master_weights='none'; with {self.master_weights!r} masters keep "
@@ -48,9 +49,11 @@ class MasterOptions:
             )
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise ValueError if `optimizer` cannot be stepped on masters of this form."""
+        """Raise ValueError if `optimizer` cannot be stepped on masters of this form, or its states cannot be kept so."""
         kind, name = kind_of(optimizer), type(optimizer).__name__
         if kind == "elementwise":
+            if self.states != "fp32":
+                StateSigns(optimizer)
             return
         if self.master_weights not in ("auto", "fp32"):
             given, fix = f"master_weights={self.master_weights!r}", "use master_weights='fp32' or 'auto'"

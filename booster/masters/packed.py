@@ -53,12 +53,14 @@ from typing import Literal
 
 import torch
 
+from booster.masters.rounding import plain_nan_
+
 Way = Literal["bf16", "signed", "unsigned"]
 
 GROUP = 32
-_CHUNK = 2**16  # elements; what is packed at a time stays in a core's cache
-_SMALLEST = 2.0**-96  # of a scale: the smallest code of its group is still a normal number
-_LEVELS = {"signed": 127.0, "unsigned": 255.0}
+SMALLEST = 2.0**-96  # of a scale: the smallest code of its group is still a normal number
+_MARGIN = 16  # last bits of a float32 number that widening a scale may change
+LEVELS = {"signed": 127.0, "unsigned": 255.0}
 
 
 class Packed:
@@ -83,56 +85,51 @@ class Packed:
     def tensors(self) -> list[torch.Tensor]:
         return [self.codes] if self.scales is None else [self.codes, self.scales]
 
-    def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """Write the numbers into float32 `values`, and return it."""
-        if self.scales is None:
-            return values.copy_(self.codes)
-        wide = _wide_scales(self.scales)
-        spare = torch.empty(min(_CHUNK, len(values)) if self.way == "signed" else 0, device=values.device)
-        for value, codes, scales in zip(
-            values.split(_CHUNK), self.codes.split(_CHUNK), wide.split(_CHUNK // GROUP), strict=True
-        ):
-            value.copy_(codes).mul_(1.0 / _LEVELS[self.way])
-            if self.way == "signed":
-                value.mul_(torch.abs(value, out=spare[: len(value)]))
-            else:
-                value.mul_(value)
-                value.mul_(value)
-            value.view(-1, GROUP).mul_(scales[:, None])
-        return values
+    def factors(self) -> torch.Tensor | None:
+        """Return new float32 numbers, one for a group, that `unpack` multiplies by; None with "bf16".
 
-    def pack(self, values: torch.Tensor, lanes: torch.Tensor) -> None:
-        """Keep float32 `values`, which are overwritten. lanes: 64 random numbers below 2**16, int32."""
+        The levels are in them; of unsigned numbers their root, so that nothing becomes denormal.
+        """
         if self.scales is None:
-            values.masked_fill_(values.isnan(), math.nan)  # any other could round to infinity, or to zero
+            return None
+        wide = self.scales.to(torch.int32).bitwise_and_(0xFFFF).bitwise_left_shift_(15).view(torch.float32)
+        return (wide if self.way == "signed" else wide.sqrt_()).mul_(LEVELS[self.way] ** -2)
+
+    def unpack(self, values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
+        """Write the numbers into float32 `values`, and return it. spare: float32 scratch of its size, made if there is none."""
+        factors = self.factors()
+        if factors is None:
+            return values.copy_(self.codes)
+        values.copy_(self.codes)
+        values.mul_(values if self.way == "unsigned" else torch.abs(values, out=spare))
+        values.view(-1, GROUP).mul_(factors[:, None])
+        return values.mul_(values) if self.way == "unsigned" else values
+
+    def pack(self, values: torch.Tensor, lanes: torch.Tensor, spare: torch.Tensor | None = None) -> None:
+        """Keep float32 `values`, which are overwritten. lanes: 64 random numbers below 2**16, int32. spare: as of `unpack`."""
+        if self.scales is None:
+            plain_nan_(values)  # any other could round to infinity, or to zero
             bits = values.view(torch.int32)
             bits.view(-1, 64).add_(lanes)
             self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
             return
-        noise = fractions(lanes)
-        spare = torch.empty(min(_CHUNK, len(values)), device=values.device)
-        largest = torch.empty(len(values) // GROUP, device=values.device)
-        per_chunk = _CHUNK // GROUP
-        for value, found in zip(values.split(_CHUNK), largest.split(per_chunk), strict=True):
-            size = torch.abs(value, out=spare[: len(value)]) if self.way == "signed" else value
-            torch.amax(size.view(-1, GROUP), 1, out=found)
-        self.scales.copy_(_narrow_scales(largest, lanes))
+        if spare is None:
+            spare = torch.empty(len(values), device=values.device)
+        signed = self.way == "signed"
+        sizes = torch.abs(values, out=spare) if signed else values
+        groups = sizes.view(-1, GROUP)
+        largest = torch.amax(groups, 1)
+        least = largest.clamp(min=SMALLEST)
+        self.scales.copy_(narrow_scales(largest, least, lanes))
         # The levels go into the factor of a group, under the root: a pass less over the elements.
-        levels = _LEVELS[self.way] ** (2 if self.way == "signed" else 4)
-        factors = largest.clamp_(min=_SMALLEST).reciprocal_().mul_(levels)[:, None]
-        for value, codes, factor in zip(
-            values.split(_CHUNK), self.codes.split(_CHUNK), factors.split(per_chunk), strict=True
-        ):
-            part = spare[: len(value)]
-            if self.way == "signed":
-                torch.mul(value.view(-1, GROUP), factor, out=part.view(-1, GROUP))
-                part.abs_().sqrt_().view(-1, 64).add_(noise)
-                codes.copy_(part.copysign_(value))
-            else:
-                value.view(-1, GROUP).mul_(factor)
-                value.sqrt_().sqrt_().view(-1, 64).add_(noise)
-                whole = part.view(torch.int32).copy_(value.clamp_(min=1.0))
-                codes.view(torch.int8).copy_(whole)  # the lower eight bits
+        groups.mul_(least.reciprocal_().mul_(LEVELS[self.way] ** (2 if signed else 4))[:, None])
+        sizes = sizes.sqrt_() if signed else sizes.sqrt_().sqrt_()
+        sizes.view(-1, 64).add_(fractions(lanes))
+        if signed:
+            self.codes.copy_(sizes.copysign_(values))
+        else:
+            whole = spare.view(torch.int32).copy_(sizes.clamp_(min=1.0))
+            self.codes.view(torch.int8).copy_(whole)  # the lower eight bits
 
 
 def fractions(lanes: torch.Tensor) -> torch.Tensor:
@@ -140,13 +137,14 @@ def fractions(lanes: torch.Tensor) -> torch.Tensor:
     return (lanes.bitwise_right_shift(4).float() + 0.5) * 2.0**-12
 
 
-def _narrow_scales(largest: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
-    """Return the bits 15 to 30 of positive float32 numbers, rounded by chance, as int32; zero stays zero."""
-    found = torch.where(largest == 0, largest, largest.clamp(min=_SMALLEST))
-    bits = found.masked_fill_(found.isnan(), math.nan).view(torch.int32)
-    bits.view(-1, 2).add_(lanes[:2].bitwise_right_shift(1))
-    return bits.bitwise_right_shift_(15)
+def narrow_scales(largest: torch.Tensor, least: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+    """Return the bits 15 to 30 of scales, rounded by chance, as int32.
 
-
-def _wide_scales(scales: torch.Tensor) -> torch.Tensor:
-    return scales.to(torch.int32).bitwise_and_(0xFFFF).bitwise_left_shift_(15).view(torch.float32)
+    largest: of each group, float32, not negative; zero stays zero. least: the same, but at least `SMALLEST`.
+    """
+    found = least * (largest != 0)
+    if not found.is_cpu:  # see `rounding.plain_nan_`
+        found = torch.where(found != found, math.nan, found)
+    # What was unpacked is off by some of its last bits; no random number may carry that further.
+    chance = lanes[:2].bitwise_right_shift(1).clamp_(_MARGIN, 2**15 - 1 - _MARGIN)
+    return (found.view(torch.int32).view(-1, 2) + chance).view(-1).bitwise_right_shift_(15)

@@ -51,47 +51,58 @@ class Packing:
             return None
         return "bf16" if self._states == "bf16" else sign
 
-    def pack(self, bucket: FlatBucket, state: State, packed: dict[str, Packed] | None = None) -> None:
+    def pack(
+        self,
+        bucket: FlatBucket,
+        state: State,
+        packed: dict[str, Packed] | None = None,
+        spare: torch.Tensor | None = None,
+    ) -> None:
         """Pack the entries of `state`, of the handle of `bucket`, in place; float32 ones are overwritten.
 
-        packed: memory to use again, by name. Raises RuntimeError for a negative number where there was none in trials.
+        packed: memory to use again, by name. spare: scratch, as of `Packed.pack`. Raises RuntimeError for a negative number
+        where there was none in trials.
         """
         for name, value in state.items():
             way = self.way_of(name, value, bucket)
             if way is None:
                 continue
             bucket.clear_padding(value)
-            if way == "unsigned" and name in self._signs.measured and float(value.amin()) < 0:
+            if way == "unsigned" and name in self._signs.watched and float(value.amin()) < 0:
                 raise RuntimeError(
                     f"the state {name!r} of {self._name} was never negative in trial steps, and is now; declare it before "
                     f"boost(): register_elementwise({self._name}, states={{{name!r}: 'signed'}})"
                 )
             kept = (packed or {}).get(name)
             kept = Packed(way, bucket.size, value.device) if kept is None else kept
-            kept.pack(value, self.lanes(name, value.device))
+            kept.pack(value, self.lanes(name, value.device), spare)
             state[name] = kept
 
     @contextmanager
     def opened(
-        self, bucket: FlatBucket, states: MutableMapping[Any, State], scratch: Callable[[str], torch.Tensor]
+        self,
+        bucket: FlatBucket,
+        states: MutableMapping[Any, State],
+        scratch: Callable[[str], torch.Tensor],
+        spare: torch.Tensor | None = None,
     ) -> Iterator[None]:
         """For its length, have the packed entries of the state of `bucket`, in `states`, in float32.
 
-        scratch: gives memory of the bucket's size, by name. New entries are packed afterwards. Where it is left by an
-        exception, what was packed is what it was.
+        scratch: gives memory of the bucket's size, by name. spare: such memory, overwritten on entering and leaving. New
+        entries are packed afterwards. Where it is left by an exception, what was packed is what it was.
         """
         handle = bucket.handles[0]
         state = states.get(handle, {})
         before = {name: value for name, value in state.items() if isinstance(value, Packed)}
         for name, value in before.items():
-            state[name] = value.unpack(scratch(name))
+            state[name] = value.unpack(scratch(name), spare)
         try:
             yield
         except BaseException:
             state.update(before)
             raise
         if handle in states:
-            self.pack(bucket, states[handle], before)
+            self.pack(bucket, states[handle], before, spare)
 
 
 def unpacked(state: State) -> State:

@@ -50,6 +50,11 @@ class StateSigns:
             self._signs = {**tried, **declared}
             self.measured = set(tried) - set(declared)
 
+    @property
+    def watched(self) -> set[str]:
+        """Names of the states that trial steps never made negative, which says nothing of the steps to come."""
+        return {name for name in self.measured if self._signs[name] == "unsigned"}
+
     def __getitem__(self, name: str) -> Sign:
         """Return the sign of the state `name`; a state that nobody knows stays float32."""
         return self._signs.get(name, "fp32")

@@ -138,20 +138,21 @@ class MasterStep:
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, told: Told) -> None:
         values, grads = scratch.of(bucket)
         masters = bucket.load(values, grads)
-        torch._foreach_copy_(bucket.pieces_of(grads), bucket.gradients(self.masters.gradient_of))
-        bucket.attach(masters, grads)
         try:
-            with self._opened(bucket, scratch):
+            with self._opened(bucket, scratch, grads):
+                torch._foreach_copy_(bucket.pieces_of(grads), bucket.gradients(self.masters.gradient_of))
+                bucket.attach(masters, grads)
                 self._call([grads], told)
         finally:
             bucket.detach()
         bucket.save(masters, grads)
 
-    def _opened(self, bucket: Bucket, scratch: _Scratch) -> AbstractContextManager[None]:
-        """Return a context in which the states of `bucket` are float32."""
+    def _opened(self, bucket: Bucket, scratch: _Scratch, spare: torch.Tensor) -> AbstractContextManager[None]:
+        """Return a context in which the states of `bucket` are float32. Entering and leaving overwrite `spare`."""
         if bucket.packing is None:
             return nullcontext()
-        return bucket.packing.opened(bucket, self.masters.optimizer.state, lambda name: scratch.state(bucket, name))
+        state = self.masters.optimizer.state
+        return bucket.packing.opened(bucket, state, lambda name: scratch.state(bucket, name), spare)
 
     def _step_plain(self, params: list[torch.Tensor], told: Told) -> None:
         start_late_momentum(self.masters.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,11 @@ from booster.casting import HALF_DTYPES
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler, NoScale
-from booster.masters.options import MasterOptions
+from booster.masters.compiled import can_compile_masters
+from booster.masters.device_update import choose_master_update
+from booster.masters.masters import Masters
+from booster.masters.options import STATES, MasterOptions
+from booster.masters.packing import States
 from booster.mixed_precision.hardware import missing_on_cpu
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy
@@ -44,6 +49,7 @@ class MixedPrecision:
 
     policy = DtypePolicy()
     _device: torch.device | None = None
+    _states: States = "fp32"
 
     @property
     def device(self) -> torch.device:
@@ -128,11 +134,11 @@ class MixedPrecision:
 
     def may_fuse(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
-        return has_sound_kernel(optimizer)
+        return self.master_options is not None or has_sound_kernel(optimizer)  # where it is buckets that are stepped
 
     def may_compile(self, optimizer: Optimizer) -> bool:
         """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""
-        return True
+        return self.master_options is None or can_compile_masters(optimizer, self.master_options)
 
     def make_update(
         self,
@@ -146,12 +152,45 @@ class MixedPrecision:
 
         names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
         """
-        return None
+        if self.master_options is None:
+            return None
+        masters = Masters(optimizer, names, self.master_options, sources=weights, compiled=compiled)
+        return functools.partial(choose_master_update, masters=masters, compiled=compiled)
 
     @property
     def master_options(self) -> MasterOptions | None:
         """What is kept beside half weights, and of states; None where parameters are stepped as they are."""
-        return None
+        return None if self._states == "fp32" else MasterOptions(master_weights="none", states=self._states)
+
+    @property
+    def states(self) -> States:
+        """How the states of optimizers are kept between steps: "fp32" is as they are."""
+        return self._states
+
+    def with_states(self, states: States) -> MixedPrecision:
+        """A strategy like this one under which the states of optimizers are kept so; this one, where they are already.
+
+        states: see `MasterOptions`. Raises ValueError where they are kept in another way already, or where the strategy has an
+        update of its own that does not pack them.
+        """
+        arguments.choice("states", states, STATES)
+        if states == self.states:
+            return self
+        if self.states != "fp32":
+            raise ValueError(
+                f"states is {states!r} for Booster and {self.states!r} for {type(self).__name__}; give it once"
+            )
+        return self._keeping_states(states)
+
+    def _keeping_states(self, states: States) -> MixedPrecision:
+        if self.has_own_update:
+            raise ValueError(
+                f"{type(self).__name__} steps parameters in a way of its own, which keeps states as they are; leave out "
+                f"states={states!r}, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
+            )
+        clone = copy.copy(self)
+        clone._states = states
+        return clone
 
     @property
     def has_own_update(self) -> bool:
@@ -194,6 +233,9 @@ class MixedPrecision:
         before = named_parameters(bare(model))
         policy = self.policy_for(model)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+        for each in optimizers:
+            if self.master_options is not None:
+                self.master_options.check(each)
         kept = self.keep_weights(model, placement) if optimizers else {}
         placed = placement.place(self.convert(model), policy, self.device)
         boosted = self.wrap_model(placed)

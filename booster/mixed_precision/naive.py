@@ -92,6 +92,15 @@ class NaiveMixedPrecision(MixedPrecision):
         return self._masters
 
     @property
+    def states(self) -> States:
+        return self._masters.states
+
+    def _keeping_states(self, states: States) -> NaiveMixedPrecision:
+        clone = copy.copy(self)
+        clone._masters = dataclasses.replace(self._masters, states=states)
+        return clone
+
+    @property
     def _store(self) -> torch.dtype | None:
         # Where a plugin shards, float32 shards are the masters, unless another form of them was asked for by name.
         return self.dtype if self._masters.master_weights in ("split", "split24", "none") else None

@@ -16,13 +16,17 @@ from booster.mixed_precision import BF16NaiveMixedPrecision
 FORMS = {
     "split24": "split24",
     "shards": "auto",
+    "autocast": None,
 }  # under fully_shard "auto" keeps float32 shards, elsewhere split masters
 
 
 def built(layout, form="split24", states="8bit"):
     torch.manual_seed(7)
-    precision = BF16NaiveMixedPrecision(keep_fp32="*.norm", master_weights=FORMS[form], states=states)
-    booster = Booster("cpu", precision, LAYOUTS[layout]())
+    if form == "autocast":
+        booster = Booster("cpu", "bf16", LAYOUTS[layout](), states=states)
+    else:
+        precision = BF16NaiveMixedPrecision(keep_fp32="*.norm", master_weights=FORMS[form], states=states)
+        booster = Booster("cpu", precision, LAYOUTS[layout]())
     model = nn.Sequential(Block(), Block())
     made = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, made, criterion, *_ = booster.boost(model, made, nn.MSELoss())

@@ -55,7 +55,7 @@ def test_a_table_and_a_picture(job, tmp_path, capsys):
     [
         (["nothing"], 1, "names no job"),
         (["--precision", "fp33", "JOB"], 2, "--precision: 'fp33' is no precision"),
-        (["--precision", "fp32+8bit", "JOB"], 2, "follows one of"),
+        (["--precision", "fp16_apex+8bit", "JOB"], 2, "in a way of its own"),
         (["--plugin", "tp", "--world_size", "2", "JOB"], 2, "--plugin: 'tp' is not estimated"),
         (["--plugin", "ddp", "JOB"], 2, "needs --world_size"),
         (["--memory", "-1", "JOB"], 2, "is not an amount of memory"),

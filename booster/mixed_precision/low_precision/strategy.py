@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
+from booster.masters.packing import States
 from booster.mixed_precision.amp import BF16MixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, normalise_keep_fp32
@@ -143,6 +144,15 @@ class LowPrecision(MixedPrecision):
         compiled: bool,
     ) -> Callable[[Job], Update] | None:
         return self._wide.make_update(optimizer, names, weights, compiled=compiled)
+
+    @property
+    def states(self) -> States:
+        return self._wide.states
+
+    def _keeping_states(self, states: States) -> LowPrecision:
+        clone = copy.copy(self)
+        clone._wide = self._wide.with_states(states)
+        return clone
 
     # ---- the layers ----
 
