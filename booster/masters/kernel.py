@@ -110,8 +110,9 @@ class Kernel:
         arguments = entries, wide, rate, ratio, rest, weights, grads, codes, factors, lanes, present
         written, after, scales = self._update(*arguments)
         for name, kept in packed.items():
-            if kept.scales is not None:
-                kept.scales.copy_(scales[name])
+            found = scales[name]
+            if kept.scales is not None and found is not None:
+                kept.scales.copy_(found)
         for key, value in after.items():
             if state.get(key) is not value:
                 state[key] = value

@@ -61,7 +61,7 @@ class Run:
 
     def __init__(self, make, dtype, form, *, compiled=True, scale=None, shapes=SHAPES, states="fp32"):
         self.sources = weights(shapes)
-        self.params = [nn.Parameter(source.to(dtype)) for source in self.sources]
+        self.params = [nn.Parameter(source.to(dtype, copy=True)) for source in self.sources]
         self.inner = make(self.params)
         names = {param: f"p{i}" for i, param in enumerate(self.params)}
         sources = dict(zip(self.params, self.sources, strict=True))
