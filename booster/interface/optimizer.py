@@ -318,6 +318,11 @@ class OptimizerWrapper(Optimizer):
         """What is kept beside half weights, in the form in which it is kept."""
         return self._update.master_tensors()
 
+    def gradient_tensors(self) -> list[torch.Tensor]:
+        """This rank's part of the gradients that there are, as it is kept; no collective."""
+        with self._update.shards.local():
+            return [param.grad for param in self._update.params() if param.grad is not None]
+
     @property
     def is_partial(self) -> bool:
         """Whether other ranks step layers that this one lacks."""

@@ -42,6 +42,7 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     seen: set[int] = set()
     weights = _bytes([*params, *model.buffers()], seen)
     gradients = _bytes([param.grad for param in params if param.grad is not None], seen)
+    gradients += _bytes(optimizer.gradient_tensors(), seen)
     kept = _bytes(optimizer.master_tensors(), seen)
     values = [value for own in optimizer.unwrap().state.values() for value in own.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]

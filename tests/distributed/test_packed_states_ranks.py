@@ -81,6 +81,22 @@ def test_ranks_agree_train_as_on_float32_states_and_resume_to_the_bit(ranks2, la
         assert max(first[3], second[3]) <= 2 * 1.0625 * (count / 2 + 64 * 20)
 
 
+def gradient_bytes(rank, world_size, layout):
+    parts = built(layout, "autocast")
+    booster, model, made, criterion = parts
+    batch = torch.randn(4, 8)
+    booster.backward(criterion(model(batch), batch), made)
+    return booster.memory(model, made).gradients
+
+
+@pytest.mark.parametrize(("layout", "share"), [("ddp", 1.0), ("zero1", 1.0), ("zero2", 0.5), ("fsdp", 0.5)])
+def test_memory_counts_the_gradients_that_a_rank_keeps(ranks2, layout, share):
+    count = sum(param.numel() for param in nn.Sequential(Block(), Block()).parameters())
+    for found in ranks2(gradient_bytes, layout):
+        # Under ZeRO and fully_shard a rank's part is padded.
+        assert 4 * count * share <= found <= 4 * count * share * 1.3
+
+
 def moved(rank, world_size, target, path):
     parts = built(target)
     parts[0].load(path, parts[1], parts[2])

@@ -201,6 +201,7 @@ RANGES: dict[str, Predicate] = {
     "clip_grad_norm": number(0),
     "max_consecutive_skips": whole(1),
     "diagnose": either(whole(1), one_of("first", "every")),
+    "Booster(states)": one_of("fp32", "bf16", "8bit"),
     "fp16": one_of({}),
     "model": nothing,
     "register_elementwise(states)": one_of({}, {"exp_avg": "signed"}),
