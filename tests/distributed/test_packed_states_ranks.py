@@ -93,8 +93,8 @@ def gradient_bytes(rank, world_size, layout):
 def test_memory_counts_the_gradients_that_a_rank_keeps(ranks2, layout, share):
     count = sum(param.numel() for param in nn.Sequential(Block(), Block()).parameters())
     for found in ranks2(gradient_bytes, layout):
-        # Under ZeRO and fully_shard a rank's part is padded.
-        assert 4 * count * share <= found <= 4 * count * share * 1.3
+        # In ZeRO's buckets every parameter begins at a multiple of 64 elements.
+        assert 4 * count * share <= found <= 4 * (count * share + 64 * 20)
 
 
 def moved(rank, world_size, target, path):
