@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from booster.update import choice
 
 _READS = {"item", "tolist", "__bool__", "__float__", "__int__", "__index__", "numpy", "cpu", "nonzero", "equal"}
-_COPIES = {"tensor", "as_tensor"}  # of numbers, from the host, each of which waits
+_COPIES = {"tensor", "as_tensor"}  # of numbers, from the host to a device that is named, each of which waits
 
 
 class HostReads(TorchFunctionMode):
@@ -23,7 +23,8 @@ class HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        copies = name in _COPIES and not isinstance(args[0], torch.Tensor)
+        there = (kwargs or {}).get("device") is not None
+        copies = name in _COPIES and there and not isinstance(args[0], torch.Tensor)
         if name in _READS or copies:
             self.found[name] += 1
         return func(*args, **(kwargs or {}))

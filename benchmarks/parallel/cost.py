@@ -14,6 +14,7 @@ from benchmarks.parallel.loops import GPT, TINY, Case, Loop, cases
 from benchmarks.scaling.bytes import NOISE, socket_bytes
 from benchmarks.timing import interleave, ratio
 from benchmarks.waits import HostReads, as_on_a_gpu
+from booster.interface.optimizer import OptimizerWrapper
 from booster.memory.decoder import Model
 from booster.torch_internals import TorchDispatchMode
 
@@ -124,6 +125,8 @@ def counted(make: Callable[[Model, int, str], Loop], precision: str) -> dict[str
     sent = (socket_bytes() or 0) - before
     with Calls() as calls:
         loop.passes()
+        if isinstance(loop.optimizer, OptimizerWrapper):
+            loop.optimizer.settle()  # of the step before, of which a copy is on its way since then
         with HostReads() as reads:
             loop.clip()
             loop.optimizer.step()
@@ -135,14 +138,14 @@ def counted(make: Callable[[Model, int, str], Loop], precision: str) -> dict[str
 # ---- memory
 
 
-def memory(say: Say) -> None:
+def memory(say: Say, precisions: list[str]) -> None:
     say(
         "\nBytes per parameter of the whole model on rank 0, by the allocator's events since before the model was made:"
     )
     say("held between steps, held with gradients after a step, and the highest within a step\n")
     say(heads("", "between: raw", "booster", "with gradients: raw", "booster", "peak: raw", "booster", "precision"))
     for name, case in cases().items():
-        for precision in ("fp32", "bf16"):
+        for precision in precisions:
             raw, ours = weighed(case.raw, precision), weighed(case.booster, precision)
             cells = " | ".join(f"{a:.2f} | {b:.2f}" for a, b in zip(raw, ours, strict=True))
             say(f"| {name} | {cells} | {precision if precision == 'fp32' else case.half} |")

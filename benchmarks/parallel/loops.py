@@ -23,7 +23,7 @@ from booster import Booster
 from booster.memory.decoder import Model
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
-GPT = Model(hidden=320, layers=6, heads=5, ffn=1280, vocabulary=2048, sequence=64, gated=False)
+GPT = Model(hidden=320, layers=6, heads=4, ffn=1280, vocabulary=2048, sequence=64, gated=False)
 TINY = Model(hidden=64, layers=12, heads=4, ffn=128, vocabulary=256, sequence=16, gated=False)
 MICRO_BATCHES = 4
 MAX_NORM = 1.0

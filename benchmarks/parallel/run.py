@@ -13,7 +13,6 @@ import argparse
 import os
 import tempfile
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,13 +37,13 @@ def on_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
 
     say(f"{describe_machine()}; 2 gloo ranks; load {os.getloadavg()[0]:.1f}")
     if "time" in options.only:
-        for precision in ("fp32", "bf16"):
+        for precision in options.precisions:
             times(say, options.rounds, precision, options.cases)
     if "messages" in options.only:
-        for precision in ("fp32", "bf16"):
+        for precision in options.precisions:
             messages(say, precision)
     if "memory" in options.only:
-        memory(say)
+        memory(say, options.precisions)
     if "growth" in options.only:
         growth(say, options.largest)
     if "bubble" in options.only:
@@ -57,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--cases", type=lambda text: set(text.split(",")), default=set())
+    parser.add_argument("--precisions", type=lambda text: text.split(","), default=["fp32", "bf16"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--largest", type=int, default=16000)
     options = parser.parse_args()
@@ -64,7 +64,6 @@ def main() -> None:
     if unknown:
         parser.error(f"--only {','.join(unknown)} is unknown; choose of {','.join(PARTS)}")
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder).mkdir(exist_ok=True)
         torch.multiprocessing.spawn(on_rank, (folder, options), nprocs=2)  # type: ignore[attr-defined]
 
 

@@ -49,6 +49,33 @@ def test_momentum_begins_soundly_after_a_first_step_that_was_skipped(ranks2, col
     compare(ranks2(trains_both_ways, "fp16", column, "SGD"), "fp16")
 
 
+def keeps_gradients(rank, world_size, column, on_device):
+    """Whether each step was applied, and the weights after them; gradients are not cleared between them."""
+    with as_on_a_gpu() if on_device else torch.enable_grad():
+        torch.manual_seed(7)
+        model = Transformer()
+        booster = Booster("cpu", PRECISIONS["fp16"](), PARALLELISMS[column].plugin())
+        model, made, criterion, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_of)
+        applied = []
+        for step in range(4):
+            booster.execute_pipeline(iter([batch(step, booster)]), model, criterion, made)
+            if step == 1:
+                made.clip_grad_by_norm(0.1)
+            if step == 2:
+                made.clip_grad_by_value(1e-3)
+            applied.append(made.step().applied)
+    return applied, [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("column", ["ZeRO-1", "ZeRO-2", "FSDP"])
+def test_gradients_that_outlive_a_step_are_what_they_are_where_hosts_decide(ranks2, column):
+    by_host, by_device = (ranks2(keeps_gradients, column, on_device) for on_device in (False, True))
+    for (applied, weights), (expected, others) in zip(by_device, by_host, strict=True):
+        assert applied == expected == [True] * 4
+        for weight, other in zip(weights, others, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+
+
 # ---------------------------------------------------------------------- what a step costs
 
 

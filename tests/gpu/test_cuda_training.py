@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from booster import Booster
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.update.device import DeviceUpdate
 
 pytestmark = pytest.mark.gpu
@@ -86,9 +87,19 @@ def test_twenty_steps_equal_the_hand_written_loop(precision: str, name: str) -> 
     assert optimizer.loss_scale == (scaler.get_scale() if precision == "fp16" else 1.0)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+PACKED = {"master_weights": "split24", "states": "8bit"}
+UNWAITED = {
+    **{name: name for name in ("fp32", "bf16", "fp16", "fp16_naive", "bf16_naive")},
+    "fp16_naive split": FP16NaiveMixedPrecision(master_weights="split"),
+    "fp16_naive kahan": FP16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
+    "bf16_naive stochastic": BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"),
+    "bf16_naive 8bit": BF16NaiveMixedPrecision(**PACKED),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("precision", UNWAITED)
 def test_a_step_does_not_wait_for_the_device_until_its_result_is_read(precision: str) -> None:
-    booster = Booster("cuda", precision)
+    booster = Booster("cuda", UNWAITED[precision])
     model = make_model()
     raw = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(raw, 1, 0.5)

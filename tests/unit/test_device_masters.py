@@ -162,7 +162,7 @@ def test_a_step_reads_nothing_on_the_host(precision, clip):
                     optimizer.clip_grad_by_norm(clip)
                 result = optimizer.step()
                 optimizer.zero_grad()
-        assert not {name: n for name, n in reads.found.items() if name != "tensor" or n > 1}, reads.found
+        assert not reads.found
     assert result.applied
 
 
