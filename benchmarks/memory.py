@@ -129,9 +129,10 @@ def ours(
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
     batch: int = BATCH,
     states: Any = None,
+    release: Any = False,
     **shape: Any,
 ) -> Training:
-    booster = Booster(device, precision, states=states)
+    booster = Booster(device, precision, states=states, release_gradients=release)
     net = MLP(**shape)
     model, optimizer, *_ = booster.boost(net, make(net.parameters()))
     x = data(device, batch)
@@ -251,12 +252,13 @@ def packed() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
         for name in ("fp32", "bf16", "fp16")
     }
     return wide | {
-        f"booster {name}, split24, 8bit, {optimizer}": (
+        f"booster {name}, split24, 8bit, {optimizer}{label}": (
             None,
-            lambda device, kind=kind, make=make: ours(  # type: ignore[misc]
-                device, kind(master_weights="split24", states="8bit"), make=make
+            lambda device, kind=kind, make=make, release=release: ours(  # type: ignore[misc]
+                device, kind(master_weights="split24", states="8bit"), make=make, release=release
             ),
         )
+        for release, label in ((False, ""), ("exact", ", release"))
         for name, kind in kinds.items()
         for optimizer, make in {"AdamW": adamw, "SGD momentum": sgd, "Lion": lion}.items()
     }

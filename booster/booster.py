@@ -54,7 +54,13 @@ class Booster:
     instead, and says so in a WARNING where it cannot. clip_grad_norm: every `step()` clips the gradients of its optimizer
     to this norm; 0 does not. skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and
     without clipping. max_consecutive_skips: so many skipped steps in a row
-    raise `LossScaleError`; None never does. diagnose: replay skipped steps, the "first", "every" one or so many, and log
+    raise `LossScaleError`; None never does.
+
+    release_gradients: step each parameter within `backward`, as soon as its gradient is complete, and free the gradient.
+    "exact": to the same bits as without; under a loss scale, a clip or skip_nonfinite, `backward` goes through the graph twice,
+    first for the norm alone. "previous_norm": in one pass, clipping by the norm of the step before. See docs/memory.md.
+
+    diagnose: replay skipped steps, the "first", "every" one or so many, and log
     what `diagnose` finds as one WARNING; `diagnoses` has it too. Until a step is over, what models and criteria were given in
     it is kept, by reference, and the gradients of what they returned. states: how the states of elementwise optimizers are
     kept between steps, in every precision but fp16_apex: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625,
@@ -73,6 +79,7 @@ class Booster:
         clip_grad_norm: float = 0.0,
         skip_nonfinite: bool = False,
         max_consecutive_skips: int | None = 50,
+        release_gradients: Literal[False, "exact", "previous_norm"] = False,
         diagnose: int | Literal["first", "every"] | None = None,
         states: States | None = None,
     ) -> None:
@@ -89,7 +96,9 @@ class Booster:
             clip_grad_norm=clip_grad_norm,
             skip_nonfinite=skip_nonfinite,
             max_consecutive_skips=max_consecutive_skips,
+            release_gradients=release_gradients,
         )
+        checks.check_release(self._options, self.precision, self.plugin)
         self._boosted = Boosted()
         self._accumulations = Accumulations()
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
@@ -156,6 +165,7 @@ class Booster:
                 optimizers=self._boosted.optimizers,
                 plugin=self.plugin,
             )
+            checks.check_released(each, self._options)
         if several is not None:
             checks.check_shared(several, model)
         owners = checks.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
@@ -316,10 +326,13 @@ class Booster:
         tracker: also called with the numbers of each step by name, and the number of the step; a tracker's own
         `log(values, step)` will do. Returns the record, whose `close()` ends it; the end of the process does too.
 
-        Raises ValueError for a folder that this Booster writes to already, OSError where it cannot.
+        Raises ValueError for a folder that this Booster writes to already, and unless every=None under release_gradients, where
+        no gradients are left to look at; OSError where it cannot write.
         """
         # Imported here, as for `diagnose`: most scripts never need it.
         from booster.numerics.records import Records
+
+        checks.check_recorded(every, activations, self._options)
 
         if self._records is None:
             self._records = Records(self.precision, self.plugin, self.device)
@@ -372,9 +385,8 @@ class Booster:
         checks.check_model(model, self._boosted.models)
         arguments.function("criterion", criterion, "a function of output and target")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        fused = bool(self._options.fused_optimizer)
         placed: Any = {"precision": self.precision, "plugin": self.plugin, "device": self.device}
-        return estimate_placed(model, optimizer, batch, criterion, **placed, fused_optimizer=fused)
+        return estimate_placed(model, optimizer, batch, criterion, **placed, options=self._options)
 
     def memory(self, model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
         """Count what a boosted model and its optimizer hold on this rank now; no collective, no copy.

@@ -18,9 +18,12 @@ from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.interface.transparent import refuse_torchscript
+from booster.mixed_precision import MixedPrecision
 from booster.modules import bare
+from booster.optimizer_kinds import kind_of, unknown
 from booster.params import no_optimizer
 from booster.plugin import Plugin
+from booster.update.options import UpdateOptions
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +58,43 @@ def check_pins(plugin: Plugin, diagnose: Any) -> None:
         raise ValueError(
             f"diagnose={arguments.shown(diagnose)} is not legal with keep_fp32='auto', which diagnoses every skipped step; "
             "leave it out, or pass 'every'"
+        )
+
+
+def check_release(options: UpdateOptions, precision: MixedPrecision, plugin: Plugin) -> None:
+    """Raise ValueError unless gradients can be released as `options` ask, with this precision on this plugin."""
+    mode = options.release_gradients
+    if not mode:
+        return
+    refusal = plugin.release_refusal or precision.release_refusal
+    if options.fused_optimizer == "compile":
+        refusal = 'fused_optimizer="compile" compiles a step of all gradients at once; leave it True'
+    if mode == "previous_norm" and precision.make_scaler().enabled:
+        refusal = (
+            "an overflow would be found after other parameters were stepped, and under a loss scale overflows are ordinary; "
+            "use 'exact'"
+        )
+    elif mode == "previous_norm" and options.skip_nonfinite:
+        refusal = "skip_nonfinite=True would find what is not finite after other parameters were stepped; use 'exact'"
+    if refusal:
+        raise ValueError(
+            f"release_gradients={mode!r} is not possible here: {refusal}; or leave release_gradients False"
+        )
+
+
+def check_released(optimizer: Any, options: UpdateOptions) -> None:
+    """Raise ValueError if gradients are to be released and `optimizer` cannot be stepped on some parameters at a time."""
+    if options.release_gradients and optimizer is not None and kind_of(optimizer) == "whole":
+        would = f"would be stepped on some parameters at a time by release_gradients={options.release_gradients!r}"
+        raise ValueError(unknown(optimizer, would, "leave release_gradients False"))
+
+
+def check_recorded(every: Any, activations: Any, options: UpdateOptions) -> None:
+    """Raise ValueError if steps are to be looked into whose gradients are gone. every, activations: as given to `record`."""
+    if options.release_gradients and (every is not None or activations):
+        raise ValueError(
+            f"record(every={every!r}) looks at gradients before a step, and release_gradients={options.release_gradients!r} "
+            "has freed them by then; pass every=None and no activations, which writes losses, norms, scales and skips"
         )
 
 

@@ -36,13 +36,17 @@ class Piece:
         return self.size == self.param.numel()
 
 
-def bucket_size(num_elements: int, device: torch.device, compiled: bool = False, packed: bool = False) -> int:
+def bucket_size(
+    num_elements: int, device: torch.device, compiled: bool = False, packed: bool = False, released: bool = False
+) -> int:
     """Return the size of a bucket: at most 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
 
     packed: states are widened into scratch too, so that buckets are at most 1/32 of all elements; a compiled step does without.
+    released: they are stepped within backward, beside a gradient and activations, so that they are half as large.
     """
     packed = packed and not compiled
-    size = max(num_elements // (32 if packed else 8) // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
+    share = (32 if packed else 8) * (2 if released else 1)
+    size = max(num_elements // share // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
     largest = LARGEST_COMPILED_CPU_BUCKET if compiled else LARGEST_CPU_BUCKET
     return min(size, largest) if device.type == "cpu" else size
 
@@ -62,6 +66,16 @@ def cut(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
             filled = aligned(filled + stop - start)
             start = stop
     return buckets
+
+
+def cut_apart(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:
+    """As `cut`, with buckets that hold pieces of one larger parameter, or several whole ones.
+
+    The gradient of a parameter then does not wait for that of a neighbour which has the other part of its bucket.
+    """
+    known = list(params)
+    small = pack([param for param in known if param.numel() < size], size)
+    return [pieces for param in known if param.numel() >= size for pieces in cut([param], size)] + small
 
 
 def pack(params: Iterable[torch.Tensor], size: int) -> list[list[Piece]]:

@@ -13,6 +13,8 @@ from booster.shards import dtensor_types, is_dtensor
 from booster.torch_internals import multiply_and_check_, sparse_values
 
 _HALF = (torch.float16, torch.bfloat16)
+_CPU, _NUMEL = torch.device("cpu"), torch.Tensor.numel
+PIECE = 2**17  # elements of a half gradient on CPU that are widened at a time for its norm
 _Kind = tuple[torch.device, torch.dtype]
 
 
@@ -47,10 +49,21 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
         devices.add(value.device)
     if dtype is None and not dtypes.isdisjoint(_HALF):
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    norms = torch._foreach_norm(values, norm_type, dtype=dtype)  # type: ignore[arg-type]
+    on_cpu = len(devices) == 1 and _CPU in devices
+    if dtype is not None and on_cpu and max(map(_NUMEL, values)) > PIECE and not torch.compiler.is_compiling():
+        norms = _norms_by_pieces(values, norm_type, dtype)
+    else:
+        norms = list(torch._foreach_norm(values, norm_type, dtype=dtype))  # type: ignore[arg-type]
     if len(devices) > 1:
         return torch.stack([norm.to(norms[0].device) for norm in norms])
     return torch.stack(norms)
+
+
+def _norms_by_pieces(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """As `torch._foreach_norm` on CPU, without wide copies of more than a piece."""
+    split = [value.view(-1).split(PIECE) if value.is_contiguous() else (value,) for value in values]
+    norms = [[torch.linalg.vector_norm(piece, norm_type, dtype=dtype) for piece in pieces] for pieces in split]
+    return [own[0] if len(own) == 1 else torch.linalg.vector_norm(torch.stack(own), norm_type) for own in norms]
 
 
 def nonfinite_indices(values: Sequence[torch.Tensor], norms: torch.Tensor) -> list[int]:

@@ -22,6 +22,7 @@ from booster.update.choice import choose_update
 from booster.update.listener import StepListener
 from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepResult
+from booster.update.release import Release
 
 _DROPS_OUR_KEY = "torch.distributed.checkpoint.state_dict"
 
@@ -52,6 +53,8 @@ class OptimizerWrapper(Optimizer):
         with job.shards.local():
             self._update = make_update(job)
         self._clip_grad_norm = job.options.clip_grad_norm
+        if job.options.release_gradients:
+            self._update.release = Release(str(job.options.release_gradients), float(self._clip_grad_norm))
         self._held: str | None = None
         self.accumulating = False
         self._history = StepHistory(job.options.max_consecutive_skips, self._describe_scale)
@@ -96,7 +99,7 @@ class OptimizerWrapper(Optimizer):
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
         self._history.settle()
-        if closure is None and self._clip_grad_norm:
+        if closure is None and self._clip_grad_norm and not self._update.released:
             self.clip_grad_by_norm(self._clip_grad_norm)
         if closure is None:
             self._update.shards.check_gradients()
@@ -120,6 +123,8 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
         arguments.flag("set_to_none", set_to_none)
+        if self._update.release is not None:
+            self._update.release.refuse("zero_grad()")
         grads = [] if set_to_none else [p.grad for group in self.param_groups for p in group["params"]]
         if self._takes_set_to_none and len({type(grad) for grad in grads if grad is not None}) > 1:
             # torch's way, all in one call, refuses plain tensors beside DTensors, as tensor parallelism has them.
@@ -136,6 +141,8 @@ class OptimizerWrapper(Optimizer):
         Until then, and until `step()`, gradients under a loss scaler are scaled. Those of half parameters under apex's O2
         stay so; the true ones are those of `apex_amp.master_params(optimizer)`.
         """
+        if self._update.release is not None:
+            self._update.release.refuse("unscale_grads()")
         self._update.unscale()
 
     @torch.no_grad()
@@ -152,12 +159,16 @@ class OptimizerWrapper(Optimizer):
         norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
         arguments.number("norm_type", norm_type, above=0, infinite=True)
         arguments.flag("error_if_nonfinite", error_if_nonfinite)
+        if self._update.release is not None:
+            self._update.release.refuse("clip_grad_by_norm()")
         return self._update.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp each unscaled gradient to [-clip_value, clip_value]; gradients that are not finite make a skip."""
         clip_value = arguments.number("clip_value", arguments.plain(clip_value), least=0, infinite=True)
+        if self._update.release is not None:
+            self._update.release.refuse("clip_grad_by_value()")
         self._update.clip_value(float(clip_value))
 
     # ------------------------------------------------------------------ what happened

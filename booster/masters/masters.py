@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
-from booster.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
+from booster.flat import bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.bucket import Bucket
 from booster.masters.dither import Dither
 from booster.masters.formats import Format, Stochastic
@@ -44,8 +44,8 @@ class Masters:
     of the buckets. `optimizer` is only ever stepped, by `MasterStep`, with handles in place of parameters.
 
     names: of the parameters, for checkpoints. sources: float32 values to start from; parameters that are not in it start
-    from their own. compiled: keep remainders as a compiled step wants them. Raises ValueError for a form of masters that
-    this optimizer cannot be stepped on.
+    from their own. compiled: keep remainders as a compiled step wants them. released: cut buckets so that few gradients
+    wait for others. Raises ValueError for a form of masters that this optimizer cannot be stepped on.
 
     Where states are packed, float32 parameters lie in buckets too, as their own masters.
 
@@ -61,6 +61,7 @@ class Masters:
         *,
         sources: Weights | None = None,
         compiled: bool = False,
+        released: bool = False,
     ) -> None:
         options.check(optimizer)
         self.optimizer = optimizer
@@ -73,6 +74,7 @@ class Masters:
         self._names = names
         self._options = options
         self._compiled = compiled
+        self._released = released
         self.dither = Dither()
         self.packing = options.make_packing(optimizer, self.dither)
         self._formats: dict[torch.dtype, Format] = {}
@@ -323,9 +325,10 @@ class Masters:
                 self._layouts[param] = torch.empty_strided(param.shape, param.stride(), device="meta")
             for (device, dtype, whole, _), several in alike.items():
                 packed = self.packing is not None
-                size = bucket_size(total, device, compiled=self._compiled, packed=packed)
+                size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self._released)
                 size = total if self.kind == "whole" else size
-                for pieces in pack(several, size) if whole else cut(several, size):
+                lay = pack if whole else cut_apart if self._released else cut
+                for pieces in lay(several, size):
                     buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole, packing=self.packing))
         for bucket in buckets:
             self.optimizer.state.update(state_of_bucket(bucket, states))

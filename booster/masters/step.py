@@ -25,7 +25,7 @@ handles together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,8 +36,8 @@ from booster.casting import HALF_DTYPES
 from booster.masters.bucket import Bucket
 from booster.masters.masters import Masters
 from booster.masters.plain import StateLayouts, laid_like, lots
-from booster.torch_internals import exchange_step_hooks, note_step, step_hooks, unhooked
 from booster.update.fused import honours_grad_scale, start_late_momentum
+from booster.update.stepping import Restricted, bare_step, hooks_once
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -63,7 +63,7 @@ class MasterStep:
         """
         optimizer = self.masters.optimizer
         self.prepare()
-        with _hooks_once(optimizer):
+        with hooks_once(optimizer):
             if self.masters.kind == "whole":
                 self._step_whole(grad_scale, None)
             else:
@@ -74,7 +74,7 @@ class MasterStep:
         """As `step`, for an optimizer that evaluates the loss itself: `closure` computes it and its working gradients,
         which are divided by what `grad_scale` returns then. Returns the loss."""
         self.prepare()
-        with _hooks_once(self.masters.optimizer):
+        with hooks_once(self.masters.optimizer):
             if self.masters.kind == "whole":
                 loss = self._step_whole(grad_scale, closure)
             else:
@@ -86,9 +86,18 @@ class MasterStep:
 
     def prepare(self) -> None:
         """Make buckets as the next step needs them; `step` does it by itself. Repeating it changes nothing."""
-        self.masters.adopt()
+        self.follow_params()
         self.masters.divide_by_gradients()
-        for bucket in self.masters.buckets:
+        self.refuse_sparse(self.masters.buckets)
+
+    def follow_params(self) -> None:
+        """Give masters to parameters that have none yet, and lay states as parameters lie now."""
+        self.masters.adopt()
+        self._layouts.follow(self.plain(), self.masters.optimizer.state)
+
+    def refuse_sparse(self, buckets: Iterable[Bucket]) -> None:
+        """Raise RuntimeError if a parameter that lies in one of `buckets` has a sparse gradient."""
+        for bucket in buckets:
             for param in bucket.params:
                 grad = self.masters.gradient_of(param)
                 if grad is not None and grad.is_sparse:
@@ -96,8 +105,6 @@ class MasterStep:
                         f"a parameter of shape {tuple(param.shape)}, {param.dtype}, has a sparse gradient, which flat buckets "
                         f"do not step; build its module with sparse=False{self._kept_outside}"
                     )
-        optimizer = self.masters.optimizer
-        self._layouts.follow(self.plain(), optimizer.state)
 
     @property
     def _kept_outside(self) -> str:
@@ -117,23 +124,31 @@ class MasterStep:
     def _step_buckets(self, told: Told) -> None:
         self.masters.dither.next()
         optimizer = self.masters.optimizer
-        groups = optimizer.param_groups
         buckets = [b for b in self.masters.buckets if self.masters.gradient_of(b.pieces[0].param) is not None]
+        plain = [self._plain(group["params"]) for group in optimizer.param_groups]
+        self.step_those(buckets, plain, told, [Restricted(optimizer, group) for group in optimizer.param_groups])
+
+    def step_those(
+        self,
+        buckets: Sequence[Bucket],
+        plain: Sequence[Sequence[torch.Tensor]],
+        told: Told,
+        restricted: Sequence[Restricted],
+    ) -> None:
+        """Step `buckets`, and of each group those of the parameters `plain` that have a gradient and no master, inside
+        what is `restricted` to the group."""
+        groups = self.masters.optimizer.param_groups
         scratch = _Scratch(buckets)
-        try:
-            for index, group in enumerate(groups):
-                own = [bucket for bucket in buckets if bucket.group == index]
-                plain = lots(self._plain(group["params"]), max(self.masters.size, 1))
-                with _Restricted(optimizer, group) as restricted:
-                    for params, may_fuse in plain:
-                        restricted.to(params)
-                        with _unfused(group, group.get("fused") and not may_fuse):
-                            self._step_plain(params, told)
-                    for bucket in own:
-                        restricted.to(bucket.handles)
-                        self._step_bucket(bucket, scratch, told)
-        finally:
-            optimizer.param_groups = groups
+        for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
+            own = [bucket for bucket in buckets if bucket.group == index]
+            with only:
+                for params, may_fuse in lots(plain[index], max(self.masters.size, 1)):
+                    only.to(params)
+                    with _unfused(group, group.get("fused") and not may_fuse):
+                        self._step_plain(params, told)
+                for bucket in own:
+                    only.to(bucket.handles)
+                    self._step_bucket(bucket, scratch, told)
 
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, told: Told) -> None:
         values, grads = scratch.of(bucket)
@@ -176,17 +191,17 @@ class MasterStep:
         optimizer: Any = self.masters.optimizer
         heeded = told.is_tensor or (told.number <= _FLOAT32_MAX and honours_grad_scale(optimizer))
         if told.divides_by_one and told.found_inf is None:
-            _bare_step(optimizer)
+            bare_step(optimizer)
         elif heeded:
             told.tell(optimizer, grads[0].device)
             try:
-                _bare_step(optimizer)
+                bare_step(optimizer)
             finally:
                 optimizer.__dict__.pop("grad_scale", None)
                 optimizer.__dict__.pop("found_inf", None)
         else:
             torch._foreach_mul_(grads, inverse(told.number))
-            _bare_step(optimizer)
+            bare_step(optimizer)
 
     # ------------------------------------------------------------------ all at once
 
@@ -212,9 +227,9 @@ class MasterStep:
         try:
             if closure is None:
                 self._give_gradients(buckets, plain, grad_scale)
-                _bare_step(optimizer)
+                bare_step(optimizer)
                 return None
-            return _bare_step(optimizer, evaluate)
+            return bare_step(optimizer, evaluate)
         finally:
             swap.out()
             for bucket, value in zip(buckets, values, strict=True):
@@ -294,31 +309,6 @@ class _Scratch:
         return self._tensors[key][: bucket.size]
 
 
-class _Restricted:
-    """Restricts the optimizer, while entered, to one group with the parameters last given to `to`.
-
-    The group's other entries are as the user set them before each call: an optimizer that writes to them, once per step,
-    has then written once.
-    """
-
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        self._optimizer = optimizer
-        self._group = group
-        self._params = list(group["params"])
-        self._entries = {key: value for key, value in group.items() if key != "params"}
-
-    def __enter__(self) -> _Restricted:
-        self._optimizer.param_groups = [self._group]
-        return self
-
-    def to(self, params: Sequence[torch.Tensor]) -> None:
-        self._group.update(self._entries)
-        self._group["params"][:] = params
-
-    def __exit__(self, *error: Any) -> None:
-        self._group["params"][:] = self._params
-
-
 @contextmanager
 def _unfused(group: dict[str, Any], applies: Any) -> Iterator[None]:
     """For its length, give the optimizer of `group` its default implementation, if that `applies`."""
@@ -347,28 +337,6 @@ class _Swapped:
     def out(self) -> None:
         for params, own in zip(self._lists, self._params, strict=True):
             params[:] = own
-
-
-@contextmanager
-def _hooks_once(optimizer: Any) -> Iterator[None]:
-    """Fire step hooks around the whole, with the user's parameters in the groups, and not inside."""
-    before, after = step_hooks(optimizer)
-    for hook in before:
-        if hook(optimizer, (optimizer,), {}) is not None:
-            raise RuntimeError("a step pre-hook returned new arguments, which a step on masters cannot pass on")
-    own = exchange_step_hooks(optimizer, None)
-    try:
-        yield
-    finally:
-        exchange_step_hooks(optimizer, own)
-    note_step(optimizer)
-    for hook in after:
-        hook(optimizer, (optimizer,), {})
-
-
-def _bare_step(optimizer: Any, *args: Any) -> Any:
-    """Call `optimizer.step`, without the wrapper by which torch runs hooks; returns its result."""
-    return unhooked(type(optimizer).step)(optimizer, *args)
 
 
 def inverse(grad_scale: float) -> float:

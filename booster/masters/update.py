@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from booster.grads import gradient_values
 from booster.masters.compiled import half_norms
 from booster.masters.keeps import KeepsMasters
 from booster.masters.masters import Masters
+from booster.masters.parts import MasterParts
 from booster.update.base import Job
 from booster.update.compiled import OWN_CACHE
 from booster.update.host import HostUpdate
 from booster.update.outcome import StepResult
+from booster.update.parts import Parts
 
 _logger = logging.getLogger(__name__)
 
@@ -45,14 +48,16 @@ class MasterUpdate(KeepsMasters, HostUpdate):
         self._half_norms: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE) if compiled else None
         self._count_zeros = count_zeros
         self._verbose = verbose
+        self._zeros_released = 0
 
     def _decide_and_apply(self) -> StepResult:
         before = self.scaler.scale
         carried = self._grad_scale
-        zeros = self._num_zeros() if self._count_zeros else None
+        released = self.release is not None and self.release.pending
+        zeros = None if not self._count_zeros else self._zeros_released if released else self._num_zeros()
         result = super()._decide_and_apply()
         if result.applied:
-            self._scale = carried if self._keeps_any() else self._scale
+            self._scale = carried if self._keeps_any() and not released else self._scale
             result = StepResult(True, result._read()._replace(num_zeros_in_grad=zeros))
         if self._verbose and zeros is not None and result.applied:
             _logger.info("%d elements of the gradients were zero", zeros)
@@ -77,8 +82,16 @@ class MasterUpdate(KeepsMasters, HostUpdate):
                 return self._half_norms(values)
         return super()._tensor_norms(values, norm_type)
 
-    def _num_zeros(self) -> int:
-        values = gradient_values(self.params())
+    def make_parts(self) -> Parts | None:
+        self._zeros_released = 0
+        return MasterParts(self._step) if self._keeps_any() else super().make_parts()
+
+    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
+        if self._count_zeros:
+            self._zeros_released += self._num_zeros(params)
+
+    def _num_zeros(self, params: Sequence[torch.Tensor] | None = None) -> int:
+        values = gradient_values(self.params() if params is None else params)
         return sum(value.numel() for value in values) - int(sum(value.count_nonzero() for value in values))
 
 

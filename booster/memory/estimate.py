@@ -12,11 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
+from booster.grads import PIECE
 from booster.memory.decoder import Plan, ddp, fsdp, zero
-from booster.memory.passes import Passes, run_passes
+from booster.memory.passes import Passes, Released, Sizes, run_passes
 from booster.memory.stepped import Stepped, stepped
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin.base import Plugin as Placement
+from booster.update.options import UpdateOptions
 
 Plugin = Literal["single", "ddp", "zero1", "zero2", "fsdp"]
 PLANS: dict[str, Callable[[int], Plan]] = {
@@ -78,12 +80,15 @@ def estimate(
     world_size: int = 1,
     device: str | torch.device = "cpu",
     fused_optimizer: bool = True,
+    release_gradients: Literal[False, "exact", "previous_norm"] = False,
+    clips: bool = False,
 ) -> Estimate:
     """Estimate what a training step takes on one rank, without taking it: no memory, no process group, no step of yours.
 
     batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole. Weights,
     states, masters and gradients are counted; activations come from a forward and backward pass on fake tensors. Under
     "zero1", "zero2" and "fsdp" what is gathered or reduced at a time comes from formulas, see docs/memory.md.
+    release_gradients: as of `Booster`; clips: whether gradients are clipped, or looked at otherwise, which may take two passes.
     Memory that a kernel takes for itself while it runs is not seen. Raises ValueError where training would be refused, or
     where the forward reads numbers out of tensors.
     """
@@ -91,17 +96,35 @@ def estimate(
     own = make(precision, "precision")
     device = torch.device(device)
     sharded = plan.engine == "fully_shard"
-    passes = run_passes(model, own, batch, criterion, device, world_size if sharded else None)
+    arguments.choice("release_gradients", release_gradients, (False, "exact", "previous_norm"))
+    arguments.flag("clips", clips)
+    if release_gradients and plugin != "single":
+        raise ValueError(
+            f"release_gradients={release_gradients!r} is estimated for plugin='single', not for {plugin!r}"
+        )
+    options, fused = own.master_options, fused_optimizer
+
+    def step_of(sizes: Sizes) -> Stepped:
+        return stepped(
+            optimizer, sizes, options, fused=fused and own.may_fuse(optimizer), released=bool(release_gradients)
+        )
+
+    released = None
+    if release_gradients:
+        twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
+        released = Released(twice, PIECE, lambda sizes: (step_of(sizes).temporaries, step_of(sizes).part))
+    passes = run_passes(model, own, batch, criterion, device, world_size if sharded else None, released)
     policy = own.policy_for(model)
     name = precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__
-    options = own.master_options
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")
     if sharded and options is not None and policy.store is None:  # float32 shards are the masters
         options = dataclasses.replace(options, master_weights="auto") if options.states != "fp32" else None
     divisor = 1 if sharded else plan.state_shards
     sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
-    step = stepped(optimizer, sizes, options, fused=fused_optimizer and own.may_fuse(optimizer))
+    step = step_of(sizes)
+    if released is not None:  # what it takes was followed in time
+        step = dataclasses.replace(step, temporaries=0)
     return _estimate(name, plugin, plan, passes, step)
 
 
@@ -141,7 +164,7 @@ def estimate_placed(
     precision: MixedPrecision,
     plugin: Placement,
     device: torch.device,
-    fused_optimizer: bool,
+    options: UpdateOptions,
 ) -> Estimate:
     """Estimate as `estimate` does, for a rank of the plugin's job. Raises ValueError where that one's memory is not known."""
     known: Any = plugin.divides_as
@@ -159,7 +182,9 @@ def estimate_placed(
         plugin=known,
         world_size=1 if known == "single" else plugin.data_parallel_size,
         device=device,
-        fused_optimizer=fused_optimizer,
+        fused_optimizer=bool(options.fused_optimizer),
+        release_gradients=options.release_gradients,  # type: ignore[arg-type]
+        clips=bool(options.clip_grad_norm) or options.skip_nonfinite,
     )
 
 

@@ -18,6 +18,7 @@ from booster.memory.tracker import StorageTracker
 from booster.optimizer_kinds import kind_of
 from booster.torch_internals import unhooked
 from booster.update.fused import switch_to_fused
+from booster.update.release import largest_part
 
 _ELEMENTS = 2**10
 _HALF = (torch.float16, torch.bfloat16)
@@ -25,20 +26,27 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Stepped:
-    """Bytes: states and masters that are held, and what a step takes beside them and the gradients."""
+    """Bytes: states and masters that are held, and what a step takes beside them and the gradients. part: elements whose
+    gradients wait at most for each other, where they are released."""
 
     states: int
     masters: int
     temporaries: int
+    part: int
 
 
 def stepped(
-    optimizer: Optimizer, sizes: tuple[tuple[torch.dtype, int], ...], options: MasterOptions | None, *, fused: bool
+    optimizer: Optimizer,
+    sizes: tuple[tuple[torch.dtype, int], ...],
+    options: MasterOptions | None,
+    *,
+    fused: bool,
+    released: bool = False,
 ) -> Stepped:
     """Return what steps of `optimizer` hold and take for parameters of these dtypes and sizes. It is not touched.
 
-    options: of masters; None where parameters are stepped as they are. Raises ValueError for one that cannot be stepped so,
-    or not on a few random numbers.
+    options: of masters; None where parameters are stepped as they are. released: within backward, in parts. Raises
+    ValueError for one that cannot be stepped so, or not on a few random numbers.
     """
     names, scalars, at_once = _observed(optimizer, fused)
     packing = None if options is None else options.make_packing(optimizer, Dither())
@@ -51,11 +59,12 @@ def stepped(
     plain = [entry for entry in sizes if entry not in bucketed]
     states = sum(n * sum(names.values()) + scalars for _, n in plain)
     temporaries = max((n * at_once for _, n in plain), default=0)
+    parts = largest_part(sum(n for _, n in sizes))
     masters = 0
     total = sum(n for _, n in bucketed)
     for dtype in {dtype for dtype, _ in bucketed}:
         own = sum(aligned(n) for d, n in bucketed if d == dtype)
-        size = bucket_size(total, torch.device("cpu"), packed=packs)
+        size = bucket_size(total, torch.device("cpu"), packed=packs, released=released)
         if kind_of(optimizer) != "elementwise":
             size = max(n for d, n in bucketed if d == dtype)
         largest = min(size, own)
@@ -65,8 +74,9 @@ def stepped(
         kept = {name: _kept(packing, name, size) for name, size in names.items()}
         states += int(own * sum(kept.values())) + scalars * max(1, -(-own // size))
         widened = sum(names[name] for name in names if kept[name] != names[name])
+        parts = min(parts, size)
         temporaries = max(temporaries, int(largest * (4 + 4 * format.needs_values + widened + at_once)))
-    return Stepped(int(states), masters, int(temporaries))
+    return Stepped(int(states), masters, int(temporaries), parts)
 
 
 def _kept(packing: Packing | None, name: str, size: float) -> float:

@@ -157,6 +157,25 @@ class MixedPrecision:
         masters = Masters(optimizer, names, self.master_options, sources=weights, compiled=compiled)
         return functools.partial(choose_master_update, masters=masters, compiled=compiled)
 
+    def make_released_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+    ) -> Callable[[Job], Update] | None:
+        """As `make_update`, of one that steps within backward, in parts; asked only where `release_refusal` is None."""
+        if self.master_options is None:
+            return None
+        masters = Masters(optimizer, names, self.master_options, sources=weights, released=True)
+        return functools.partial(choose_master_update, masters=masters)
+
+    @property
+    def release_refusal(self) -> str | None:
+        """Why the update cannot step within backward, as release_gradients asks; None: it can."""
+        return (
+            f"{type(self).__name__} has an update of its own, which steps all at once" if self.has_own_update else None
+        )
+
     @property
     def master_options(self) -> MasterOptions | None:
         """What is kept beside half weights, and of states; None where parameters are stepped as they are."""
@@ -275,7 +294,10 @@ class MixedPrecision:
             names |= {tensor: name for name, param in after.items() for tensor in (param, shards.part_of(param))}
             shards.names = names
             weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
-            make_update = self.make_update(optimizer, names, weights, compiled=compiled)
+            if options.release_gradients:
+                make_update = self.make_released_update(optimizer, names, weights)
+            else:
+                make_update = self.make_update(optimizer, names, weights, compiled=compiled)
         job = Job(
             optimizer=optimizer,
             scaler=self.make_scaler(),

@@ -159,7 +159,17 @@ class NaiveMixedPrecision(MixedPrecision):
         *,
         compiled: bool,
     ) -> Callable[[Job], Update]:
-        masters = Masters(optimizer, names, self._masters, sources=weights, compiled=compiled)
+        return self._update_of(Masters(optimizer, names, self._masters, sources=weights, compiled=compiled), compiled)
+
+    def make_released_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+    ) -> Callable[[Job], Update]:
+        return self._update_of(Masters(optimizer, names, self._masters, sources=weights, released=True), False)
+
+    def _update_of(self, masters: Masters, compiled: bool) -> Callable[[Job], Update]:
         return functools.partial(
             choose_master_update,
             masters=masters,
@@ -167,6 +177,12 @@ class NaiveMixedPrecision(MixedPrecision):
             verbose=self._verbose,
             compiled=compiled,
         )
+
+    @property
+    def release_refusal(self) -> str | None:
+        if self._masters.rounding == "stochastic":
+            return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
+        return None
 
     def configure(
         self,

@@ -90,6 +90,11 @@ class Plugin(ABC):
     """Whether placed parameters stay in their dtype where `policy.store` is None, as shards that serve as masters do."""
 
     @property
+    def release_refusal(self) -> str | None:
+        """Return why gradients cannot be stepped within backward here, as release_gradients asks; None: they can."""
+        return f"{type(self).__name__} does not say when a gradient is complete on all ranks"
+
+    @property
     def divides_as(self) -> str | None:
         """Return the name under which `booster.memory` knows what a rank holds here; None: it does not know."""
         return None
@@ -183,6 +188,7 @@ class SingleDevice(Plugin):
     """No parallelism: every process trains its own model."""
 
     divides_as = "single"
+    release_refusal = None
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         return cast_parameters(arrive(module, device), policy)

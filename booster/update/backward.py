@@ -17,6 +17,7 @@ from booster.casting import HALF_DTYPES
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.update.outcome import SkippedReason
+from booster.update.release import Release, run_released
 
 
 class Participant(Protocol):
@@ -26,6 +27,7 @@ class Participant(Protocol):
     shards: Shards
     joint: JointDecision
     losses: list[torch.Tensor]
+    release: Release | None
 
     @property
     def scaler(self) -> LossScaler: ...
@@ -129,6 +131,9 @@ def run_backward(
     arguments.flag("retain_graph", retain_graph)
     arguments.flag("create_graph", create_graph)
     inputs = None if inputs is None else _checked_inputs(inputs)
+    releases = [] if delayed else [update.release for update in updates if update.release is not None]
+    for release in releases:
+        release.check(create_graph=create_graph)
     this, scale = begin_backward(updates, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
@@ -139,13 +144,21 @@ def run_backward(
         gradient = None
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
-    try:
+
+    def engine(retain_graph: bool) -> None:
         with backward_region(context):
             torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
+
+    try:
+        if releases:
+            run_released(updates, loss, engine, lambda: end_backward(this, loss), retain_graph=retain_graph)
+        else:
+            engine(retain_graph)
     except BaseException:
         abandon_backward(this)
         raise
-    end_backward(this, loss)
+    if not releases:
+        end_backward(this, loss)
 
 
 def begin_backward(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,8 @@ from booster.update.fused import FusedKernel
 from booster.update.listener import StepListener
 from booster.update.options import UpdateOptions
 from booster.update.outcome import StepFields, StepResult
+from booster.update.parts import Parts
+from booster.update.release import Release
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +78,7 @@ class Update(ABC):
         self._scale: Any = None  # what .grad is multiplied by; None: no gradients that we know of
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
         self._copies: tuple[list[int], torch.Tensor] | None = None  # of parts, and the same where norms are
+        self.release: Release | None = None
         self.listeners: list[StepListener] = []
         self.reset()
 
@@ -107,6 +110,7 @@ class Update(ABC):
         self.reset()
         self._scale = None
         self.listeners = []
+        self.release = None
         self.__dict__["scale_for"] = lambda loss_id: scale
         try:
             yield
@@ -226,6 +230,10 @@ class Update(ABC):
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
+        if self.release is not None:
+            self.release.check_weights()
+            if self.release.pending:
+                return self._finish_release(self.release)
         with self.shards.local():
             self._present = self._find_params()
             try:
@@ -243,6 +251,37 @@ class Update(ABC):
             self.shards.publish()
         self.reset()
         return result
+
+    def _finish_release(self, release: Release) -> StepResult:
+        """Do what a step does besides updating parameters, which were updated within backward."""
+        try:
+            result = self._decide_and_apply()
+        finally:
+            release.pending = False
+        self.reset()
+        self._scale = None
+        return result
+
+    @property
+    def released(self) -> bool:
+        """Whether the last backward pass has used its gradients, so that `step` has none to use."""
+        return self.release is not None and self.release.pending
+
+    def make_parts(self) -> Parts | None:
+        """Return what makes the next step in parts, within backward; None where this update steps all at once."""
+        return None
+
+    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
+        """A part of a step that is made of parts is next to be stepped: `params`, with their gradients."""
+
+    @contextmanager
+    def present(self, params: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, `params()` are these."""
+        before, self._present = self._present, params
+        try:
+            yield
+        finally:
+            self._present = before
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         """Step an optimizer that evaluates the loss itself, without a loss scale; clips inside the closure take effect."""
@@ -262,6 +301,11 @@ class Update(ABC):
 
     def _refuse_closure(self) -> None:
         name = f"{type(self.optimizer).__name__}.step(closure)"
+        if self.release is not None:
+            raise RuntimeError(
+                f"{name} would use gradients after their backward pass, and release_gradients={self.release.mode!r} frees them "
+                "within it; call booster.backward and step() without a closure, or use release_gradients=False"
+            )
         if self.shards.sharded:
             raise RuntimeError(
                 f"{name} cannot run on shards of the parameters; call booster.backward and step() without it"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 STATE_KEY = "booster"  # of what is ours in a state dict
 IN_MODEL = "in_model"  # of masters: names of those that are weights of the model
+RELEASE, PREVIOUS_NORM = "release", "previous_norm"  # by which the next step clips, where release_gradients says so
 PARAMETERS = "parameters"  # on a rank that has some layers: the names of its parameters, in the order of their numbers
 
 # Entries of the parameter's shape, in torch's optimizers and those that follow their names.
@@ -41,6 +42,8 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
         own["masters"][IN_MODEL] = update.weights_in_model()
+    if update.release is not None and update.release.previous is not None:
+        own = {**own, RELEASE: {PREVIOUS_NORM: update.release.previous}}
     if shards.kept is not None:
         own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
     return state, own

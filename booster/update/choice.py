@@ -33,6 +33,8 @@ def deciding_device(job: Job) -> torch.device | None:
 
     Where ranks hold shards all answer alike, as one that decides on the host takes part in other collectives.
     """
+    if job.options.release_gradients:  # whether there is a second pass is decided on the host
+        return None
     devices = {param.device for group in job.optimizer.param_groups for param in group["params"]}
     fit = honours_grad_scale(job.optimizer) and len(devices) < 2 and all(each.type in DECIDING for each in devices)
     if not job.shards.sharded or job.group is None:

@@ -56,6 +56,9 @@ class CompiledUpdate(HostUpdate):
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
+    def make_parts(self) -> None:
+        return None
+
     def _scaled_step(self, ratio: torch.Tensor) -> None:
         # Multiplied even by 1: without it there would be a second graph, and torch allows few per function.
         torch._foreach_mul_([param.grad for param in self.params() if param.grad is not None], ratio)

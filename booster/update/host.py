@@ -16,6 +16,7 @@ from booster.update.backward import BackwardPass
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
 from booster.update.outcome import StepFields, StepResult
+from booster.update.parts import Parts, PlainParts
 
 # What every step asks of parameters and norms, without a Python call for each.
 _DTYPE, _NONFINITE = attrgetter("dtype"), attrgetter("nonfinite")
@@ -82,11 +83,44 @@ class HostUpdate(Update):
             return StepResult(
                 False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
             )
-        pending = self._pending
-        self._apply(self._known_scale / pending if pending else math.inf)
+        if self.release is None or not self.release.pending:
+            pending = self._pending
+            self._apply(self._known_scale / pending if pending else math.inf)
         self.scaler.update(False)
         self._scale = 1.0
         return StepResult(True, StepFields(loss_scale=loss_scale, grad_norm=norm))
+
+    @property
+    def grad_scale(self) -> float:
+        """What gradients are to be divided by: loss scale and clip in one number; inf where a clip leaves nothing of them."""
+        pending = self._pending
+        return self._known_scale / pending if pending else math.inf
+
+    def make_parts(self) -> Parts | None:
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        divides = self._kernel_divides(trained)
+        return PlainParts(self.optimizer, self.kernel, divides=divides, ratio=lambda: self._pending / self._known_scale)
+
+    def take_norm(self, norms: torch.Tensor, nonfinite: list[int]) -> None:
+        """Take `norms` of order 2 of the gradients of `params()` for those that were read. nonfinite: which of `params()` had
+        an inf or NaN in theirs."""
+        norm = self._total(norms, 2.0)
+        self._measured = [_Norm(norm, nonfinite)]
+        self._reported_norm = norm if self._scale is None else norm / self._scale
+
+    @property
+    def last_norm(self) -> float | None:
+        """The norm of this step's gradients, unscaled and not clipped; None where nobody looked."""
+        return self._reported_norm
+
+    def clip_by(self, max_norm: float, norm: float) -> None:
+        """Clip to `max_norm` gradients whose true norm is, or is taken to be, `norm`."""
+        self._check = True
+        self._factor = self._clipped(norm, max_norm)
+
+    def agree(self) -> bool:
+        """Return whether all who decide together skip this step; asked once what all of them have measured is there."""
+        return self._checks and self._agreed()
 
     def _agreed(self) -> bool:
         joint = self.joint

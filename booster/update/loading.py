@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from booster.loss_scaler import LossScaler
 from booster.shards.base import is_dtensor
 from booster.shards.divided import Divided
-from booster.update.checkpoint import STATE_KEY, check_shapes, cut, numbered
+from booster.update.checkpoint import PREVIOUS_NORM, RELEASE, STATE_KEY, check_shapes, cut, numbered
 from booster.update.fused import implementation, keep_implementation
 from booster.update.outcome import StepHistory, read_counters
 
@@ -85,6 +86,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
             for param, weight in weights.items():
                 param.copy_(weight)
         update.shards.forget_gathered()
+        if update.release is not None:
+            update.release.mend(own.rest.get(RELEASE, {}).get(PREVIOUS_NORM))
         if own.counts is not None:
             history.load_state_dict(own.counts)
 
@@ -111,6 +114,8 @@ def _read_own(state_dict: Any) -> _Own:
             raise ValueError(f"loss_scaler is {scale!r}, and no mapping")
         if "masters" in own:
             _check_masters(own["masters"])
+        if RELEASE in own:
+            _check_release(own[RELEASE])
     except ValueError as error:
         raise ValueError(
             f"the optimizer state's entry {STATE_KEY!r} is not what state_dict() wrote: {error}. Delete that entry to load "
@@ -128,6 +133,12 @@ def _check_masters(masters: Any) -> None:
         wrong = _why_no_master(weight)
         if wrong:
             raise ValueError(f"the master of {name} {wrong}")
+
+
+def _check_release(release: Any) -> None:
+    norm = release.get(PREVIOUS_NORM) if isinstance(release, Mapping) else None
+    if not isinstance(norm, float) or not 0 <= norm < math.inf:
+        raise ValueError(f"{RELEASE} is {release!r}, and must hold the norm of a step as {PREVIOUS_NORM!r}")
 
 
 def _why_no_master(weight: Any) -> str | None:

@@ -15,6 +15,7 @@ class UpdateOptions:
     clip_grad_norm: float = 0.0
     skip_nonfinite: bool = False
     max_consecutive_skips: int | None = 50
+    release_gradients: bool | str = False
 
     def __post_init__(self) -> None:
         arguments.choice("fused_optimizer", self.fused_optimizer, (True, False, "compile"))
@@ -22,3 +23,4 @@ class UpdateOptions:
             arguments.count("max_consecutive_skips", self.max_consecutive_skips, also="None for no limit")
         arguments.number("clip_grad_norm", self.clip_grad_norm, least=0, fix="0 is off")
         arguments.flag("skip_nonfinite", self.skip_nonfinite)
+        arguments.choice("release_gradients", self.release_gradients, (False, "exact", "previous_norm"))

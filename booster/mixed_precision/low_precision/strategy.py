@@ -154,6 +154,18 @@ class LowPrecision(MixedPrecision):
         clone._wide = self._wide.with_states(states)
         return clone
 
+    def make_released_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+    ) -> Callable[[Job], Update] | None:
+        return self._wide.make_released_update(optimizer, names, weights)
+
+    @property
+    def release_refusal(self) -> str | None:
+        return self._wide.release_refusal
+
     # ---- the layers ----
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:

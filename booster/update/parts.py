@@ -1,0 +1,101 @@
+"""A step of the user's optimizer in parts: some parameters after others, as their gradients come."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from booster.grads import gradient_values, own_memory, scale_values
+from booster.torch_internals import exchange_step_hooks
+from booster.update.fused import FusedKernel
+from booster.update.stepping import Restricted, bare_step, fire_post_hooks, fire_pre_hooks
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class Parts(ABC):
+    """One step of `optimizer`: `units`, `begin`, `step` for some parameters at a time, `rest` before the last ones, `end`.
+
+    Step hooks are called once, before the first part and after the last one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def units(self) -> list[list[torch.Tensor]]:
+        """Return parameters that are stepped together, each in one list; those in none can be stepped with any others."""
+        return []
+
+    def begin(self) -> None:
+        """The first part follows."""
+        fire_pre_hooks(self.optimizer)
+
+    @torch.no_grad()
+    def step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
+        """Step `params` on their gradients, divided by `grad_scale`. All of a unit, each of which has a gradient."""
+        hooks = exchange_step_hooks(self.optimizer, None)
+        try:
+            self._step(params, grad_scale)
+        finally:
+            exchange_step_hooks(self.optimizer, hooks)
+
+    @abstractmethod
+    def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
+        """As `step`, without step hooks."""
+
+    def rest(self, params: Sequence[torch.Tensor]) -> None:
+        """What is stepped from now on are `params`, all that still have a gradient, of units of which others have none."""
+
+    def end(self) -> None:
+        """All is stepped."""
+        fire_post_hooks(self.optimizer)
+
+
+class PlainParts(Parts):
+    """Parts of a step of the optimizer on the parameters themselves.
+
+    divides: whether the kernel of `optimizer` is to divide by `grad_scale`, instead of a multiplication by `ratio()`.
+    """
+
+    def __init__(self, optimizer: Optimizer, kernel: FusedKernel, *, divides: bool, ratio: Callable[[], float]) -> None:
+        super().__init__(optimizer)
+        self._kernel = kernel
+        self._divides = divides
+        self._ratio = ratio
+
+    def begin(self) -> None:
+        super().begin()
+        groups = self.optimizer.param_groups
+        self._restricted = [Restricted(self.optimizer, group) for group in groups]
+        self._place = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
+
+    def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
+        self._kernel.prepare(params)
+        divide = grad_scale != 1.0
+        if divide and not (self._divides and grad_scale <= _FLOAT32_MAX):
+            own_memory(params)
+            scale_values(gradient_values(params), self._ratio())
+            divide = False
+        by_group: dict[int, list[torch.Tensor]] = {}
+        for param in sorted(params, key=self._place.__getitem__):
+            by_group.setdefault(self._place[param][0], []).append(param)
+        for index, own in by_group.items():
+            with self._restricted[index] as restricted:
+                restricted.to(own)
+                self._call(grad_scale if divide else 1.0, own[0].device)
+
+    def _call(self, grad_scale: float, device: torch.device) -> None:
+        optimizer: Any = self.optimizer
+        if grad_scale == 1.0:
+            bare_step(optimizer)
+            return
+        optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=device)
+        try:
+            bare_step(optimizer)
+        finally:
+            # GradScaler and a later plain step take the attribute's presence as an order.
+            del optimizer.grad_scale
