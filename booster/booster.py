@@ -20,6 +20,7 @@ from booster.cast_regions import forward_region
 from booster.checkpoint.parts import Loaded
 from booster.checkpoint.run import RunCheckpoints
 from booster.config import translate
+from booster.coordinator import is_main, wait_for_all
 from booster.data import DataLoaderWrapper
 from booster.device import resolve_device
 from booster.interface.boosted import Boosted
@@ -590,6 +591,54 @@ class Booster:
     def reduce(self, tensor: Any, op: Literal["mean", "sum", "max", "min"] = "mean") -> Any:
         """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective."""
         return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0 of the job; True without a process group. `DistCoordinator` knows more of ranks."""
+        return is_main()
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Print on rank 0 of the job alone, as `print` does, at once. No collective: ranks need not all call it."""
+        if is_main():
+            print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - printing is what was asked for
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank of the job has come here; nothing without a process group. A collective."""
+        wait_for_all()
+
+    def progress(self, items: Iterable[Any], description: str = "", total: int | None = None) -> Iterator[Any]:
+        """`items` as they are, with a bar on rank 0 that counts them; the other ranks draw nothing. No collective.
+
+        total: how many there are, where `len(items)` does not say. The bar is rich's; raises ImportError without it.
+        """
+        from booster.progress import progress
+
+        return progress(items, description, total)
+
+    def profile(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        skip: int = 2,
+        steps: int = 3,
+        shapes: bool = False,
+        memory: bool = False,
+        stacks: bool = False,
+    ) -> AbstractContextManager[Any]:
+        """Context in which torch's profiler records `steps` steps after the first `skip`, on every rank.
+
+            with booster.profile("trace") as profile:
+                for x, y in loader:
+                    ...
+                    profile.step()
+
+        Each rank writes `folder/rank_N.json`; drop it on https://ui.perfetto.dev. It yields a `torch.profiler.profile`, with
+        tables too. shapes, memory, stacks: also note shapes of inputs, memory, and lines of Python, which slow the steps.
+        No collective. Raises RuntimeError at the end where `.step()` was not called often enough to record a step.
+        """
+        from booster.profiling import profiled
+
+        return profiled(folder, self.device, skip=skip, steps=steps, shapes=shapes, memory=memory, stacks=stacks)
 
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
         from booster.numerics.replay import Replay

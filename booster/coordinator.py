@@ -15,10 +15,21 @@ import torch.distributed as dist
 from booster import arguments
 from booster.launch import environment_local_rank
 
-__all__ = ["DistCoordinator"]
+__all__ = ["DistCoordinator", "is_main", "wait_for_all"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def is_main() -> bool:
+    """Say whether this process is rank 0 of the job, or a world of one; no collective."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def wait_for_all() -> None:
+    """Wait until every rank of the job has come here; nothing in a world of one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
 
 
 class DistCoordinator:

@@ -26,6 +26,7 @@ from booster import arguments
 
 __all__ = [
     "await_address",
+    "close_group",
     "environment_local_rank",
     "environment_world_size",
     "get_default_parser",
@@ -33,6 +34,8 @@ __all__ = [
     "launch_from_openmpi",
     "launch_from_slurm",
     "launch_from_torch",
+    "seed_everything",
+    "start",
 ]
 
 DEFAULT_SEED = 1024
@@ -73,7 +76,7 @@ def launch(
     _check_whole("port", port, 1, 65535, "the port on which rank 0 listens")
     init_method = f"tcp://{_bracketed(host)}:{port}"
     await_address("host", host)
-    _start(rank, world_size, backend, local_rank, seed, init_method=init_method)
+    start(rank, world_size, backend, local_rank, seed, init_method=init_method)
 
 
 def launch_from_torch(
@@ -91,7 +94,7 @@ def launch_from_torch(
     _refuse_second_launch()
     if not any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         _refuse_lonely_task()
-        _start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore())
+        start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore())
         return
     _require(_TORCH_VARIABLES, _TORCH_STARTER, _TORCH_FIX)
     rank, world_size, local_rank = (_whole_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -100,7 +103,7 @@ def launch_from_torch(
     _check_whole("MASTER_PORT", _whole_variable("MASTER_PORT"), 1, 65535, "the port on which rank 0 listens")
     await_address("MASTER_ADDR", os.environ["MASTER_ADDR"])
     # env:// and not tcp://: under torchrun the agent already listens on this port and rank 0 must not bind it again.
-    _start(rank, world_size, options["backend"], local_rank, options["seed"], init_method="env://")
+    start(rank, world_size, options["backend"], local_rank, options["seed"], init_method="env://")
 
 
 def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: int = DEFAULT_SEED) -> None:
@@ -183,7 +186,7 @@ def environment_local_rank() -> int | None:
     return None
 
 
-def _start(
+def start(
     rank: int,
     world_size: int,
     backend: str | None,
@@ -193,17 +196,19 @@ def _start(
     init_method: str | None = None,
     store: dist.Store | None = None,
 ) -> None:
+    """Make the process group, as everything here does in the end: the device, the seeds, and its close at the end."""
     _check_whole("seed", seed, 0, 2**63 - 1, "the seed of all random number generators")
     backend = _checked_backend(backend)
     device_id = _select_device(rank, local_rank, backend)
     dist.init_process_group(
         backend, init_method=init_method, store=store, rank=rank, world_size=world_size, device_id=device_id
     )
-    _seed_everything(seed)
-    atexit.register(_close_group)
+    seed_everything(seed)
+    atexit.register(close_group)
 
 
-def _close_group() -> None:
+def close_group() -> None:
+    """Leave the process group, if there is one, in the order that ends well."""
     # An open gloo group can abort a process at its end, live garbage with it; after an error peers may hang in closing it.
     if dist.is_initialized() and not hasattr(sys, "last_type"):
         gc.collect()
@@ -245,7 +250,22 @@ def _select_device(rank: int, local_rank: int | None, backend: str) -> torch.dev
     return torch.device("cuda", index) if backend == "nccl" else None
 
 
-def _seed_everything(seed: int) -> None:
+def seed_everything(seed: int, *, by_rank: bool = False, deterministic: bool = False) -> None:
+    """Seed `random`, numpy (if installed) and torch, all devices included. The launch functions seed alike on all ranks.
+
+    by_rank: add the rank, so that ranks draw different numbers, as for dropout or noise; call it after the model is made,
+    which must begin alike everywhere. deterministic: also let torch use only operations that give the same bits on every run,
+    and raise where an operation has none such, for the rest of the process; cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8
+    in the environment before it starts, and torch's error says so. The order of data is seeded by its loader.
+    """
+    _check_whole("seed", seed, 0, 2**63 - 1, "the seed of all random number generators")
+    arguments.flag("by_rank", by_rank)
+    arguments.flag("deterministic", deterministic)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    if by_rank and dist.is_available() and dist.is_initialized():
+        seed = (seed + dist.get_rank()) % 2**63
     random.seed(seed)
     torch.manual_seed(seed)
     try:

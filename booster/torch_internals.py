@@ -269,7 +269,14 @@ def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
 
 def fsdp_groups(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the groups of parameters that are gathered together, of modules that `fully_shard` was applied to."""
-    return [group for state in fsdp_states(modules) for group in state._fsdp_param_groups]
+    return [group for state in fsdp_states(modules) for group in _groups_of(state)]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # In torch 2.11 a state has one group, or None.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from booster import Booster
+from booster import Booster, torch_internals
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
     DtypePolicy,
@@ -185,9 +185,7 @@ def offloaded(rank, world_size):
     # On CPU offloading changes nothing else that could be seen.
     return [
         type(group.offload_policy).__name__
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in torch_internals.fsdp_groups(module for module in model.modules() if isinstance(module, FSDPModule))
     ]
 
 
