@@ -18,7 +18,7 @@ DOCS := .venv-docs
 CONSTRAINTS ?= constraints.txt
 INSTALL := -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: demo compare test coverage slow fuzz docs docs-serve figures lint dist versions clean
+.PHONY: demo compare test coverage slow fuzz docs docs-version docs-serve figures lint dist versions clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -50,6 +50,11 @@ fuzz: $(TEST)/.installed
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 	$(DOCS)/bin/codespell
+
+# The site of a version goes into the branch gh-pages of this repository, beside those of others; nothing is pushed.
+docs-version: $(DOCS)/.installed
+	@test -n "$(VERSION)" || { echo "which version? make docs-version VERSION=0.1"; exit 2; }
+	PATH="$$PWD/$(DOCS)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mike deploy --update-aliases $(VERSION) latest
 
 docs-serve: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
