@@ -86,17 +86,15 @@ def tensor_parallel_messages(
     accumulated: bool = False,
     checkpointed: bool = False,
     vocabulary_parallel: bool = True,
-    shared_input: bool = False,
 ) -> list[Message]:
     """What dividing the layers of pipeline stage `stage` takes, for `tokens` in one step.
 
-    Without sequence parallelism forward sums the outputs of both branches, and backward the gradients of their inputs: once
-    for every linear layer that reads such an input, or once for all (`shared_input`, as in Megatron-LM). With it, each of
-    the four sums becomes a reduce-scatter on one way and an all-gather on the other; the first and the last layer divide and
-    join the sequence, and the gradients of norms are summed, in the dtype of the reduction where micro-batches were
-    `accumulated`. checkpointed: forward runs again up to the last tensor that
-    backward needs, which is the input of the second sum. vocabulary_parallel: the embedding's output is summed, logits are
-    gathered, and the gradient of their input is summed.
+    Without sequence parallelism forward sums the outputs of both branches, and backward the gradients of their inputs, once
+    for all linear layers that read one, as Megatron-LM does. With it, each of the four sums becomes a reduce-scatter on one
+    way and an all-gather on the other; the first and the last layer divide and join the sequence, and the gradients of norms
+    are summed, in the dtype of the reduction where micro-batches were `accumulated`. checkpointed: forward runs again up to
+    the last tensor that backward needs, which is the input of the second sum. vocabulary_parallel: the embedding's output is
+    summed, logits are gathered, and the gradient of their input is summed.
     """
     if plan.tp == 1:
         return []
@@ -113,8 +111,7 @@ def tensor_parallel_messages(
         messages.append(Message("reduce_scatter", "tp", plan.tp, scattered))
         messages.append(Message("all_reduce", "tp", plan.tp, norms))
     else:
-        backward = 2 if shared_input else sum(model.columns)
-        messages.append(Message("all_reduce", "tp", plan.tp, layers * ((2 + again) * written + backward * read)))
+        messages.append(Message("all_reduce", "tp", plan.tp, layers * ((2 + again) * written + 2 * read)))
     if vocabulary_parallel:
         logits = tokens * model.vocabulary * precision.element
         messages.append(Message("all_reduce", "tp", plan.tp, (first + last) * read))

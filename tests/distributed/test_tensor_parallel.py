@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from booster.casting import cast_floats
@@ -780,3 +781,52 @@ def check_mesh(rank, world_size):
 
 def test_checking_changes_nothing_and_wants_one_dimension(ranks2):
     ranks2(check_mesh)
+
+
+# ---- collectives ----
+
+
+class Gated(nn.Module):
+    """Queries, keys and values of one input, and two layers that read another."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(DIM, 8), nn.Linear(DIM, 8), nn.Linear(8, DIM)
+
+    def forward(self, x):
+        x = x + self.out(self.q(x) * self.k(x).sigmoid() + self.v(x))
+        return x + self.down(self.gate(x).tanh() * self.up(x))
+
+
+GATED = {f"*.{name}": "colwise" for name in ("q", "k", "v", "gate", "up")} | {"*.out": "rowwise", "*.down": "rowwise"}
+
+
+def sums(function):
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        function()
+    return sum(event.name == "c10d::allreduce_" for event in seen.events())
+
+
+def check_sums(rank, world_size, context):
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated())
+    reference = copy.deepcopy(model)
+    divide(model, tp_mesh(world_size), GATED)
+    x = torch.randn(2, 3, DIM)
+    with torch.autocast("cpu", torch.bfloat16) if context == "autocast" else contextlib.nullcontext():
+        given = x.clone().requires_grad_()
+        made = []
+        assert sums(lambda: made.append(model(given))) == 4  # what rows give
+        assert sums(lambda: made[0].float().square().sum().backward()) == 4  # of what columns read
+        expected = x.clone().requires_grad_()
+        reference(expected).float().square().sum().backward()
+    tolerance = 0.05 if context == "autocast" else 1e-5
+    assert distance(given.grad, expected.grad) <= tolerance
+    for name, param in model.named_parameters():
+        assert distance(whole(param.grad), dict(reference.named_parameters())[name].grad) <= tolerance, name
+
+
+@pytest.mark.parametrize("context", ["plain", "autocast"])
+def test_layers_that_read_one_input_sum_its_gradient_over_the_ranks_once(ranks2, context):
+    ranks2(check_sums, context)

@@ -241,22 +241,21 @@ def test_one_rank_sends_nothing():
 
 def test_tensor_parallelism_as_in_megatron_sums_four_times_a_layer():
     plan, tokens = hybrid(2, tp=2), 10
-    [message] = tensor_parallel_messages(GPT, plan, SPLIT, tokens, vocabulary_parallel=False, shared_input=True)
+    [message] = tensor_parallel_messages(GPT, plan, SPLIT, tokens, vocabulary_parallel=False)
     assert message == Message("all_reduce", "tp", 2, GPT.layers * 4 * tokens * GPT.hidden * 2)
 
 
-def test_layers_that_share_an_input_sum_its_gradient_each():
-    plan, unit = hybrid(2, tp=2), GPT.layers * 10 * GPT.hidden * 2
+def test_layers_that_share_an_input_sum_its_gradient_once():
+    plan = hybrid(2, tp=2)
     [plain] = tensor_parallel_messages(GPT, plan, SPLIT, 10, vocabulary_parallel=False)
     [gated] = tensor_parallel_messages(dataclasses.replace(GPT, gated=True), plan, SPLIT, 10, vocabulary_parallel=False)
-    assert plain.size == (2 + 4) * unit
-    assert gated.size == (2 + 5) * unit
+    assert plain.size == gated.size == 4 * GPT.layers * 10 * GPT.hidden * 2
 
 
 def test_sequence_parallelism_sends_as_much_as_sums_that_are_shared_and_the_edges():
     tokens = 10
     divided = hybrid(2, tp=2, sequence_parallel=True)
-    whole = tensor_parallel_messages(GPT, hybrid(2, tp=2), SPLIT, tokens, vocabulary_parallel=False, shared_input=True)
+    whole = tensor_parallel_messages(GPT, hybrid(2, tp=2), SPLIT, tokens, vocabulary_parallel=False)
     edges = sent_bytes("all_gather", 2, 2 * tokens * GPT.hidden * 2)
     norms = sent_bytes("all_reduce", 2, 2 * GPT.layers * GPT.hidden * 2)
     parts = tensor_parallel_messages(GPT, divided, SPLIT, tokens, vocabulary_parallel=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
+from booster.plugin.tensor_parallel.shared_input import SharedInput, SharingForward, has_forward, siblings
+from booster.plugin.tensor_parallel.styles import Colwise
 from booster.plugin.tensor_parallel.tied_weights import broadcast_from_first, restore_frozen, tie, tied_slots
 from booster.torch_internals import StridedShard
 
@@ -45,12 +47,16 @@ def apply_tensor_parallel(
     broadcast_from_first(model, mesh)
     slots = tied_slots(model)
     frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    forwards = _share_inputs(model, plan)
     for name, style in plan.items():
         module = model.get_submodule(name)
         if isinstance(style, LocalStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
         else:
             _apply_foreign(module, mesh, style, pinned=name in policy.keep_fp32)
+    for parent, shared in forwards.items():
+        module = model.get_submodule(parent)
+        module.forward = SharingForward(module.forward, shared)
     tie(slots)
     restore_frozen(model, frozen)
 
@@ -77,6 +83,16 @@ def _resolve(
         raise RuntimeError(f"{divided[0]!r} is a DTensor already: the model was divided before; pass it as it was then")
     plan = resolve_plan(model, tp_plan, tp_size=mesh.size(), sequence_parallelism=sequence_parallelism)
     return {} if mesh.size() == 1 else plan
+
+
+def _share_inputs(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, SharedInput]:
+    """Let column-wise layers beside each other in `plan` share what they read; returns by parent what they share."""
+    found = {}
+    for parent, names in siblings(plan, lambda style: isinstance(style, Colwise) and style.reads_whole_input).items():
+        if has_forward(model.get_submodule(parent)):
+            found[parent] = shared = SharedInput()
+            plan |= {name: cast(Colwise, plan[name]).sharing(shared) for name in names}
+    return found
 
 
 def _apply_foreign(module: nn.Module, mesh: DeviceMesh, style: ParallelStyle, *, pinned: bool) -> None:

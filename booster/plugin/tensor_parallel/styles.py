@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from booster import arguments
 from booster.plugin.tensor_parallel import boundary
 from booster.plugin.tensor_parallel.local import LocalStyle, PartForward, local_part, own_dtensors, swapped
+from booster.plugin.tensor_parallel.shared_input import SharedInput
 from booster.torch_internals import StridedShard
 
 
@@ -51,6 +53,18 @@ class Colwise(LocalStyle):
         self.gather_output = arguments.flag("gather_output", gather_output)
         self.sequence_dim = _dim_or_none(sequence_dim)
         self.shared_input = arguments.flag("shared_input", shared_input)
+        self.shared: SharedInput | None = None
+
+    @property
+    def reads_whole_input(self) -> bool:
+        """Whether every layer sums the gradients of its input by itself, unless it shares it."""
+        return self.sequence_dim is None and not self.shared_input
+
+    def sharing(self, shared: SharedInput) -> Colwise:
+        """Return this style for a layer that may share its input."""
+        style = copy.copy(self)
+        style.shared = shared
+        return style
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         dim = output_dim(module)
@@ -80,7 +94,7 @@ class Colwise(LocalStyle):
         if self.sequence_dim is not None:
             x = boundary.gather(x, mesh, self.sequence_dim, sum_gradients=True)
         elif not self.shared_input:
-            x = boundary.copy(x, mesh)
+            x = boundary.copy(x, mesh) if self.shared is None else self.shared.copy(x, mesh)
         return (x, *rest), kwargs
 
     def parts(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
