@@ -41,9 +41,7 @@ def heads(*names: str) -> str:
 def times(say: Say, rounds: int, precision: str, only: set[str]) -> None:
     say(f"\nCPU time of a step over both ranks, {precision}: ratio to raw torch with fused kernels; {rounds} rounds\n")
     say(heads("", "GPT, 8.7 M: raw ms", "raw again", "booster", "tiny layers: raw ms", "raw again", "booster"))
-    for name, case in cases().items():
-        if only and name not in only:
-            continue
+    for name, case in cases(only).items():
         cells = []
         for size in (GPT, TINY):
             seconds = timed(case, size, precision, rounds if size is GPT else 2 * rounds)
@@ -96,14 +94,14 @@ def _bytes(arg: Any) -> int:
     return max(map(_bytes, arg), default=0) if isinstance(arg, (list, tuple)) else 0
 
 
-def messages(say: Say, precision: str) -> None:
+def messages(say: Say, precision: str, only: set[str]) -> None:
     say(
         f"\nA warm step with a clip, {precision}, rank 0: bytes sent per parameter (the kernel's count), collectives of 512"
     )
     say("bytes or more, small ones, and reads of numbers on the host in clip and step. device: as decided on a GPU\n")
     small = ("small: raw", "booster", "device", "reads: raw", "booster", "device")
     say(heads("", "bytes: raw", "booster", "calls: raw", "booster", *small))
-    for name, case in cases().items():
+    for name, case in cases(only).items():
         raw, ours = counted(case.raw, precision), counted(case.booster, precision)
         with as_on_a_gpu():
             device = counted(case.booster, precision)
@@ -138,13 +136,13 @@ def counted(make: Callable[[Model, int, str], Loop], precision: str) -> dict[str
 # ---- memory
 
 
-def memory(say: Say, precisions: list[str]) -> None:
+def memory(say: Say, precisions: list[str], only: set[str]) -> None:
     say(
         "\nBytes per parameter of the whole model on rank 0, by the allocator's events since before the model was made:"
     )
     say("held between steps, held with gradients after a step, and the highest within a step\n")
     say(heads("", "between: raw", "booster", "with gradients: raw", "booster", "peak: raw", "booster", "precision"))
-    for name, case in cases().items():
+    for name, case in cases(only).items():
         for precision in precisions:
             raw, ours = weighed(case.raw, precision), weighed(case.booster, precision)
             cells = " | ".join(f"{a:.2f} | {b:.2f}" for a, b in zip(raw, ours, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevic
 
 GPT = Model(hidden=320, layers=6, heads=4, ffn=1280, vocabulary=2048, sequence=64, gated=False)
 TINY = Model(hidden=64, layers=12, heads=4, ffn=128, vocabulary=256, sequence=16, gated=False)
+PLAN = {name: style for name, style in TP_PLAN.items() if "gate" not in name}
 MICRO_BATCHES = 4
 MAX_NORM = 1.0
 
@@ -118,7 +119,7 @@ def raw_tp(size: Model, batch: int, precision: str) -> Loop:
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     }
-    parallelize_module(net, mesh, {name: styles[style]() for name, style in TP_PLAN.items() if "gate" not in name})
+    parallelize_module(net, mesh, {name: styles[style]() for name, style in PLAN.items()})
     params = list(net.parameters())
     groups = [{"params": [p for p in params if isinstance(p, DTensor) == divided]} for divided in (True, False)]
     loop = by_hand(net, adamw(groups), same_tokens(size, batch), casts(precision), net.parameters)
@@ -198,15 +199,16 @@ class Case:
         return boosted(self.plugin, name, size, batch * self.factor, self.shared, clips=self.clips)
 
 
-def cases() -> dict[str, Case]:
+def cases(only: Collection[str] = ()) -> dict[str, Case]:
+    """By name; only: those of these names, or all."""
     together = {"clips": False, "shared": True}
-    return {
+    found = {
         "single": Case(raw_single, SingleDevice),
         "DDP": Case(raw_ddp, TorchDDPPlugin),
         "ZeRO-1": Case(raw_zero, LowLevelZeroPlugin),
         "ZeRO-2": Case(raw_zero, lambda: LowLevelZeroPlugin(stage=2)),
         "FSDP": Case(raw_fsdp, TorchFSDPPlugin, "bf16_naive"),
-        "TP": Case(raw_tp, lambda: HybridParallelPlugin(2, 1, tp_plan=TP_PLAN), **together),  # type: ignore[arg-type]
+        "TP": Case(raw_tp, lambda: HybridParallelPlugin(2, 1, tp_plan=PLAN), **together),  # type: ignore[arg-type]
         "PP": Case(
             raw_pp,
             lambda: HybridParallelPlugin(1, 2, num_microbatches=MICRO_BATCHES),
@@ -214,3 +216,4 @@ def cases() -> dict[str, Case]:
             **together,  # type: ignore[arg-type]
         ),
     }
+    return {name: case for name, case in found.items() if not only or name in only}

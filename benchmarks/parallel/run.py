@@ -41,9 +41,9 @@ def on_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
             times(say, options.rounds, precision, options.cases)
     if "messages" in options.only:
         for precision in options.precisions:
-            messages(say, precision)
+            messages(say, precision, options.cases)
     if "memory" in options.only:
-        memory(say, options.precisions)
+        memory(say, options.precisions, options.cases)
     if "growth" in options.only:
         growth(say, options.largest)
     if "bubble" in options.only:

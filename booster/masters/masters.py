@@ -333,10 +333,11 @@ class Masters:
         for bucket in buckets:
             self.optimizer.state.update(state_of_bucket(bucket, states))
             values = bucket.scratch() if bucket.rest is None or bucket.rest.dtype != torch.float32 else bucket.rest
-            for piece in bucket.pieces:
-                source = sources.get(piece.param, piece.param).detach()
-                found = flat_like(source, piece.param)[piece.start : piece.stop]
-                values[piece.offset : piece.offset + piece.size].copy_(found)
+            found = [
+                flat_like(sources.get(piece.param, piece.param).detach(), piece.param)[piece.start : piece.stop]
+                for piece in bucket.pieces
+            ]
+            torch._foreach_copy_(bucket.pieces_of(values), found)
             values.masked_fill_(values.isnan(), math.nan)  # see `rounding.plain_nan_`
             bucket.save(values, bucket.scratch())
         return buckets

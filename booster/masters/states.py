@@ -131,9 +131,10 @@ def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dic
             continue
         dtype = torch.float32 if value.dtype in HALF_DTYPES else value.dtype
         own[key] = joined = torch.zeros(bucket.size, dtype=dtype, device=value.device)
-        for piece in bucket.pieces:
-            source = flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop]
-            joined[piece.offset : piece.offset + piece.size].copy_(source)
+        sources = [
+            flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop] for piece in bucket.pieces
+        ]
+        torch._foreach_copy_(bucket.pieces_of(joined), sources)
     if bucket.packing is not None:
         bucket.packing.pack(bucket, own)
     return {bucket.handles[0]: own}
