@@ -7,6 +7,7 @@ import pytest
 import torch
 from prescribed import loss_with
 from test_masters import BF16, ELEMENTWISE, FP16, SHAPES, equal, weights
+from test_packed_states import PACKABLE
 from torch import nn, optim
 
 import booster
@@ -121,8 +122,7 @@ PACKED_CASES += [
 def test_a_compiled_step_on_packed_states_is_that_of_the_eager_path(compiler, calls, name, dtype, form, states):
     shapes = [(200, 82), (33,), (), (7, 5, 3)]  # a full bucket of two pieces, and one with gaps between its pieces
     ours, theirs = (
-        Run(ELEMENTWISE[name], dtype, form, compiled=compiled, shapes=shapes, states=states)
-        for compiled in (True, False)
+        Run(PACKABLE[name], dtype, form, compiled=compiled, shapes=shapes, states=states) for compiled in (True, False)
     )
     for run in (ours, theirs):
         run.train(12)
@@ -141,7 +141,7 @@ def test_a_compiled_step_on_packed_states_is_that_of_the_eager_path(compiler, ca
                 same = (value.codes.float() == other[key].codes.float()).float().mean()
                 assert float(same) > 0.99
                 assert (value.scales is None) == (states == "bf16")
-    again = Run(ELEMENTWISE[name], dtype, form, shapes=shapes, states=states)
+    again = Run(PACKABLE[name], dtype, form, shapes=shapes, states=states)
     again.optimizer.load_state_dict(copy.deepcopy(ours.optimizer.state_dict()))
     for param, twin in zip(again.params, ours.params, strict=True):
         param.data.copy_(twin.detach())
