@@ -8,15 +8,15 @@ import torch
 
 from booster.masters.bucket import Bucket
 from booster.masters.step import MasterStep, Told
+from booster.shards import Shards
 from booster.update.parts import Parts
-from booster.update.stepping import Restricted
 
 
 class MasterParts(Parts):
     """Parts of `step`: a bucket and its parameters, and what has no master by itself."""
 
-    def __init__(self, step: MasterStep) -> None:
-        super().__init__(step.masters.optimizer)
+    def __init__(self, step: MasterStep, shards: Shards) -> None:
+        super().__init__(step.masters.optimizer, shards)
         self._whole = step
         self._buckets: dict[torch.Tensor, list[Bucket]] = {}
 
@@ -31,9 +31,6 @@ class MasterParts(Parts):
     def begin(self) -> None:
         super().begin()
         self._whole.masters.dither.next()
-        groups = self.optimizer.param_groups
-        self._restricted = [Restricted(self.optimizer, group) for group in groups]
-        self._group = {param: index for index, group in enumerate(groups) for param in group["params"]}
 
     def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
         buckets = list({bucket: None for param in params for bucket in self._buckets.get(param, ())})
@@ -41,7 +38,7 @@ class MasterParts(Parts):
         plain: list[list[torch.Tensor]] = [[] for _ in self._restricted]
         for param in params:
             if param not in self._buckets:
-                plain[self._group[param]].append(param)
+                plain[self._place[param][0]].append(param)
         self._whole.step_those(buckets, plain, Told(grad_scale), self._restricted)
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:

@@ -84,7 +84,7 @@ class MasterUpdate(KeepsMasters, HostUpdate):
 
     def make_parts(self) -> Parts | None:
         self._zeros_released = 0
-        return MasterParts(self._step) if self._keeps_any() else super().make_parts()
+        return MasterParts(self._step, self.shards) if self._keeps_any() else super().make_parts()
 
     def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
         if self._count_zeros:

@@ -101,6 +101,12 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         return placed
 
     @property
+    def release_refusal(self) -> str | None:
+        if self.group is None:
+            return None
+        return "LowLevelZeroPlugin averages gradients in buckets that outlive backward; use TorchFSDPPlugin, or a single device"
+
+    @property
     def divides_as(self) -> str | None:
         known = super().divides_as
         return f"zero{self._stage}" if known == "ddp" else known

@@ -84,6 +84,15 @@ class TorchDDPPlugin(Plugin):
         return world()
 
     @property
+    def release_refusal(self) -> str | None:
+        if self.group is None:
+            return None
+        return (
+            "DistributedDataParallel fills gradients at the end of backward, from buckets that hold all of them; use "
+            "TorchFSDPPlugin, or a single device"
+        )
+
+    @property
     def divides_as(self) -> str | None:
         if self.group is None:
             return "single"

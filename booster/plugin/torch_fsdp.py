@@ -105,6 +105,8 @@ class TorchFSDPPlugin(Plugin):
     def group(self) -> dist.ProcessGroup | None:
         return world()
 
+    release_refusal = None
+
     @property
     def divides_as(self) -> str | None:
         if not self.stores_float32:

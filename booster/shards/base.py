@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,18 @@ class Shards:
         gradient, and a replaced or removed one is carried back on leaving. Re-entering it does nothing.
         """
         return nullcontext()
+
+    def lent(self, params: Sequence[torch.Tensor]) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        """Return a context that gives the parts of `params`, each with its gradient, without a look at any other parameter.
+
+        The groups hold what they held. What is done to gradients inside need not reach those of `params`.
+        """
+        return nullcontext(params)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether gradients of earlier passes wait somewhere to be added to those of the next."""
+        return False
 
     def part_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return what stands for `param` inside `local()`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,23 @@ class DTensorShards(Shards):
                 if part.grad is not grad:
                     param.grad = None if part.grad is None else _like(part.grad, param)
                 part.grad = None
+
+    @contextmanager
+    def lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+        parts = []
+        for param in params:
+            if is_dtensor(param):
+                _reduce_partial(param)
+            part = self.part_of(param)
+            if part is not param:
+                part.grad = None if param.grad is None else param.grad.to_local()  # type: ignore[attr-defined]
+            parts.append(part)
+        try:
+            yield parts
+        finally:
+            for param, part in zip(params, parts, strict=True):
+                if part is not param:
+                    part.grad = None
 
     def part_of(self, param: torch.Tensor) -> torch.Tensor:
         if not (self._steps_parts and is_dtensor(param)):

@@ -58,6 +58,10 @@ class FullyShardedShards(DTensorShards):
                 raise RuntimeError(UNSYNCHRONISED)
             self._unreduced.discard(module)
 
+    @property
+    def holds_back(self) -> bool:
+        return any(module in self._unreduced and has_unreduced_gradients(module) for module in self._alive())
+
     def abandon_backward(self) -> None:
         super().abandon_backward()
         for module in self._alive():

@@ -258,6 +258,8 @@ class Update(ABC):
             result = self._decide_and_apply()
         finally:
             release.pending = False
+        if self.shards.sharded and result.applied:
+            self.shards.publish()
         self.reset()
         self._scale = None
         return result

@@ -99,7 +99,9 @@ class HostUpdate(Update):
     def make_parts(self) -> Parts | None:
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         divides = self._kernel_divides(trained)
-        return PlainParts(self.optimizer, self.kernel, divides=divides, ratio=lambda: self._pending / self._known_scale)
+        return PlainParts(
+            self.optimizer, self.shards, self.kernel, divides=divides, ratio=lambda: self._pending / self._known_scale
+        )
 
     def take_norm(self, norms: torch.Tensor, nonfinite: list[int]) -> None:
         """Take `norms` of order 2 of the gradients of `params()` for those that were read. nonfinite: which of `params()` had
@@ -107,6 +109,10 @@ class HostUpdate(Update):
         norm = self._total(norms, 2.0)
         self._measured = [_Norm(norm, nonfinite)]
         self._reported_norm = norm if self._scale is None else norm / self._scale
+
+    def total_norm(self, norms: torch.Tensor) -> float:
+        """The norm of all gradients from `norms` of order 2 of those of `params()`; a collective where ranks hold shards."""
+        return self._total(norms, 2.0)
 
     @property
     def last_norm(self) -> float | None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.grads import gradient_values, own_memory, scale_values
+from booster.shards import Shards
 from booster.torch_internals import exchange_step_hooks
 from booster.update.fused import FusedKernel
 from booster.update.stepping import Restricted, bare_step, fire_post_hooks, fire_pre_hooks
@@ -20,11 +21,13 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 class Parts(ABC):
     """One step of `optimizer`: `units`, `begin`, `step` for some parameters at a time, `rest` before the last ones, `end`.
 
-    Step hooks are called once, before the first part and after the last one.
+    Step hooks are called once, before the first part and after the last one. Parameters are this rank's parts of them; `units`
+    and `rest` are called inside `shards.local()`, the others outside of it.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, shards: Shards) -> None:
         self.optimizer = optimizer
+        self.shards = shards
 
     def units(self) -> list[list[torch.Tensor]]:
         """Return parameters that are stepped together, each in one list; those in none can be stepped with any others."""
@@ -33,6 +36,10 @@ class Parts(ABC):
     def begin(self) -> None:
         """The first part follows."""
         fire_pre_hooks(self.optimizer)
+        groups = self.optimizer.param_groups
+        self._restricted = [Restricted(self.optimizer, group) for group in groups]
+        part_of = self.shards.part_of
+        self._place = {part_of(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
 
     @torch.no_grad()
     def step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
@@ -61,20 +68,15 @@ class PlainParts(Parts):
     divides: whether the kernel of `optimizer` is to divide by `grad_scale`, instead of a multiplication by `ratio()`.
     """
 
-    def __init__(self, optimizer: Optimizer, kernel: FusedKernel, *, divides: bool, ratio: Callable[[], float]) -> None:
-        super().__init__(optimizer)
+    def __init__(
+        self, optimizer: Optimizer, shards: Shards, kernel: FusedKernel, *, divides: bool, ratio: Callable[[], float]
+    ) -> None:
+        super().__init__(optimizer, shards)
         self._kernel = kernel
         self._divides = divides
         self._ratio = ratio
 
-    def begin(self) -> None:
-        super().begin()
-        groups = self.optimizer.param_groups
-        self._restricted = [Restricted(self.optimizer, group) for group in groups]
-        self._place = {p: (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])}
-
     def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
-        self._kernel.prepare(params)
         divide = grad_scale != 1.0
         if divide and not (self._divides and grad_scale <= _FLOAT32_MAX):
             own_memory(params)
@@ -86,6 +88,7 @@ class PlainParts(Parts):
         for index, own in by_group.items():
             with self._restricted[index] as restricted:
                 restricted.to(own)
+                self._kernel.prepare(own)
                 self._call(grad_scale if divide else 1.0, own[0].device)
 
     def _call(self, grad_scale: float, device: torch.device) -> None:

@@ -44,6 +44,13 @@ def largest_part(num_elements: int) -> int:
     return max(_FEWEST, num_elements // _SHARE)
 
 
+HELD_BACK = (
+    "release_gradients needs the norm of gradients before it uses them, which takes two backward passes, and the first would "
+    "use up the gradients of earlier micro-batches, which fully_shard holds back; accumulate without a clip and without a "
+    "loss scale, or leave release_gradients False"
+)
+
+
 class Release:
     """How the gradients of one update are released, and what of that is known between passes.
 
@@ -115,6 +122,8 @@ def run_released(
     own = {param for each in passes for param in each.params}
     foreign = [leaf for leaf in _leaves(loss) if leaf not in own]
     twice = any(each.measures_first for each in passes)
+    if twice and any(each.update.shards.holds_back for each in passes):
+        raise ValueError(HELD_BACK)
     if twice:
         with _aside(foreign) as others:
             _measure(passes, loss, engine, others)
@@ -137,7 +146,7 @@ def run_released(
         raise
     if not twice:
         end()
-        _decide([each for each in passes if each.norms])
+        _decide([each for each in passes if each.measures_along])
     for each in passes:
         each.finish()
     torch.clear_autocast_cache()  # of weights as they were
@@ -161,7 +170,7 @@ class _Pass:
         self._num_stepped = 0
         exact = self.release.mode == "exact" or self.release.previous is None
         self.measures_first = exact and bool(update.looks or self.release.max_norm)
-        self._measures_along = not exact and bool(self.release.max_norm)
+        self.measures_along = not exact and bool(self.release.max_norm)
 
     # ------------------------------------------------------------------ the first of two passes
 
@@ -199,17 +208,26 @@ class _Pass:
 
     def overflows(self) -> bool:
         """Whether the norm of all is not finite: gradients are not, or the sum of their squares. Waits for the device."""
-        return bool(self.norms) and not math.isfinite(float(torch.linalg.vector_norm(self.stacked())))
+        if not self.counts:
+            return False
+        with self.update.present(self.measured):
+            return not math.isfinite(self.update.total_norm(self.stacked()))
+
+    @property
+    def counts(self) -> bool:
+        """Whether there are gradients; where ranks hold shards all go on together, also those without."""
+        return bool(self.norms) or self.update.shards.sharded
 
     def look_again(self) -> None:
         """Let `measure` find what is not finite, with norms in float64 that finite numbers do not overflow."""
         self.looks_again, self._dtype = True, torch.float64
 
     def _norm(self, param: torch.Tensor) -> torch.Tensor:
-        values = gradient_values([param])
-        if self.looks_again and not values[0].isfinite().all():
-            self.nonfinite.add(param)
-        return tensor_norms(values, 2.0, self._dtype)[0]
+        with self.update.shards.lent([param]) as parts:
+            values = gradient_values(parts)
+            if self.looks_again and not values[0].isfinite().all():
+                self.nonfinite.add(param)
+            return tensor_norms(values, 2.0, self._dtype)[0]
 
     # ------------------------------------------------------------------ the decision
 
@@ -220,23 +238,28 @@ class _Pass:
 
     def stacked(self) -> torch.Tensor:
         norms = [self.norms[param] for param in self.measured]
+        if not norms:
+            return torch.zeros(0)
         return torch.stack([norm.to(norms[0].device) for norm in norms])
 
     def take_norm(self) -> None:
         """Tell the update, inside its `present(measured)`."""
         nonfinite = [index for index, param in enumerate(self.measured) if param in self.nonfinite]
         self.update.take_norm(self.stacked(), nonfinite)
-        if self.release.max_norm and not self._measures_along:
+        if self.release.max_norm and not self.measures_along:
             self.update.clip_by(self.release.max_norm, self.update.last_norm)
 
     # ------------------------------------------------------------------ the pass that steps
 
     def begin(self) -> None:
-        if self._measures_along and self.release.previous is not None:
+        if self.measures_along and self.release.previous is not None:
             self.update.clip_by(self.release.max_norm, self.release.previous)
         self._grad_scale = self.update.grad_scale
-        self._parts: Parts = self.update.make_parts()
-        units = self._parts.units()
+        shards = self.update.shards
+        with shards.local():
+            self._parts: Parts = self.update.make_parts()
+            param_of = {shards.part_of(param): param for param in self.params}
+            units = [[param_of[part] for part in unit] for unit in self._parts.units()]
         self._unit = {param: index for index, unit in enumerate(units) for param in unit}
         self._units = units
         self._missing = [sum(param.requires_grad for param in unit) for unit in units]
@@ -249,7 +272,7 @@ class _Pass:
         """The gradient of `param` is complete: step it, or what it completes."""
         if param.grad is None:
             return
-        if self._measures_along:
+        if self.measures_along:
             self.norms[param] = self._norm(param)
         index = self._unit.get(param)
         if index is not None:
@@ -268,9 +291,10 @@ class _Pass:
         rest = [param for param in self.params if param.grad is not None]
         if rest:
             for param in rest:
-                if self._measures_along and param not in self.norms:
+                if self.measures_along and param not in self.norms:
                     self.norms[param] = self._norm(param)
-            self._parts.rest(rest)
+            with self.update.shards.local():
+                self._parts.rest([self.update.shards.part_of(param) for param in rest])
             self._step(rest)
         if self._began:
             self._parts.end()
@@ -281,12 +305,13 @@ class _Pass:
             self._step(loose)
 
     def _step(self, params: Sequence[torch.Tensor]) -> None:
-        if not (self._measures_along and self._stops_at(params)):
+        if not (self.measures_along and self._stops_at(params)):
             if not self._began:
                 self._began = True
                 self._parts.begin()
-            self.update.look_at_part(params)
-            self._parts.step(params, self._grad_scale)
+            with self.update.shards.lent(params) as parts:
+                self.update.look_at_part(parts)
+                self._parts.step(parts, self._grad_scale)
             self._num_stepped += len(params)
         for param in params:
             param.grad = None
@@ -294,7 +319,8 @@ class _Pass:
     def _stops_at(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether `params`, or what came before, has gradients that are not finite. Waits for the device."""
         norms = torch.stack([self.norms[param] for param in params])
-        bad = nonfinite_indices(gradient_values(params), norms)
+        with self.update.shards.lent(params) as parts:
+            bad = nonfinite_indices(gradient_values(parts), norms)
         self.nonfinite.update(params[index] for index in bad)
         return bool(self.nonfinite)
 
@@ -340,7 +366,7 @@ def _decide(passes: Sequence[_Pass]) -> bool:
         for each in passes:
             present.enter_context(each.update.present(each.measured))
         for each in passes:
-            if each.norms:
+            if each.counts:
                 each.take_norm()
         skips = [each.update.agree() for each in passes]  # of all, which may be collectives
         return any(skips)

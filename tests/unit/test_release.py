@@ -447,7 +447,13 @@ def test_records_of_gradients_are_refused_and_those_of_steps_written(tmp_path):
 # ---------------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize("way", ["fp32", "bf16, clip", "bf16_naive split24 8bit, clip"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "bf16_naive split24 8bit, clip",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("fp32", "bf16, clip")),
+    ],
+)
 def test_the_estimate_follows_the_release(way):
     precision, _, clip = way.partition(", ")
     options = {"release_gradients": "exact", "clip_grad_norm": 1.0 if clip else 0.0}
@@ -469,7 +475,9 @@ def test_the_estimate_follows_the_release(way):
     assert expected.peak - expected.inputs == pytest.approx(found.held + highest, rel=0.03)
 
 
-@pytest.mark.parametrize("precision", [BF16NaiveMixedPrecision, FP16NaiveMixedPrecision])
+@pytest.mark.parametrize(
+    "precision", [FP16NaiveMixedPrecision, pytest.param(BF16NaiveMixedPrecision, marks=pytest.mark.slow)]
+)
 def test_five_bytes_a_parameter_are_held_and_six_at_the_peak(precision):
     strategy = precision(master_weights="split24", states="8bit")
     sizes = memory.measure(lambda device: memory.ours(device, strategy, release="exact"), "cpu")
