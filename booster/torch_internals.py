@@ -17,6 +17,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as RunningNorm
@@ -138,6 +139,11 @@ def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is a view in the eyes of autograd."""
     return tensor._is_view()
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -336,6 +342,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "torch._GLOBAL_DEVICE_CONTEXT": lambda: torch._GLOBAL_DEVICE_CONTEXT,
     "Tensor._values": lambda: torch.Tensor._values,
     "Tensor._is_view": lambda: torch.Tensor._is_view,
+    "torch.distributed.distributed_c10d._get_default_store": lambda: dist.distributed_c10d._get_default_store,
     "Tensor._version": lambda: torch.Tensor._version,
     "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
     "torch._int_mm": lambda: torch._int_mm,

@@ -17,7 +17,7 @@ from booster.trees import map_tensors, tensors
 _MANY = 64  # calls after which those that lead nowhere are looked for
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Link:
     """Output number `output` of `call`, or a view of it: size, stride and offset, None for the output itself."""
 
@@ -31,7 +31,7 @@ class Link:
         return tensor if self.view is None else tensor.as_strided(*self.view)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One call of a boosted model or criterion that records gradients.
 
@@ -71,7 +71,7 @@ class Call:
     @property
     def was_written_to(self) -> bool:
         """Return whether an argument was written in place since."""
-        now = [version(tensor) for tensor in tensors((self.args, self.kwargs))]
+        now = [version(tensor) for tensor in _given(self.args, self.kwargs)]
         return any(after != before for after, before in zip(now, self.versions, strict=True))
 
 
@@ -96,6 +96,7 @@ class Tape:
         self._calls: list[Call] = []
         self._passes: list[Pass] = []
         self._inside = False
+        self._stopped = False
         self._made: dict[int, Link] = {}  # by memory of the outputs
 
     def call(
@@ -105,12 +106,16 @@ class Tape:
 
         again: what does the same later, where the tape is paused.
         """
-        if self._inside or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self._inside or self._stopped or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        given = list(tensors((args, kwargs)))
-        links = [self._link(tensor) if tensor.grad_fn is not None else None for tensor in given]
-        loose = any(t.grad_fn is not None and link is None for t, link in zip(given, links, strict=True))
-        call = Call(again, args, kwargs, links, [version(tensor) for tensor in given], loose, _random(self._device))
+        links: list[Link | None] = []
+        versions, loose = [], False
+        for tensor in _given(args, kwargs):
+            versions.append(version(tensor))
+            link = None if tensor.grad_fn is None else self._link(tensor)
+            links.append(link)
+            loose = loose or (link is None and tensor.grad_fn is not None)
+        call = Call(again, args, kwargs, links, versions, loose, _random(self._device))
         self._inside = True
         try:
             result = run(*args, **kwargs)
@@ -119,7 +124,7 @@ class Tape:
         self._calls.append(call)
         if len(self._calls) % _MANY == 0:
             self._forget_unused()
-        for number, tensor in enumerate(tensors(result)):
+        for number, tensor in enumerate((result,) if isinstance(result, torch.Tensor) else tensors(result)):
             call.outputs.append(weakref.ref(tensor))
             if tensor.requires_grad:
                 self._made[storage_key(tensor)] = Link(call, number)
@@ -128,6 +133,8 @@ class Tape:
 
     def end_pass(self, loss: torch.Tensor, optimizers: Sequence[Any], divisor: float) -> None:
         """A backward pass of `loss` is over."""
+        if self._stopped:
+            return
         calls = [call for call in self._calls if call.reached]
         for call in calls:
             call.reached = False
@@ -135,6 +142,8 @@ class Tape:
 
     def end_pipeline(self, run: Callable[[], Any], optimizers: Sequence[Any], state: tuple[Any, ...]) -> None:
         """A pipeline ran its passes; `run` does it again, from the random state `state`."""
+        if self._stopped:
+            return
 
         def again() -> Any:
             _set_random(state)
@@ -154,6 +163,13 @@ class Tape:
             yield
         finally:
             self._inside = before
+
+    def stop(self) -> None:
+        """Keep nothing from now on, and forget what was kept."""
+        self._stopped = True
+        self._calls.clear()
+        self._passes.clear()
+        self._made.clear()
 
     def __reduce__(self) -> Any:
         return _no_tape, ()  # a copy of a boosted model is not recorded
@@ -188,12 +204,26 @@ class Tape:
 class _Keep:
     """A hook that keeps the gradient of an output. It does not keep the output."""
 
+    __slots__ = ("_call", "_number")
+
     def __init__(self, call: Call, number: int) -> None:
         self._call, self._number = call, number
 
     def __call__(self, grad: torch.Tensor) -> None:
-        self._call.grads[self._number] = grad.detach()
-        self._call.reached = True
+        call = self._call
+        call.grads[self._number] = grad.detach() if grad.requires_grad else grad
+        call.reached = True
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors in the arguments of a call, in the order of `trees.tensors`, which is slower for plain arguments."""
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            found += tensors(value)
+    return found
 
 
 def _random(device: torch.device) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from booster.numerics.numbers import Numbers
 from booster.numerics.replay import Outcome
-from booster.numerics.watch import Event, Leaf, is_intended
+from booster.numerics.watch import SUMS, Event, Leaf, is_intended
 
 _ORDER = ("forward", "loss", "backward")
 _NORMALISES = frozenset({"_softmax", "_safe_softmax", "_log_softmax", "logsumexp"})  # what masks are for
@@ -163,6 +163,8 @@ def _cause(
         kind = "weights" if leaf.name else "data"
     elif event.exact is not None and math.isfinite(event.exact):
         kind = "overflow"
+    elif event.foreign and event.name in SUMS and not event.parents:
+        kind = "overflow"  # of a sum of parts that are finite; if another rank's is not, that rank names its cause
     else:
         # The backward of what the loss is made of is the loss's doing too.
         kind = "loss" if not place.inside and direction != "forward" else "operation"

@@ -269,4 +269,5 @@ def _rates(step: Step) -> str:
 
 def _line(parted: Parted) -> str:
     a, b = ("nothing" if value is None else f"{value:.6g}" for value in (parted.a, parted.b))
-    return f"  {parted.name}: {a} and {b}, {parted.relative:.2%} apart; the formats explain {parted.explained:.2%}"
+    apart = f", {parted.relative:.2%} apart" if math.isfinite(parted.relative) else ""
+    return f"  {parted.name}: {a} and {b}{apart}; the formats explain {parted.explained:.2%}"

@@ -43,7 +43,7 @@ class Outcome:
 
 
 class StoppedElsewhere(Exception):
-    """The forward pass raised on another rank."""
+    """A forward or backward pass raised on another rank."""
 
 
 class Replay:
@@ -104,7 +104,8 @@ class Replay:
     ) -> Outcome:
         """Replay the step. scale: of the loss; None means its own. repair: see `Watch`. within: what it is computed in.
 
-        agree: called once after the forward pass with whether it raised, returns whether it did on any rank.
+        agree: called after the forward pass, and again after the backward pass, with whether it raised; returns whether it did
+        on any rank.
         """
         scale = self.scale if scale is None else scale
         with unchanged(self._wrappers, self._updates, scale) as memory, within():
@@ -119,18 +120,11 @@ class Replay:
             repair=repair,
             micro_batch=lambda: counted.num_backwards,
         )
-        try:
-            loss = _call(watch, self._forward)
-        except Exception:
-            agree(True)
-            raise
-        if agree(False):
-            # A backward pass has collectives, in which this rank would wait for the one that is not there.
-            raise StoppedElsewhere
+        loss = _together(lambda: _call(watch, self._forward), agree)
         if isinstance(loss, Mapping):
             loss = loss.get("loss")
         if not counted.num_backwards:
-            _call(watch, lambda: self._backward(loss, scale))
+            _together(lambda: _call(watch, lambda: self._backward(loss, scale)), agree)
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
         bad_roots = [root.detach() for root in tensors(loss) if not bool(root.isfinite().all())]
         gradients = self._gradients()
@@ -167,6 +161,19 @@ def replayed_scale(optimizers: Sequence[OptimizerWrapper]) -> float:
         last = optimizer.last_step
         scales.append(optimizer.loss_scale if last is None or last.applied else last.loss_scale)
     return min(scales)
+
+
+def _together(function: Callable[[], Any], agree: Callable[[bool], bool]) -> Any:
+    """Return what `function` returns. If it raises on any rank, raise on all: its own error, elsewhere `StoppedElsewhere`."""
+    try:
+        result = function()
+    except Exception:
+        agree(True)
+        raise
+    if agree(False):
+        # What comes next has collectives, in which this rank would wait for the one that is not there.
+        raise StoppedElsewhere
+    return result
 
 
 def _call(watch: Watch, function: Callable[[], Any]) -> Any:

@@ -18,6 +18,7 @@ from booster.interface.tape import Call, Pass, Tape
 from booster.logging import get_dist_logger
 from booster.numerics.diagnose import diagnose
 from booster.numerics.diagnosis import Diagnosis
+from booster.numerics.meeting import RanksApart
 from booster.numerics.replay import Replay
 from booster.update import agreement
 from booster.update.backward import begin_backward, end_backward, run_backward
@@ -31,7 +32,8 @@ class SkipWatcher:
     """Diagnoses steps that were skipped, the "first", "every" one or so many, and logs each as one WARNING.
 
     make_replay: of a function that runs the passes of a step, for so many optimizers, at a loss scale. group: ranks that skip
-    together, and replay together. Whatever goes wrong in a replay is logged, and never ends the training.
+    together, and replay together. Whatever goes wrong in a replay is logged, and never ends the training, unless ranks were
+    left waiting for one another.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class SkipWatcher:
     def after_step(self, optimizer: OptimizerWrapper, result: StepResult, decides_on_device: bool) -> None:
         """A step is made or skipped; which of them may be known later."""
         passes = self.tape.take(optimizer)
-        if not passes or self._left == 0:
+        if not passes or result.decision is True:
             return
         if self._group is not None and decides_on_device:
             # Whoever reads a counter settles the step, maybe one rank alone, and a replay is a collective.
@@ -89,8 +91,12 @@ class SkipWatcher:
             return
         if self._left is not None:
             self._left -= 1
+            if self._left == 0:
+                self.tape.stop()
         try:
             found = self._diagnose(passes, result.loss_scale)
+        except RanksApart:
+            raise
         except Exception as error:
             _logger.warning(f"a skipped step could not be replayed: {type(error).__name__}: {error}")
             return

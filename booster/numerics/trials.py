@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from booster.communicate import exchange
 from booster.numerics.cause import Cause, cause_of
+from booster.numerics.meeting import Meeting, RanksApart
 from booster.numerics.replay import Replay, StoppedElsewhere
 from booster.numerics.widened import in_float32
 from booster.update import agreement
@@ -41,25 +42,31 @@ class ReplayError(RuntimeError):
 
 
 class Trials:
-    """Replays of one step on all ranks of `group`, and what they agree that it shows."""
+    """Replays of one step on all ranks of `group`, and what they agree that it shows. Made on all of them together."""
 
     def __init__(self, replay: Replay, group: dist.ProcessGroup | None, device_type: str) -> None:
         self._replay = replay
         self._group = group
         self._device_type = device_type
         self._rank = dist.get_rank() if group is not None else 0
+        self._meeting = None if group is None else Meeting.of(group)
 
     def run(self, **how: Any) -> Shown:
-        """Replay on all ranks. If it raises on any, all raise: there its own error, elsewhere `ReplayError`."""
+        """Replay on all ranks. If it raises on any, all raise: there its own error, elsewhere `ReplayError`.
+
+        Raises `RanksApart` where others wait in a collective for a rank that raised.
+        """
         problem: Exception | None = None
         own: Cause | None = None
         try:
-            outcome = self._replay.run(agree=self._agree, **how)
+            outcome = self._replay.run(agree=self._meet, **how)
             own = cause_of(outcome, self._rank)
             report: dict[str, Any] = {"bad": outcome.bad, "loss": outcome.loss, "largest": outcome.largest_gradient}
             report["cause"] = None if own is None else own.dump()
         except StoppedElsewhere:
             report = {"error": ""}
+        except RanksApart:
+            raise
         except Exception as error:
             problem = error  # raised once the others know
             report = {"error": f"{type(error).__name__}: {error}"}
@@ -78,6 +85,9 @@ class Trials:
             loss=sum(losses) / len(losses) if losses else None,
             largest_gradient=max(each["largest"] for each in told),
         )
+
+    def _meet(self, failed: bool) -> bool:
+        return failed if self._meeting is None else self._meeting.any(failed)
 
     def _agree(self, failed: bool) -> bool:
         return bool(agreement.largest(float(failed), self._group))

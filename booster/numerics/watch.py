@@ -88,6 +88,16 @@ _FILLS_FIRST = frozenset(
     }
     | {"gather_", "scatter_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"}
 )
+SUMS = frozenset(
+    {
+        "allreduce_",
+        "allreduce_coalesced_",
+        "_reduce_scatter_base_",
+        "reduce_scatter_",
+        "reduce_scatter_tensor_coalesced_",
+    }
+    | {"reduce_", "all_reduce", "all_reduce_", "all_reduce_coalesced", "reduce_scatter_tensor"}
+)
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
 
 
@@ -308,6 +318,8 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         # What it brings is there later; whoever reads it looks.
         result = func(*args, **kwargs)
+        if maker.name == "wait_tensor":  # the collective that is waited for brought it
+            return result
         results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
         for tensor in [*given, *results]:
             if not tensor.is_floating_point():

@@ -2,12 +2,16 @@
 
 import dataclasses
 import random
+import subprocess
+import sys
 import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
-from zoo import FAULTS, PRECISIONS, Cage, judge
+from torch import nn
+from torch.nn import functional as F
+from zoo import DIM, FAULTS, PRECISIONS, Cage, judge
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
@@ -50,14 +54,27 @@ ALSO = {
 QUICK = {plugin: list(CASES)[index::4] for index, plugin in enumerate(PLUGINS)}
 
 
+class Normalised(nn.Module):
+    """Has buffers that every forward pass writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(DIM)
+
+    def forward(self, x):
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
 class Run:
     """A planted fault, boosted. Bad data is in the part of rank 1 alone, where ranks have parts."""
 
-    def __init__(self, name, plugin, precision=None, **options):
+    def __init__(self, name, plugin, precision=None, prepare=None, **options):
         precision = precision or CASES[name][0]
         torch.manual_seed(3)
         cage = Cage(precision)
         FAULT[name].plant(cage)
+        if prepare is not None:
+            prepare(cage.model)
         self.good = torch.nan_to_num(cage.x, 0.0)
         if plugin not in ("TP", "PP") and dist.get_rank() == 0:
             cage.x = self.good
@@ -99,7 +116,8 @@ class Run:
             name: None if param.grad is None else _local(param.grad).clone()
             for name, param in self.model.named_parameters()
         }
-        return local, states, gradients, self.optimizer.loss_scale, torch.get_rng_state(), random.getstate()
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        return local, buffers, states, gradients, self.optimizer.loss_scale, torch.get_rng_state(), random.getstate()
 
 
 def _local(tensor):
@@ -160,6 +178,35 @@ def test_faults_are_named_alike_on_all_ranks(ranks2, plugin, names):
     assert {name: problem for name, problem in problems.items() if problem} == {}
 
 
+# ---------------------------------------------------------------------- a sum over ranks
+
+
+def sums_beyond_half(model):
+    """What each rank adds to the output of the last block is 4e4, and all of it 8e4."""
+    block = model.blocks[2]
+    for layer, weight, bias in ((block.up, 0.0, 1.0), (block.down, 4e4 / DIM / float(F.gelu(torch.ones(()))), 0.0)):
+        nn.init.constant_(layer.weight, weight)
+        nn.init.constant_(layer.bias, bias)
+
+
+def diagnose_sum(rank, world_size, precision):
+    found = Run("a_causal_mask", "TP", precision, sums_beyond_half).diagnose()
+    return (
+        (found.kind, found.module, found.direction, found.dtype, found.certain, found.remedies),
+        found.operation,
+        str(found),
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
+def test_a_sum_over_ranks_that_overflows_is_named_where_the_part_of_each_rank_is_finite(ranks2, precision):
+    (one, operation, text), (other, _, same) = ranks2(diagnose_sum, precision)
+    remedies = ("finite with mixed_precision='fp32'",)
+    assert one == ("overflow", "blocks.2.down", "forward", "float16", True, remedies), text
+    assert "reduce" in operation
+    assert (one, text) == (other, same)
+
+
 # ---------------------------------------------------------------------- nothing changes
 
 
@@ -174,9 +221,13 @@ def train(run, between=lambda: None):
     return results
 
 
+def normalise(model):
+    model.blocks[0].extra = Normalised()
+
+
 def compare(rank, world_size, plugin, precision):
     def make(**options):
-        return Run("one_sample_with_nan", plugin, precision, **options)
+        return Run("one_sample_with_nan", plugin, precision, normalise, **options)
 
     plain, itself, asked = make(), make(diagnose="first"), make()
     expected = train(plain)
@@ -230,6 +281,76 @@ def raise_on_one(rank, world_size):
         told = f"{type(error).__name__}: {error}"
     run.cage.x = run.good
     return told, run.step()[1]
+
+
+def raise_everywhere(rank, world_size, plugin, when):
+    run = Run("one_sample_with_nan", plugin)
+
+    def forward():
+        loss = run.forward()
+        if when == "forward":
+            raise KeyError(rank)
+        loss.register_hook(lambda grad: 1 / 0)
+        return loss
+
+    try:
+        run.booster.diagnose(forward, run.optimizer)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    run.cage.x = run.good
+    return told, run.step()[1]
+
+
+@pytest.mark.parametrize(("plugin", "when"), [("FSDP", "forward"), ("DDP", "backward"), ("FSDP", "backward")])
+def test_a_pass_that_raises_on_all_ranks_raises_there_its_own_error_and_training_goes_on(ranks2, plugin, when):
+    expected = [f"KeyError: {rank}" if when == "forward" else "ZeroDivisionError: division by zero" for rank in (0, 1)]
+    assert ranks2(raise_everywhere, plugin, when) == [(text, True) for text in expected]
+
+
+RAISES_WHEN_REPLAYED = """
+import sys
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+import booster
+from booster import Booster
+from booster.numerics import meeting
+from booster.plugin import TorchFSDPPlugin
+
+meeting.PATIENCE = timedelta(seconds=2)
+booster.launch_from_torch(backend="gloo")
+rank = torch.distributed.get_rank()
+
+
+class Once(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        Once.calls += 1
+        if rank == 1 and Once.calls > 1:
+            raise ValueError("only in the replay")
+        return super().forward(x)
+
+
+b = Booster("cpu", "fp16", TorchFSDPPlugin(), diagnose="first")
+model = nn.Sequential(nn.Linear(4, 4), Once(4, 4), nn.Linear(4, 2))
+model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+b.backward(model(torch.full((2, 4), float("nan"))).sum(), optimizer)
+optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_replay_raises_on_one_rank_alone_ends_with_that_ranks_error(tmp_path):
+    """The other rank waits in a collective of FSDP, for which the process group would wait half an hour."""
+    (tmp_path / "job.py").write_text(RAISES_WHEN_REPLAYED)
+    command = [sys.executable, "-m", "booster", "run", "--nproc_per_node", "2", "job.py"]
+    job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert job.returncode == 1
+    assert "ValueError: only in the replay" in job.stderr
+    assert "RanksApart: a replay raised on rank 1 of the group, and ranks [0] did not come to its end" in job.stderr
 
 
 def test_a_forward_pass_that_raises_on_one_rank_ends_the_diagnosis_on_all(ranks2):

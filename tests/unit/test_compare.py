@@ -157,3 +157,9 @@ def test_the_command_says_it_and_its_status_tells(reference, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["parameters"][0]["name"] == "3.weight"
     assert main(["compare", folder, str(tmp_path / "none")]) == 2
     assert "there is no record in" in capsys.readouterr().err
+
+
+def test_a_loss_that_is_not_finite_is_told_without_a_difference(reference, tmp_path):
+    found = compare(reference, run(tmp_path, fault=lambda model, optimizer, loss: loss * float("nan"), steps=AT))
+    assert found.step == AT
+    assert "and nan; the formats explain" in str(found)

@@ -139,3 +139,12 @@ def test_what_a_diagnosis_would_have_changed_is_noticed():
         run.raw.head.weight[0, 0] += 1e-3
     with pytest.raises(AssertionError, match="weights/head.weight"):
         assert_same(before, run.everything())
+
+
+def test_half_copies_of_weights_that_a_trial_repaired_are_not_used_after_it():
+    """A user's autocast around a diagnosis keeps half copies of weights until it ends."""
+    run = Run("bf16", lambda model: model.head.weight.fill_(torch.nan))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run.diagnose()
+        assert run.loss().isnan()
+    assert (found.kind, found.parameter, found.certain) == ("weights", "head.weight", True)

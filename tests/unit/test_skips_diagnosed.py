@@ -154,13 +154,19 @@ def test_an_overflow_in_the_sum_over_micro_batches_is_in_the_last_of_them():
     assert (found.direction, found.certain) == ("backward", True)
 
 
-@pytest.mark.parametrize(("compiled", "fused"), [(True, True), (False, "compile")])
-def test_a_compiled_model_or_update_is_diagnosed_by_the_names_of_the_model(compiled, fused):
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # as inductor is imported
+@pytest.mark.parametrize(
+    ("backend", "fused"),
+    [("eager", True), ("aot_eager", True), (None, "compile"), pytest.param("inductor", True, marks=pytest.mark.slow)],
+)
+def test_a_compiled_model_or_update_is_diagnosed_by_the_names_of_the_model(backend, fused):
     torch.manual_seed(0)
     raw = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     nn.init.constant_(raw[2].weight, 6e4)
     booster = Booster("cpu", "fp16", diagnose="first", fused_optimizer=fused)
-    model = torch.compile(raw, backend="eager") if compiled else raw
+    model = torch.compile(raw, backend=backend) if backend else raw
     optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-3)
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.CrossEntropyLoss())
     x, y = torch.rand(8, 8) + 5, torch.arange(8) % 4
@@ -195,6 +201,21 @@ def test_nothing_of_a_step_is_kept_after_it():
     del x
     gc.collect()
     assert kept() is None
+
+
+def test_nothing_is_kept_once_as_many_skips_as_asked_for_were_diagnosed():
+    run = Run("first")
+    assert run.step()[1]
+    run.break_up()
+    assert not run.step()[1]
+    kept = weakref.ref(run.x)
+    loss = run.criterion(run.model(run.x), run.y)
+    run.x = None
+    run.booster.backward(loss, run.optimizer)
+    gc.collect()
+    assert kept() is None
+    run.optimizer.step()
+    assert len(run.booster.diagnoses) == 1
 
 
 def test_calls_that_no_backward_pass_follows_are_not_kept_for_ever():
