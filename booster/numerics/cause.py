@@ -188,7 +188,7 @@ def _cause(
         direction=direction,
         dtype="" if shown is None else shown.dtype,
         inputs=tuple(event.inputs),
-        output=shown,
+        output=None if event.foreign and leaf is None else shown,  # when it was seen, nothing had been brought yet
         rows=tuple(leaf.rows if leaf is not None else event.rows),
         chain=chain,
         passed=tuple(passed),

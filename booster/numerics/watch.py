@@ -98,6 +98,7 @@ SUMS = frozenset(
     }
     | {"reduce_", "all_reduce", "all_reduce_", "all_reduce_coalesced", "reduce_scatter_tensor"}
 )
+_HANDS_ON = frozenset({"wait_tensor", "_wrap_tensor_autograd"})  # what a collective brought
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
 
 
@@ -318,9 +319,11 @@ class Watch(TorchDispatchMode):
     ) -> Any:
         # What it brings is there later; whoever reads it looks.
         result = func(*args, **kwargs)
-        if maker.name == "wait_tensor":  # the collective that is waited for brought it
-            return result
         results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
+        made = [self._bad.get(storage_key(tensor)) for tensor in given]
+        if maker.name in _HANDS_ON and len(made) == len(results) == 1 and made[0] is not None:
+            self._bad[storage_key(results[0])] = made[0]
+            return result
         for tensor in [*given, *results]:
             if not tensor.is_floating_point():
                 continue
