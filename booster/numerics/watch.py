@@ -321,8 +321,10 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
         made = [self._bad.get(storage_key(tensor)) for tensor in given]
-        if maker.name in _HANDS_ON and len(made) == len(results) == 1 and made[0] is not None:
-            self._bad[storage_key(results[0])] = made[0]
+        if maker.name in _HANDS_ON and all(event is not None for event in made):
+            self._bad.update(
+                (storage_key(t), event) for t, event in zip(results, made, strict=False) if event is not None
+            )
             return result
         for tensor in [*given, *results]:
             if not tensor.is_floating_point():
