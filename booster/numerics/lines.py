@@ -25,7 +25,7 @@ __all__ = ["SCHEMA", "LineFile", "Torn", "as_json", "rank_files", "read_lines"]
 SCHEMA = 1
 _NONFINITE = {math.inf: "inf", -math.inf: "-inf"}
 _FROM_TEXT = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-NUMBERS = ("loss", "loss_scale", "grad_norm", "clip", "norm", "largest")
+NUMBERS = ("loss", "loss_scale", "grad_norm", "clip", "norm", "largest", "scale", "update_norm", "weight_norm")
 """Keys whose value is a number, and a text where it is not finite, which JSON cannot say."""
 
 

@@ -159,7 +159,10 @@ def test_the_command_says_it_and_its_status_tells(reference, tmp_path, capsys):
     assert "there is no record in" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_finite_is_told_without_a_difference(reference, tmp_path):
-    found = compare(reference, run(tmp_path, fault=lambda model, optimizer, loss: loss * float("nan"), steps=AT))
+def test_a_run_whose_loss_and_weights_became_nan_is_read_compared_and_reported(reference, tmp_path, capsys):
+    found = compare(reference, run(tmp_path, fault=lambda model, optimizer, loss: loss * float("nan"), steps=AT + 2))
     assert found.step == AT
     assert "and nan; the formats explain" in str(found)
+    assert main(["report", "--html", str(tmp_path / "page.html"), str(tmp_path)]) == 0
+    assert main(["report", "--json", str(tmp_path)]) == 0
+    assert "weight_norm" in capsys.readouterr().out

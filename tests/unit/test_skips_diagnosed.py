@@ -179,10 +179,11 @@ def test_a_compiled_model_or_update_is_diagnosed_by_the_names_of_the_model(backe
         assert found.certain
 
 
-def test_inputs_written_to_since_are_said_and_nothing_is_certain():
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_inputs_written_to_since_are_said_and_nothing_is_certain(by_keyword):
     run = Run()
     run.x[2] = torch.nan
-    loss = run.criterion(run.model(run.x), run.y)
+    loss = run.criterion(run.model(x=run.x) if by_keyword else run.model(run.x), run.y)
     run.booster.backward(loss, run.optimizer)
     run.x[3] = torch.nan
     run.optimizer.step()
