@@ -132,6 +132,26 @@ def test_a_skip_on_the_device_writes_back_every_bit(half, form):
     assert (result.skipped_reason, result.culprit) == ("nonfinite_grad", ("1.weight",))
 
 
+def keeps_gradients(booster, model, optimizer):
+    """Weights after steps between which gradients are not cleared."""
+    params = list(model.parameters())
+    for step in range(4):
+        booster.backward(loss_with(params, gradients(params, step)), optimizer)
+        if step == 1:
+            optimizer.clip_grad_by_norm(0.01)
+        assert optimizer.step().applied
+    return [param.detach().clone() for param in params]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_gradients_that_outlive_a_step_are_what_they_are_where_the_host_decides(half):
+    expected = keeps_gradients(*boosted(HALVES[half](), OPTIMIZERS["SGD"]))
+    with as_on_a_gpu():
+        weights = keeps_gradients(*boosted(HALVES[half](), OPTIMIZERS["SGD"]))
+    for weight, other in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=2.0**-7, atol=1e-6)
+
+
 # ---------------------------------------------------------------------- what is read on the host
 
 PRECISIONS = {
