@@ -119,6 +119,14 @@ def test_a_loss_made_outside_is_said_to_be_out_of_sight_but_the_model_is_seen():
     assert told(run)[1] == ("overflow", "up", "forward", True)
 
 
+def test_what_stands_between_model_and_criterion_is_said_to_be_out_of_sight_but_the_model_is_seen():
+    run = Run()
+    run.break_up()
+    run.step(lambda: run.criterion(run.model(run.x) * 1.0, run.y))
+    assert told(run) == [("overflow", "up", "forward", True)]
+    assert "What computes the loss is not in the replay" in str(run.booster.diagnoses[0])
+
+
 def test_a_backward_overflow_is_found_without_the_loss():
     run = Run()
     run.step(lambda: F.cross_entropy(run.model(run.x), run.y) * 1e4)
