@@ -1,9 +1,9 @@
 """Test accuracy of every precision on real images, over several seeds, against float32's.
 
-    python -m benchmarks.quality [--model mlp|cnn|vit] [--seeds 5] [--epochs 5] [--modes "NAME;..."]
+    python -m benchmarks.quality [--model mlp|cnn|vit] [--seeds 5] [--epochs 5] [--modes "NAME;..."] [--optimizer adamw]
 
-10,000 training and 4,000 test images of Fashion-MNIST (examples/data). AdamW under a cosine schedule, batches of 128. For one
-seed all precisions start from the same weights and see the same batches. A precision passes if the mean of its accuracy is
+10,000 training and 4,000 test images of Fashion-MNIST (examples/data). The optimizer under a cosine schedule, batches of 128. For
+one seed all precisions start from the same weights and see the same batches. A precision passes if the mean of its accuracy is
 within max(1.0 point, 2 standard errors of the difference) of float32's; the exit code is 1 if one does not. Prints a table
 in Markdown.
 """
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,17 @@ MODES: dict[str, Callable[[], MixedPrecision]] = {
     "bf16_naive, no masters, kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
     "fp16_naive": lambda: make("fp16_naive"),
     "fp16_naive, split masters": lambda: FP16NaiveMixedPrecision(master_weights="split"),
+    "fp32, 8bit states": lambda: make("fp32").with_states("8bit"),
+    "bf16_naive, split24, 8bit states": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
+    "fp16_naive, split24, 8bit states": lambda: FP16NaiveMixedPrecision(master_weights="split24", states="8bit"),
+}
+# Of parameters and the learning rate of AdamW for the model.
+OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "adamw": lambda params, rate: torch.optim.AdamW(params, lr=rate, weight_decay=0.01),
+    "sgd": lambda params, rate: torch.optim.SGD(params, lr=50 * rate, momentum=0.9),
+    "adagrad": lambda params, rate: torch.optim.Adagrad(params, lr=10 * rate),
+    "rmsprop": lambda params, rate: torch.optim.RMSprop(params, lr=rate),
+    "nadam": lambda params, rate: torch.optim.NAdam(params, lr=rate),
 }
 
 
@@ -96,15 +108,17 @@ def batches(count: int, epochs: int, generator: torch.Generator) -> Iterator[tor
         yield from order.split(BATCH)[: count // BATCH]
 
 
-def accuracy(name: str, mode: str, seed: int, epochs: int, splits: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def accuracy(
+    name: str, mode: str, seed: int, epochs: int, splits: list[tuple[torch.Tensor, torch.Tensor]], make_optimizer: str
+) -> float:
     """Per cent of the test images that a model trained from `seed` classifies rightly."""
     torch.manual_seed(seed)
     booster = Booster(mixed_precision=MODES[mode]())
     (x, y), (test_x, test_y) = [(x.to(booster.device), y.to(booster.device)) for x, y in splits]
     net = MODELS[name]()
-    adamw = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE[name], weight_decay=0.01)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, epochs * (len(x) // BATCH))
-    model, optimizer, criterion, _, scheduler = booster.boost(net, adamw, nn.CrossEntropyLoss(), lr_scheduler=cosine)
+    inner = OPTIMIZERS[make_optimizer](net.parameters(), LEARNING_RATE[name])
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(inner, epochs * (len(x) // BATCH))
+    model, optimizer, criterion, _, scheduler = booster.boost(net, inner, nn.CrossEntropyLoss(), lr_scheduler=cosine)
     for index in batches(len(x), epochs, torch.Generator().manual_seed(seed)):
         optimizer.zero_grad()
         booster.backward(criterion(model(x[index]), y[index]), optimizer)
@@ -130,20 +144,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="at least 2")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--modes", default=";".join(MODES), help="names with ';' between them; fp32 is always run")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
     args = parser.parse_args()
     modes = ["fp32", *(mode for mode in args.modes.split(";") if mode != "fp32")]
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or args.seeds < 2:
         parser.error(f"unknown modes {unknown}; choose from {list(MODES)}" if unknown else "--seeds must be at least 2")
     splits = images()
-    print(f"{args.model}, {args.epochs} epochs, seeds 0 to {args.seeds - 1}; {describe_machine()}\n")
+    print(f"{args.model}, {args.optimizer}, {args.epochs} epochs, seeds 0 to {args.seeds - 1}; {describe_machine()}\n")
     print("| precision | mean accuracy, % | standard error | from fp32 | allowed | | seconds a run |")
     print("|---|---|---|---|---|---|---|")
     reference: list[float] = []
     failed = False
     for mode in modes:
         start = time.perf_counter()
-        scores = [accuracy(args.model, mode, seed, args.epochs, splits) for seed in range(args.seeds)]
+        scores = [accuracy(args.model, mode, seed, args.epochs, splits, args.optimizer) for seed in range(args.seeds)]
         seconds = (time.perf_counter() - start) / args.seeds
         reference = reference or scores
         difference = statistics.mean(scores) - statistics.mean(reference)

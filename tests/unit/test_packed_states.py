@@ -254,6 +254,15 @@ def test_zeros_stay_zero_and_what_is_no_number_stays_none():
             assert torch.equal(found[:GROUP], values[:GROUP])
 
 
+def test_what_has_a_name_of_its_own_is_rounded_with_random_numbers_of_its_own():
+    dither = Dither()
+    dither.next()
+    drawn = [dither.lanes(name, CPU) for name in ("exp_avg", "exp_avg_sq", "weights")]
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    assert torch.equal(drawn[0], dither.lanes("exp_avg", CPU))
+
+
 # ---------------------------------------------------------------------- training
 
 
@@ -510,6 +519,21 @@ def test_what_is_known_of_torchs_optimizers_is_what_trial_steps_show(name, monke
     assert tried.measured or name == "SGD"
     for state in tried.measured - {"ax"}:
         assert known[state] == tried[state], state
+
+
+def test_a_state_of_another_dtype_stays_what_it_is(lion):
+    class Counts(Lion):
+        def step(self, closure=None):
+            super().step(closure)
+            for own in self.state.values():
+                own["count"] = own.get("count", torch.zeros_like(own["exp_avg"], dtype=torch.float64)) + 2.0**-40
+
+    booster.register_elementwise(Counts, states={"count": "unsigned", "exp_avg": "signed"})
+    run = Run(Counts, shapes=[(64, 64)])
+    run.train(3)
+    count = run.optimizer.state[run.params[0]]["count"]
+    assert count.dtype == torch.float64
+    assert torch.equal(count, torch.full((64, 64), 3 * 2.0**-40, dtype=torch.float64))
 
 
 def test_a_declared_state_is_what_it_was_declared_to_be(lion):
