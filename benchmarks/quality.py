@@ -2,9 +2,9 @@
 
     python -m benchmarks.quality [--model mlp|cnn|vit] [--seeds 5] [--epochs 5] [--modes "NAME;..."] [--optimizer adamw]
 
-10,000 training and 4,000 test images of Fashion-MNIST (examples/data). The optimizer under a cosine schedule, batches of 128. For
-one seed all precisions start from the same weights and see the same batches. A precision passes if the mean of its accuracy is
-within max(1.0 point, 2 standard errors of the difference) of float32's; the exit code is 1 if one does not. Prints a table
+10,000 training and 4,000 test images of Fashion-MNIST (examples/data). The optimizer under a cosine schedule, batches of 128.
+For one seed all precisions start from the same weights and see the same batches. A precision passes if the mean of its accuracy
+is within max(1.0 point, 2 standard errors of the difference) of float32's; the exit code is 1 if one does not. Prints a table
 in Markdown.
 """
 

@@ -236,14 +236,15 @@ def test_a_checkpoint_moves_between_ways_to_keep_states(source, target, tmp_path
     ],
 )
 def test_an_optimizer_whose_states_cannot_be_packed_is_refused_before_anything_changes(make, reason):
-    model = nn.Linear(4, 4).double()
-    optimizer = make(model.parameters())
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=reason):
-        Booster("cpu", "fp32", states="8bit").boost(model, optimizer)
-    assert type(model) is nn.Linear
-    assert equal(before.values(), model.state_dict().values())
-    Booster("cpu", "fp32").boost(model, optimizer)
+    for precision in ("fp32", "bf16_naive"):
+        model = nn.Linear(4, 4)
+        optimizer = make(model.parameters())
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=reason):
+            Booster("cpu", precision, states="8bit").boost(model, optimizer)
+        assert model.weight.dtype == torch.float32
+        assert equal(before.values(), model.state_dict().values())
+        Booster("cpu", precision).boost(model, optimizer)
 
 
 def test_states_are_given_once_and_legal():
@@ -259,6 +260,9 @@ def test_states_are_given_once_and_legal():
     plain = BF16MixedPrecision()
     assert Booster("cpu", plain, states="8bit").precision.states == "8bit"
     assert plain.states == "fp32"
+    for given in (BF16NaiveMixedPrecision(), Int8MixedPrecision(emulate=True)):
+        assert Booster("cpu", given, states="8bit").precision.states == "8bit"
+        assert given.states == "fp32"
 
 
 def test_a_precision_with_an_update_of_its_own_refuses_packed_states():
