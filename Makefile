@@ -2,6 +2,7 @@
 # make test     run the tests
 # make coverage  run them and print what they reach, which takes longer
 # make slow     run the tests that `make test` leaves out, such as those on eight processes
+# make integrations  run the slow tests of other libraries and launchers, with all of them installed that pip gets
 # make fuzz     run random programs against hand-written ones: PROGRAMS= of each placement, from SEED= on, ARGS=--placement DDP
 # make docs     build the documentation as a site, in site/; make docs-serve shows it while you write
 # make figures  draw the figures of the documentation again
@@ -18,7 +19,7 @@ DOCS := .venv-docs
 CONSTRAINTS ?= constraints.txt
 INSTALL := -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: demo compare test coverage slow fuzz docs docs-version docs-serve figures lint dist versions clean
+.PHONY: demo compare test coverage slow integrations fuzz docs docs-version docs-serve figures lint dist versions clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -39,6 +40,10 @@ coverage: $(TEST)/.installed
 
 slow: $(TEST)/.installed
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow -n $(WORKERS) --dist loadfile $(ARGS)
+
+integrations: $(TEST)/.integrations
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow $(ARGS) tests/unit/test_integrations.py tests/unit/test_notebook.py \
+	tests/unit/test_adapters_peft.py tests/distributed/test_real_launchers.py
 
 PROGRAMS ?= 1000
 SEED ?= 0
@@ -96,6 +101,10 @@ $(TEST)/.linters: $(TEST)/.installed
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python $(INSTALL) $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+$(TEST)/.integrations: $(TEST)/.installed
+	$(TEST)/bin/python $(INSTALL) --editable ".[integrations]"
 	touch $@
 
 $(TEST)/.release: $(TEST)/.installed

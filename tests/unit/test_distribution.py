@@ -132,7 +132,7 @@ def test_the_citation_file_has_what_its_schema_requires():
 def required_packages():
     """Distributions that pyproject.toml names, with their least version where it gives one."""
     lists = re.findall(r"^(?:dependencies|\w+) = \[(.*)\]", PYPROJECT, re.M)
-    entries = [entry for text in lists for entry in re.findall(r'"([\w.-]+)(?:>=([\d.]+))[^"]*"', text)]
+    entries = [entry for text in lists for entry in re.findall(r'"([\w.-]+)(?:\[\w+\])?(?:>=([\d.]+))[^"]*"', text)]
     return {name: least for name, least in entries if name != "setuptools"}
 
 

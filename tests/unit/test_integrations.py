@@ -1,0 +1,124 @@
+"""The examples with other libraries run as they stand, and learn; each is one file of at most 80 lines.
+
+Slow, but for the checks of the files themselves. An example whose package is absent is skipped, with the line that installs it.
+"""
+
+import gc
+import re
+import runpy
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "integrations"
+# By example: what must be installed, and what is compared of what it prints.
+NEEDS = {
+    "averaged_weights": [],
+    "hf_datasets": ["datasets"],
+    "iterable_dataset": ["webdataset"],
+    "peft_lora": ["peft", "transformers"],
+    "transformers_models": ["transformers"],
+}
+
+
+def test_every_example_has_a_test_and_a_row_in_the_table():
+    examples = {path.stem for path in FOLDER.glob("*.py")}
+    assert examples == set(NEEDS)
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    assert examples <= set(re.findall(r"examples/integrations/(\w+)\.py", page))
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_is_short_and_says_how_to_run_it(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 80
+    assert f"examples/integrations/{path.name}" in text
+
+
+@pytest.fixture
+def example(import_package, capsys, monkeypatch):
+    """`example(name, *arguments)`: what the example prints."""
+    for package in ("torchvision", "timm", "transformers"):
+        import_package(package)  # other libraries import these, and they may need help
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+    def run(name, *arguments):
+        for package in NEEDS[name]:
+            try:
+                metadata.version(package)
+            except metadata.PackageNotFoundError:
+                pytest.skip(f"needs {package}: pip install {package}")
+        monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{name}.py"), *arguments])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return capsys.readouterr().out
+
+    yield run
+    if dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def losses(text):
+    """By name, the first and the last loss of lines such as `lora: loss 4.1 -> 0.2`."""
+    found = re.findall(r"^(.+): (?:\d+ \w+, )?loss ([\d.]+) -> ([\d.]+)", text, re.M)
+    return {name: (float(first), float(last)) for name, first, last in found}
+
+
+def fell(text, names, by=0.6):
+    """Every loss fell below `by` of the first."""
+    seen = losses(text)
+    assert set(seen) == set(names), text
+    for name, (first, last) in seen.items():
+        assert last < by * first, f"{name}: {first} -> {last}"
+
+
+slow = pytest.mark.slow
+quiet = pytest.mark.filterwarnings("ignore")  # of others, on their own code
+
+
+@slow
+@quiet
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive"])
+def test_models_of_transformers_train_checkpointed_and_generate(example, precision):
+    out = example("transformers_models", precision)
+    fell(out, ["llama", "bert", "vit", "whisper", "t5"], by=0.9)
+    assert re.search(r"generated: \[1, 2, 3, 4, \d+, \d+, \d+, \d+\]", out)
+
+
+@slow
+@quiet
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16"])
+def test_adapters_of_peft_train_alone_and_merge(example, precision):
+    out = example("peft_lora", precision)
+    fell(out, ["lora"], by=0.8)
+    assert "frozen weights unchanged: True" in out
+    assert abs(float(re.search(r"merged: loss ([\d.]+)", out)[1]) - losses(out)["lora"][1]) < 0.5
+
+
+@slow
+@quiet
+def test_averages_of_torch_follow_the_weights(example):
+    out = example("averaged_weights")
+    found = {name: float(loss) for name, loss in re.findall(r"^(\w+): loss ([\d.]+)", out, re.M)}
+    assert set(found) == {"trained", "EMA", "SWA"}
+    assert max(found["EMA"], found["SWA"]) < 2 * found["trained"]
+
+
+@slow
+@quiet
+@pytest.mark.parametrize("kind", ["torch", "webdataset"])
+def test_streams_train(example, kind):
+    out = example("iterable_dataset", kind)
+    fell(out, [kind], by=0.8)
+    assert "14 batches" in out
+
+
+@slow
+@quiet
+def test_rows_of_datasets_train(example):
+    fell(example("hf_datasets"), ["datasets"])
