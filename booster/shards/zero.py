@@ -180,13 +180,20 @@ class ZeroShards(Shards):
             replica.forget()
         if not self._reduced:
             return
-        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            if set_to_none:
-                self._forget(param)
-            else:
-                part = self._reduced_part(param)
-                if part is not None:
-                    part.zero_()
+        owned = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if set_to_none:
+            ids = set(map(id, owned))
+            for bucket in (bucket for layout in self._layouts for bucket in layout.buckets if bucket.reduced):
+                if ids.issuperset(map(id, bucket.params)):
+                    bucket.clear_gradients()
+                else:  # others belong to an optimizer of their own
+                    for index in [index for index in bucket.reduced if id(bucket.params[index]) in ids]:
+                        bucket.clear_gradient(index)
+            return
+        for param in owned:
+            part = self._reduced_part(param)
+            if part is not None:
+                part.zero_()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:

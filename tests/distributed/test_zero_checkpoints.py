@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from booster import Booster
 from booster.checkpoint.manifest import read_manifest
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin
-from booster.shards import zero, zero_states
+from booster.shards import zero, zero_buckets, zero_states
 
 OPTIMIZERS = {
     "AdamW": torch.optim.AdamW,
@@ -135,3 +135,24 @@ def test_a_state_dict_travels_in_a_few_messages_however_many_tensors_it_has(rank
     for name, value in whole.items():
         assert torch.equal(value, other[name])
         assert torch.equal(value, cut[1][name])
+
+
+def forgotten(rank, world_size):
+    """How often `zero_grad` of an optimizer of 24 tensors goes through a single one of a bucket, and what is left."""
+    booster, model = (
+        Booster("cpu", "fp32", LowLevelZeroPlugin(stage=2)),
+        nn.Sequential(*[nn.Linear(9, 9) for _ in range(12)]),
+    )
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    booster.backward(model(torch.ones(2, 9)).float().square().mean(), optimizer)
+    singly, clear = [], zero_buckets.FlatParameters.clear_gradient
+    zero_buckets.FlatParameters.clear_gradient = lambda self, index: singly.append(index) or clear(self, index)
+    try:
+        optimizer.zero_grad()
+    finally:
+        zero_buckets.FlatParameters.clear_gradient = clear
+    return len(singly), [bucket.gradient for bucket in model.module.layout.buckets]
+
+
+def test_zero_grad_forgets_whole_buckets(ranks2):
+    assert ranks2(forgotten) == [(0, [None])] * 2
