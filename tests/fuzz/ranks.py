@@ -190,7 +190,7 @@ class RankRun(Run):
         parts = program.setting.get("parts", DEFAULTS["parts"])
         if len(parts) < least_parts(self.placement) or ("TP" in self.placement and set(parts) == {"conv"}):
             raise Invalid
-        self.kept, self.folder = None, None
+        self.kept, self.folder, self.idle = None, None, False
         super().__init__(program)
         # Elsewhere masters are the shards, which keep their gradients.
         self.oracle.forgets_zeros &= is_replicated(self.placement)
@@ -237,7 +237,7 @@ class RankRun(Run):
             if name in PASSES or name == "no_sync":
                 if self.oracle.apex and self.stepped and self.waiting():
                     raise Invalid
-                self.stepped = False
+                self.stepped = self.idle = False
             failure = None
             try:
                 getattr(self, name)(*arguments)
@@ -509,6 +509,7 @@ class RankRun(Run):
         if not is_whole(self.placement):
             raise Invalid
         self.model(self.rows(seed)[0])
+        self.idle = True
 
     def load_weights(self, seed):
         """Whole weights, as of a checkpoint of one process."""
@@ -533,6 +534,8 @@ class RankRun(Run):
                 raise Invalid  # refused: ranks would not share its gradients
             if not self.setting["plugin"].get("find_unused_parameters") and self.placement != "ZeRO-2":
                 raise Invalid  # torch's reducer waits for it
+            if self.idle and self.placement != "ZeRO-2":
+                raise Invalid  # and since that pass also within no_sync, until it raises
         self.oracle.model.parts[number].requires_grad_(trains)
         for name, param in self.params().items():
             if name.startswith(f"parts.{number}."):
@@ -628,7 +631,9 @@ class RankRun(Run):
         self.oracle.restore(snapshot, model=True, optimizer=True)
         if self.schedule is not None:
             self.schedule.load_state_dict(schedule)
-        self.forget()
+        if fresh:
+            self.forget()
+        self.oracle.overflowed = self.applied_since = False
 
 
 # Files that last as long as a program.
