@@ -26,16 +26,22 @@ class Net(nn.Module):
         self.embed = nn.Embedding(30, 20)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 50), nn.GELU(), nn.Linear(50, 20)) for _ in range(2))
         self.norm = nn.LayerNorm(20)
+        self.spoils = False  # the gradient of the first element of norm.weight, which is in the part of rank 0 alone
 
     def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
-        return F.linear(self.norm(x), self.embed.weight)
+        weight = self.norm.weight * 1
+        if self.spoils:
+            weight.register_hook(lambda grad: grad.index_fill(0, torch.zeros(1, dtype=torch.long), math.inf))
+        return F.linear(F.layer_norm(x, (20,), weight, self.norm.bias), self.embed.weight)
 
 
-def trained(rank, release, precision, micro_batches=1, **options):
-    """Weights of this rank, states, results, and whether gradients were gone when backward returned."""
+def trained(rank, release, precision, micro_batches=1, spoil=(), **options):
+    """Weights of this rank, states, results, and whether gradients were gone when backward returned.
+
+    spoil: in which steps one rank's part of a gradient has an inf."""
     torch.manual_seed(0)
     net = Net()
     b = Booster("cpu", PRECISIONS[precision](), TorchFSDPPlugin(), release_gradients=release, **options)
@@ -45,6 +51,7 @@ def trained(rank, release, precision, micro_batches=1, **options):
     results, gone = [], True
 
     def backward():
+        net.spoils = step in spoil
         ids = torch.randint(30, (8,), generator=data)
         loss = criterion(model(ids), (ids * 3 + 1) % 30)
         b.backward(loss * (math.inf if (step, rank) == (1, 1) and options else 1.0), optimizer)
@@ -87,6 +94,14 @@ def test_fully_sharded_parameters_are_stepped_to_the_same_bits(ranks2, precision
         assert same
         assert gone
     assert ("applied=False" in found[0][1][1]) == bool(options)
+
+
+def test_an_inf_in_the_part_of_one_rank_makes_all_look_again_and_skip(ranks2):
+    for same, released, plain, _ in ranks2(both, "fp32", 1, {"skip_nonfinite": True, "spoil": (2,)}):
+        assert released == plain
+        assert same
+        assert "applied=False" in released[2]
+        assert "culprit=('norm.weight',)" in released[2]
 
 
 def accumulated(rank, world_size):
