@@ -329,9 +329,14 @@ class Once(nn.Linear):
 
     def forward(self, x):
         Once.calls += 1
+        out = super().forward(x)
         if rank == 1 and Once.calls > 1:
-            raise ValueError("only in the replay")
-        return super().forward(x)
+            fail() if sys.argv[1] == "forward" else out.register_hook(fail)
+        return out
+
+
+def fail(*args):
+    raise ValueError("only in the replay")
 
 
 b = Booster("cpu", "fp16", TorchFSDPPlugin(), diagnose="first")
@@ -343,10 +348,11 @@ optimizer.step()
 
 
 @pytest.mark.slow
-def test_a_job_whose_replay_raises_on_one_rank_alone_ends_with_that_ranks_error(tmp_path):
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_job_whose_replay_raises_on_one_rank_alone_ends_with_that_ranks_error(tmp_path, when):
     """The other rank waits in a collective of FSDP, for which the process group would wait half an hour."""
     (tmp_path / "job.py").write_text(RAISES_WHEN_REPLAYED)
-    command = [sys.executable, "-m", "booster", "run", "--nproc_per_node", "2", "job.py"]
+    command = [sys.executable, "-m", "booster", "run", "--nproc_per_node", "2", "job.py", when]
     job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert job.returncode == 1
     assert "ValueError: only in the replay" in job.stderr
