@@ -95,10 +95,7 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
         outer = (largest_under(wide, "tensor") / target.largest / E4M3.largest).clamp(min=_TINY)
         scale = round_to(largest / outer, E4M3).clamp(min=E4M3.smallest)
     elif scaling.scale == "power_of_two":
-        bits = largest.view(torch.int32)
-        exponent = (bits >> 23) + (bits & 0x7FFFFF != 0).int()  # rounded up; exact powers of two stay
-        scale = (exponent.clamp(1, 254) << 23).view(torch.float32)
-        scale = torch.where(torch.isfinite(largest), scale, torch.nan)
+        scale = power_of_two_above(largest)
     else:
         scale = torch.where(torch.isfinite(largest), largest.clamp(min=_TINY), torch.nan)
     scaled = Scaled(wide, scale, outer, scaling)
@@ -111,6 +108,16 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
         values = round_to(values, target, noise=noise)
         values = values if low is None else values.to(low)
     return Scaled(values, scale, outer, scaling)
+
+
+def power_of_two_above(x: torch.Tensor) -> torch.Tensor:
+    """Return the smallest power of two, from 2**-126 to 2**127, that is at least `x`; of inf and NaN, NaN.
+
+    x: float32 and not negative.
+    """
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) + (bits & 0x7FFFFF != 0).int()  # rounded up; exact powers of two stay
+    return torch.where(torch.isfinite(x), (exponent.clamp(1, 254) << 23).view(torch.float32), torch.nan)
 
 
 def largest_under(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, int]) -> torch.Tensor:

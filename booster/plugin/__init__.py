@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster.modules import PlacedModule
 from booster.plugin.base import Pipeline, Plugin, SingleDevice
+from booster.plugin.fp8_communication import FP8Communication
 from booster.plugin.torch_ddp import TorchDDPPlugin
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from booster.plugin.torch_fsdp import TorchFSDPPlugin
 
 __all__ = [
+    "FP8Communication",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "Pipeline",

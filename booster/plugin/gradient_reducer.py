@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.modules import PlacedModule
+from booster.plugin.fp8_communication import FP8Sum
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
 from booster.torch_internals import graph_task, when_backward_ends
@@ -28,14 +30,20 @@ MOST_IN_FLIGHT = 2
 
 @dataclass
 class _Reduction:
-    """A bucket whose gradients are being reduced by `works`; `own` will be this rank's slice, maybe part of what is sent."""
+    """A bucket whose gradients are being reduced by `works`; `own` will be this rank's slice, maybe part of what is sent.
+
+    low: what reduces it instead in float8.
+    """
 
     bucket: FlatParameters
     own: torch.Tensor
     works: list[Any]
+    low: FP8Sum | None = None
 
     def wait(self) -> torch.Tensor:
         """Return this rank's slice in memory of its own."""
+        if self.low is not None:
+            return self.low.wait()[: len(self.own)].to(self.bucket.dtype)
         for work in self.works:
             work.wait()
         self.works = []
@@ -50,14 +58,15 @@ class GradientReducer:
     this rank's slice of the sum is added to the bucket's `gradient`. A parameter that no rank reached gets no gradient.
     Gradients that are in `.grad` from passes that were not synchronised are averaged along.
 
-    dtype: of what is sent; None means that of the parameters. Collectives: one reduce-scatter a bucket, or one reduce for
-    each rank where parameters are not divided, and one small all-reduce, whose result only a rank with an unreached
-    parameter waits for.
+    dtype: of what is sent; None means that of the parameters. fp8: send e4m3 instead, see `FP8Sum`. Collectives: one
+    reduce-scatter a bucket, or one reduce for each rank where parameters are not divided, or in float8 one all-to-all, and one
+    small all-reduce, whose result only a rank with an unreached parameter waits for.
     """
 
-    def __init__(self, layout: Layout, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, layout: Layout, *, dtype: torch.dtype | None = None, fp8: bool = False) -> None:
         self.synchronises = True
         self._layout = layout
+        self._fp8 = fp8
         self._dtype = dtype
         self._task: int | None = None  # of the autograd engine, while a backward is under way
         self._index = {param: index for index, param in enumerate(layout.params)}
@@ -123,14 +132,18 @@ class GradientReducer:
             torch.mul(param.grad.detach(), ratio, out=place)
             self._reached[self._index[param]] = 1.0
             param.grad = None
-        if bucket.even:
+        own = bucket.slice_of(values, self._layout.rank)
+        low, works = None, []
+        if self._fp8:
+            sizes = [stop - start for start, stop in itertools.pairwise(bucket.bounds)]
+            low = FP8Sum(values, sizes, group)
+        elif bucket.even:
             own = torch.empty(bucket.size // self._layout.world_size, dtype=values.dtype, device=values.device)
             works = [_reduce_scatter(own, values, group=group, async_op=True)]
         else:
-            own = bucket.slice_of(values, self._layout.rank)
             parts = [(rank, bucket.slice_of(values, rank)) for rank in range(self._layout.world_size)]
             works = [dist.reduce(p, group=group, group_dst=rank, async_op=True) for rank, p in parts if p.numel()]
-        self._in_flight.append(_Reduction(bucket, own, works))
+        self._in_flight.append(_Reduction(bucket, own, works, low))
 
     def _settle(self, number: int) -> None:
         """Wait for the oldest reductions until `number` are left."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from booster import arguments
 from booster.mixed_precision.policy import DtypePolicy
 from booster.modules import bare
+from booster.plugin.fp8_communication import FP8Communication
 from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
 from booster.plugin.torch_ddp import TorchDDPPlugin
 from booster.shards import Shards
@@ -32,7 +33,8 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
     bucket_cap_mb: of parameters whose gradients, and updated weights, travel together. broadcast_buffers, sync_batchnorm:
     as `TorchDDPPlugin`. find_unused_parameters: stage 1 as `TorchDDPPlugin`; stage 2 finds them always.
-    gradient_as_bucket_view, static_graph: of `DistributedDataParallel`, stage 1 only.
+    gradient_as_bucket_view, static_graph: of `DistributedDataParallel`, stage 1 only. fp8_communication: as `TorchDDPPlugin`,
+    of gradients alone; in stage 2 they are rounded once, by those who send them, and error_feedback is not legal.
 
     Optimizers that treat every element by itself are divided by elements, those that need whole tensors by tensors; others
     raise ValueError in `boost` (see `booster.register_elementwise`). In a world of one nothing is divided.
@@ -51,6 +53,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         sync_batchnorm: bool = False,
+        fp8_communication: bool | FP8Communication = False,
     ) -> None:
         if not (arguments.is_whole(stage) and stage in (1, 2)):
             raise ValueError(
@@ -71,7 +74,13 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             sync_batchnorm=sync_batchnorm,
+            fp8_communication=fp8_communication,
         )
+        if stage == 2 and self._fp8 is not None and self._fp8.error_feedback:
+            raise ValueError(
+                "FP8Communication(error_feedback=True) keeps 4 bytes of every parameter on every rank, which is what stage=2 "
+                "is there to avoid; leave error_feedback False, or use stage=1"
+            )
         self._stage = stage
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._broadcast_buffers = broadcast_buffers
@@ -93,7 +102,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             return placed
         layout = Layout(bare(placed).parameters(), group=self.group, bucket_bytes=self._bucket_bytes)
         if self._stage == 2 and layout.params:
-            reducer = GradientReducer(layout, dtype=policy.reduce)
+            reducer = GradientReducer(layout, dtype=policy.reduce, fp8=self._fp8 is not None)
             placed = ReducedModule(placed, reducer, layout, synchronise_buffers=self._broadcast_buffers)
         self._layouts[placed] = layout
         if placed not in self._replicas:

@@ -25,7 +25,7 @@ from torch.utils.data import Sampler, TensorDataset
 import booster
 import booster.numerics
 from booster.mixed_precision import FP32, LossScaler, MixedPrecision, apex_amp
-from booster.plugin import Plugin
+from booster.plugin import FP8Communication, Plugin
 from booster.plugin.tensor_parallel import Region
 
 MODULES = [
@@ -370,6 +370,8 @@ RANGES: dict[str, Predicate] = {
     # plugins
     "bucket_cap_mb": number(above=0),
     "comm_hook": callable,
+    "fp8_communication": either(one_of(True, False), a(FP8Communication)),
+    "error_feedback": one_of(True, False),
     "stage": one_of(1, 2),
     "reshard_after_forward": nothing,
     "wrap_policy": wraps,

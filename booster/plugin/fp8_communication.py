@@ -1,0 +1,161 @@
+"""Averages of gradients over ranks that travel as 8-bit numbers and are summed in float32."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster import arguments
+from booster.number_formats import BLOCK, BLOCK_BYTES, decode_blocks, encode_blocks
+
+# torch 2.13 renamed the collective and warns about the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class FP8Communication:
+    """How gradients travel between ranks in float8: `TorchDDPPlugin(fp8_communication=FP8Communication(...))`.
+
+    error_feedback: each rank keeps what rounding took from its gradients, and adds it to those of its next backward pass
+    (Seide et al. 2014, "1-bit SGD"). Takes 4 bytes a parameter and rank. A pass in which an inf or NaN was averaged keeps
+    nothing.
+    """
+
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        arguments.flag("error_feedback", self.error_feedback)
+
+
+class FP8Sum:
+    """A reduce-scatter: each rank gives every other its slice of `values` in e4m3, and sums what it gets, in float32.
+
+    values: 1-dim; sizes: lengths of the slices of all ranks of `group`, in their order. Asynchronous: `wait` returns this
+    rank's slice, filled up with zeros to whole blocks. sent: what the ranks were given, as bytes. Collectives: one all-to-all,
+    129/128 bytes a number.
+    """
+
+    def __init__(self, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
+        slices = [encode_blocks(part) for part in values.split(list(sizes))]
+        blocks = [len(part) for part in slices]
+        self.sent = torch.cat(slices)
+        self._ranks = len(blocks)
+        own = blocks[dist.get_rank(group)]
+        self._received = self.sent.new_empty(self._ranks * own, BLOCK_BYTES)
+        self._work: Any = dist.all_to_all_single(
+            self._received, self.sent, [own] * self._ranks, blocks, group=group, async_op=True
+        )
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        parts = self._received.chunk(self._ranks) if len(self._received) else [self._received]
+        total = decode_blocks(parts[0])
+        for part in parts[1:]:  # in the order of ranks
+            total += decode_blocks(part)
+        return total
+
+
+class FP8Average:
+    """Averages the gradient buckets of `DistributedDataParallel` as `FP8Communication` says.
+
+    The sum of a bucket's slice is rounded once more and given to all ranks, so every rank ends with the same bytes. Two
+    buckets are under way at one time. Collectives: one all-to-all and one all-gather a bucket, of 129/128 bytes a number
+    each, which ranks call in one order: that of the buckets.
+    """
+
+    def __init__(self, options: FP8Communication, group: dist.ProcessGroup) -> None:
+        self.carried: dict[torch.Tensor, torch.Tensor] = {}
+        """Under error feedback what rounding took from the gradient of each parameter: float32, 1-dim."""
+        self._feeds_back = options.error_feedback
+        self._group = group
+        self._summing: deque[_Bucket] = deque()
+        self._gathering: deque[_Bucket] = deque()
+        self._finite: list[torch.Tensor] = []
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average `bucket`, and go on with those before it; returns what will be its average, in its own memory."""
+        if bucket.index() == 0:  # a backward pass begins; of one that raised there may be a rest
+            self._summing.clear()
+            self._gathering.clear()
+            self._finite = []
+        begun = _Bucket(bucket, self._group, self.carried if self._feeds_back else None)
+        self._summing.append(begun)
+        last = bucket.is_last()
+        while len(self._summing) > (not last):
+            self._summing[0].gather()
+            self._gathering.append(self._summing.popleft())
+        while len(self._gathering) > (not last):
+            self._finish(self._gathering.popleft())
+        if last and self._feeds_back:
+            self._forget_if_skipped()
+        return begun.future
+
+    def _finish(self, bucket: _Bucket) -> None:
+        bucket.finish()
+        if self._feeds_back:
+            self._finite.append(torch.isfinite(bucket.buffer).all())
+
+    def _forget_if_skipped(self) -> None:
+        """Carry nothing over from a pass in which any average is not finite; no host sync."""
+        finite = torch.stack([each.to(self._finite[0].device) for each in self._finite]).all()
+        for carried in self.carried.values():
+            carried.copy_(torch.where(finite.to(carried.device), carried, 0.0))
+
+
+class _Bucket:
+    """One bucket on its way: summed, rounded again, gathered. carried: see `FP8Average`; None: nothing is carried."""
+
+    def __init__(
+        self, bucket: dist.GradBucket, group: dist.ProcessGroup, carried: dict[torch.Tensor, torch.Tensor] | None
+    ) -> None:
+        self.buffer = bucket.buffer()
+        if self.buffer.is_sparse:
+            raise RuntimeError(
+                "fp8_communication does not average sparse gradients; build their module with sparse=False, or leave "
+                "fp8_communication out"
+            )
+        self._group = group
+        ranks = dist.get_world_size(group)
+        self._share = -(-len(self.buffer) // (ranks * BLOCK)) * BLOCK
+        values = torch.zeros(ranks * self._share, device=self.buffer.device)
+        values[: len(self.buffer)] = self.buffer
+        values /= ranks
+        # By parameter, because after its first pass DistributedDataParallel divides them into buckets anew.
+        if carried is not None:
+            for param, place in _places(bucket.parameters(), values):
+                if param in carried:
+                    place += carried[param]
+        self._sum = FP8Sum(values, [self._share] * ranks, group)
+        self._lost = None
+        if carried is not None:
+            self._lost = values.sub_(decode_blocks(self._sum.sent))
+            carried.update(_places(bucket.parameters(), values))
+        devices = [self.buffer.device] if self.buffer.is_cuda else None
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+
+    def gather(self) -> None:
+        mean = self._sum.wait()
+        own = encode_blocks(mean)
+        if self._lost is not None:
+            start = dist.get_rank(self._group) * self._share
+            self._lost[start : start + self._share] += mean - decode_blocks(own)
+        self._whole = self._sum.sent  # whose memory is free again
+        self._work: Any = _all_gather(self._whole, own, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        self._work.wait()
+        self.buffer.copy_(decode_blocks(self._whole)[: len(self.buffer)])
+        self.future.set_result(self.buffer)
+
+
+def _places(params: list[torch.Tensor], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each of the parameters of a bucket, and the part of its flat `values` that stands for it."""
+    start = 0
+    for param in params:
+        yield param, values[start : start + param.numel()]
+        start += param.numel()
