@@ -110,7 +110,7 @@ def tensors_step(rank, world_size, **options):
     for param in model.parameters():
         param.requires_grad_(param.dim() == 2)
     b = Booster("cpu", "fp32", LowLevelZeroPlugin(stage=2, bucket_cap_mb=SMALL, **options))
-    optimizer = torch.optim.Muon([param for param in model.parameters() if param.dim() == 2], lr=1.0, weight_decay=0.0)
+    optimizer = torch.optim.Adafactor([param for param in model.parameters() if param.dim() == 2], lr=1.0)
     model, optimizer, *_ = b.boost(model, optimizer)
     before = [param.detach().clone() for param in model.parameters()]
     x, y = mine(rank, world_size)
@@ -185,7 +185,7 @@ def overflow(rank, world_size, kind, feedback):
         for hook in hooks:
             hook.remove()
         result = optimizer.step()
-        outcomes.append((result.applied, result.loss_scale, result.culprits))
+        outcomes.append((result.applied, result.loss_scale, result.culprit))
     return outcomes, [param.detach().clone() for param in model.parameters()]
 
 
@@ -239,7 +239,7 @@ def test_training_with_accumulation_and_clipping_goes_as_without(ranks2, kind, p
     results = ranks2(against_plain, kind, precision, options)
     (losses, norms, weights), (plain, plain_norms, _) = results[0]
     assert losses != plain
-    assert losses == pytest.approx(plain, abs=0.02)
+    assert losses == pytest.approx(plain, abs=0.05)
     assert norms == pytest.approx(plain_norms, rel=0.1)
     (other_losses, other_norms, others), _ = results[1]
     assert (other_losses, other_norms) == (losses, norms)
