@@ -135,7 +135,7 @@ class _Bucket:
         if carried is not None:
             self._lost = values.sub_(decode_blocks(self._sum.sent))
             carried.update(_places(bucket.parameters(), values))
-        devices = [self.buffer.device] if self.buffer.is_cuda else None
+        devices: list[int | str | torch.device] | None = [self.buffer.device] if self.buffer.is_cuda else None
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
     def gather(self) -> None:
