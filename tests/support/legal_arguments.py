@@ -652,6 +652,7 @@ CALLED_BY_US: tuple[type, ...] = (
     booster.Description,
     booster.AMP_TYPE,
     booster.LossScaleError,
+    booster.plugin.FP8Communication,
     booster.plugin.Pipeline,
     booster.plugin.PlacedModule,
     *(
