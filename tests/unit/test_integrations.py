@@ -20,7 +20,10 @@ NEEDS = {
     "averaged_weights": [],
     "hf_datasets": ["datasets"],
     "iterable_dataset": ["webdataset"],
+    "jsonargparse_config": ["jsonargparse"],
     "peft_lora": ["peft", "transformers"],
+    "third_party_optimizers": ["schedulefree", "lion-pytorch", "timm"],
+    "torchmetrics_accuracy": ["torchmetrics"],
     "transformers_models": ["transformers"],
 }
 
@@ -122,3 +125,41 @@ def test_streams_train(example, kind):
 @quiet
 def test_rows_of_datasets_train(example):
     fell(example("hf_datasets"), ["datasets"])
+
+
+@slow
+@quiet
+def test_metrics_of_torchmetrics_count(example):
+    accuracies = [float(value) for value in re.findall(r"accuracy ([\d.]+)", example("torchmetrics_accuracy"))]
+    assert len(accuracies) == 5
+    assert accuracies[-1] > max(0.8, accuracies[0])
+
+
+@slow
+@quiet
+def test_options_of_jsonargparse_reach_precision_and_optimizer(example):
+    out = example("jsonargparse_config", "--precision.scale", "1024", "--optimizer.lr", "0.1")
+    fell(out, ["jsonargparse"])
+    assert "scale 1024" in out
+    with pytest.raises(SystemExit):
+        example("jsonargparse_config", "--precision.no_such_option", "3")
+
+
+@slow
+@quiet
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_optimizers_of_others_train_under_autocast(example, precision):
+    out = example("third_party_optimizers", precision)
+    fell(out, ["schedule-free AdamW", "Lion", "timm LAMB", "timm AdamP", "Muon"], by=0.85)
+
+
+@slow
+@quiet
+def test_split_masters_refuse_optimizers_that_look_at_whole_tensors_and_say_what_to_do(example):
+    out = example("third_party_optimizers", "bf16_naive")
+    refused = re.findall(r"^(.+): refused under bf16_naive: (.+)$", out, re.M)
+    fell(
+        out, {"schedule-free AdamW", "Lion", "timm LAMB", "timm AdamP", "Muon"} - {name for name, _ in refused}, by=0.85
+    )
+    assert "Lion" not in {name for name, _ in refused}
+    assert all("register_elementwise" in reason for _, reason in refused)
