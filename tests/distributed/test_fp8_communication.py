@@ -230,7 +230,12 @@ def against_plain(rank, world_size, kind, precision, options):
     )
 
 
-CASES = [(kind, precision, {}) for kind in PLUGINS for precision in ("fp32", "fp16", "bf16_naive", "fp16_naive")]
+SLOW = {("zero1", "fp32"), ("zero1", "bf16_naive"), ("zero1", "fp16_naive"), ("zero2", "fp32"), ("zero2", "bf16_naive")}
+CASES = [
+    pytest.param(kind, precision, {}, marks=[pytest.mark.slow] * ((kind, precision) in SLOW))
+    for kind in PLUGINS
+    for precision in ("fp32", "fp16", "bf16_naive", "fp16_naive")
+]
 CASES += [("ddp", "fp32", {"fp8_communication": FEEDBACK}), ("zero1", "bf16", {"fp8_communication": FEEDBACK})]
 
 
