@@ -62,7 +62,8 @@ class Booster:
     first for the norm alone. "previous_norm": in one pass, clipping by the norm of the step before. See docs/memory.md.
 
     diagnose: replay skipped steps, the "first", "every" one or so many, and log
-    what `diagnose` finds as one WARNING; `diagnoses` has it too. Until a step is over, what models and criteria were given in
+    what `diagnose` finds as one WARNING; `diagnoses` has it too. Without a loss scaler, a clip or skip_nonfinite no step is
+    skipped, and one WARNING says so. Until a step is over, what models and criteria were given in
     it is kept, by reference, and the gradients of what they returned. states: how the states of elementwise optimizers are
     kept between steps, in every precision but fp16_apex: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625,
     rounded by chance; None is what the precision says, "fp32" unless it was told otherwise.

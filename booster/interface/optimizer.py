@@ -221,6 +221,11 @@ class OptimizerWrapper(Optimizer):
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
         self._history.when_settled(arguments.function("action", action, "a function without arguments"))
 
+    @property
+    def always_looks(self) -> bool:
+        """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with a clip of its own."""
+        return bool(self._update.looks or self._clip_grad_norm)
+
     def listen(self, listener: StepListener) -> None:
         """Tell `listener` of every backward pass and step from now on. A copy of this optimizer does not."""
         self._update.listeners.append(listener)

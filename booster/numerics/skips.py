@@ -59,6 +59,12 @@ class SkipWatcher:
                 each.keep_calls(self.tape)
         for optimizer in optimizers:
             optimizer.listen(_Steps(self, optimizer))
+            if not optimizer.always_looks:
+                _logger.warning(
+                    "diagnose replays steps that are skipped, and without a loss scaler a step is skipped only where "
+                    "something looks at its gradients: after a clip, or with Booster(skip_nonfinite=True). A step on NaN "
+                    "that was not clipped is applied, and not diagnosed"
+                )
 
     def keep_pipeline(self, run: Callable[[], Any], optimizers: Sequence[OptimizerWrapper]) -> Any:
         """Return `run()`, the forward and backward passes of a pipeline, which can be run again as a whole."""

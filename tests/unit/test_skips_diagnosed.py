@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from booster import Booster
-from booster.mixed_precision import FP16NaiveMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 
 class Net(nn.Module):
@@ -48,6 +48,23 @@ class Run:
 
 def told(run):
     return [(found.kind, found.module, found.direction, found.certain) for found in run.booster.diagnoses]
+
+
+@pytest.mark.parametrize(
+    ("precision", "options", "warns"),
+    [
+        ("bf16", {}, True),
+        ("bf16", {"skip_nonfinite": True}, False),
+        ("bf16", {"clip_grad_norm": 1.0}, False),
+        (BF16NaiveMixedPrecision(clip_grad_norm=1.0), {}, False),
+        ("fp16", {}, False),
+    ],
+)
+def test_a_diagnosis_for_which_nothing_looks_at_gradients_is_warned_of(precision, options, warns, caplog):
+    with caplog.at_level(logging.WARNING, "booster.numerics"):
+        Run(precision=precision, **options)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warns
+    assert all("skip_nonfinite=True" in record.message for record in caplog.records)
 
 
 def test_a_skipped_step_is_diagnosed_and_told_in_one_warning(caplog):
