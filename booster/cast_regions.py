@@ -1,15 +1,16 @@
 """Regions of one thread in which torch casts: what a precision enters, and how it leaves those that surround it.
 
-Two things cast: `torch.autocast`, and torch function modes of this library, which are thread-local too. A model computes in
-its own precision wherever it is called: inside another model, a criterion, `booster.autocast()` or a session of
-`apex_amp`. So whoever calls a precision's contexts does it through `forward_region` and `backward_region`, and a precision
-need not know that there are others.
+Two things cast: `torch.autocast`, and torch function modes of this library, which are thread-local too. What else a context
+changes, such as what products read, it says by `surrounding`. A model computes in its own precision wherever it is called:
+inside another model, a criterion, `booster.autocast()` or a session of `apex_amp`. So whoever calls a precision's contexts
+does it through `forward_region` and `backward_region`, and a precision need not know that there are others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ Rule = Callable[["CastFunctions", Function, tuple[Any, ...], dict[str, Any]], An
 Table = Mapping[Function, Rule]
 
 _DEVICE_TYPES = ("cpu", "cuda")
+
+Leave = Callable[[], AbstractContextManager[Any]]
+_LEAVES: ContextVar[tuple[Leave, ...]] = ContextVar("what leaves the regions around, outermost first", default=())
 
 
 class CastMode(TorchFunctionMode):
@@ -76,9 +80,29 @@ def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any])
 
 
 @contextmanager
+def surrounding(leave: Leave) -> Iterator[None]:
+    """Note, for as long as a precision's context changes anything but casts, what makes a context in which it does not."""
+    if torch.compiler.is_compiling():  # the compiler knows no context variables
+        yield
+        return
+    before = _LEAVES.set((*_LEAVES.get(), leave))
+    try:
+        yield
+    finally:
+        _LEAVES.reset(before)
+
+
+@contextmanager
 def outside() -> Iterator[None]:
     """Inside, torch functions run as if no precision surrounded them, in this thread."""
-    with _disabled(_active(CastMode)):
+    with ExitStack() as left:
+        if not torch.compiler.is_compiling():
+            leaves = _LEAVES.get()
+            before = _LEAVES.set(())
+            left.callback(_LEAVES.reset, before)
+            for leave in reversed(leaves):
+                left.enter_context(leave())
+        left.enter_context(_disabled(_active(CastMode)))
         yield
 
 
@@ -137,6 +161,8 @@ _Mode = TypeVar("_Mode", bound=CastMode)
 
 def _alone(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _active(CastMode):
+        return _left(make_context)
+    if not torch.compiler.is_compiling() and _LEAVES.get():
         return _left(make_context)
     return make_context()  # as it is, because torch.compile traces it
 

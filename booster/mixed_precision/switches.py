@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from booster.cast_regions import surrounding
+
 
 def CUDA() -> tuple[Any, ...]:
     """Products, convolutions and recurrent layers on NVIDIA GPUs."""
@@ -23,11 +25,19 @@ def ONEDNN() -> tuple[Any, ...]:
 
 @contextmanager
 def switched(switches: Callable[[], tuple[Any, ...]], precision: str) -> Iterator[None]:
-    """Inside, `fp32_precision` of `switches` is `precision`; afterwards it is what it was, also after an error."""
+    """Inside, `fp32_precision` of `switches` is `precision`, but in regions of other precisions; afterwards it is what it was,
+    also after an error."""
     found = switches()
     before = [switch.fp32_precision for switch in found]
+    with _turned(found, [precision] * len(found)), surrounding(lambda: _turned(found, before)):
+        yield
+
+
+@contextmanager
+def _turned(found: tuple[Any, ...], precisions: list[str]) -> Iterator[None]:
+    before = [switch.fp32_precision for switch in found]
     try:
-        for switch in found:
+        for switch, precision in zip(found, precisions, strict=True):
             switch.fp32_precision = precision
         yield
     finally:

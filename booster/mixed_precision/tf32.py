@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from booster import arguments
-from booster.cast_regions import both
+from booster.cast_regions import surrounding
 from booster.mixed_precision.base import FP32
 from booster.mixed_precision.hardware import missing
 from booster.mixed_precision.switches import CUDA, switched
@@ -45,7 +45,7 @@ class TF32MixedPrecision(FP32):
         self._said = True
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return switched(CUDA, "tf32") if self._runs() else both(RoundedOperands(), sdpa_kernel(SDPBackend.MATH))
+        return switched(CUDA, "tf32") if self._runs() else _rehearsed()
 
     def backward_context(self) -> AbstractContextManager[Any]:
         return self.forward_context()
@@ -85,14 +85,46 @@ _OPERANDS: Mapping[Any, tuple[int, ...]] = {
 class RoundedOperands(TorchDispatchMode):
     """While active, float32 products and convolutions of this thread, autograd's included, read operands rounded to TF32.
 
-    To the nearest, ties to even; sums are in float32.
+    To the nearest, ties to even; sums are in float32. enabled: while False it does nothing.
     """
 
+    enabled = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        operands = _OPERANDS.get(func, ())
+        operands = _OPERANDS.get(func, ()) if self.enabled else ()
         if operands:
             args = tuple(_rounded(each) if place in operands else each for place, each in enumerate(args))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _rehearsed() -> Iterator[None]:
+    operands, backends = RoundedOperands(), _attention_backends()
+
+    @contextmanager
+    def left() -> Iterator[None]:
+        operands.enabled = False
+        try:
+            with sdpa_kernel(backends):
+                yield
+        finally:
+            operands.enabled = True
+
+    # Attention in products that the mode sees.
+    with surrounding(left), operands, sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _attention_backends() -> list[SDPBackend]:
+    """Return which implementations of attention torch may choose from here."""
+    cuda = torch.backends.cuda
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled(),
+        SDPBackend.MATH: cuda.math_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled(),
+    }
+    return [backend for backend, is_enabled in enabled.items() if is_enabled]
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,10 @@ from booster.mixed_precision import (
     FP16ApexMixedPrecision,
     MixedPrecision,
     NaiveAMPModel,
+    TF32MixedPrecision,
     apex_amp,
 )
+from booster.mixed_precision.switches import CUDA, ONEDNN, switched
 
 
 class AsInTheDocs(MixedPrecision):
@@ -41,6 +43,7 @@ PRECISIONS = {
         for level in ("O0", "O1", "O2", "O3")
     },
     "bf16 sdpa": lambda: BF16MixedPrecision(sdpa_fp32=False),
+    "tf32": lambda: TF32MixedPrecision(emulate=True),
     "own": AsInTheDocs,
     "own float32": AsItIs,
 }
@@ -168,6 +171,60 @@ def test_a_model_in_an_o1_session_or_an_autocast_of_torch_computes_as_it_does_al
         output = model(INPUT)
         loss = output.float().mean()
     assert_same([output.detach(), *results(net, loss)], alone(inner))
+
+
+class Switching(MixedPrecision):
+    """Turns a switch of torch's for products around its passes, as tf32 does on CUDA and products="bfloat16" on a CPU."""
+
+    def __init__(self, switches, precision):
+        self.switches, self.precision = switches, precision
+
+    def forward_context(self):
+        return switched(self.switches, self.precision)
+
+    def backward_context(self):
+        return self.forward_context()
+
+
+class Reads(nn.Linear):
+    """Notes where each switch of torch stands, in forward and in backward."""
+
+    def __init__(self, seen):
+        super().__init__(2, 2)
+        self.seen = seen
+
+    def note(self):
+        self.seen.append([switch.fp32_precision for switch in (*CUDA(), *ONEDNN())])
+
+    def forward(self, x):
+        self.note()
+        out = super().forward(x)
+        out.register_hook(lambda grad: self.note())
+        return out
+
+
+@pytest.mark.parametrize("inner", ["fp32", "bf16", "fp16_naive", "the other switch"])
+@pytest.mark.parametrize(("switches", "precision"), [(CUDA, "tf32"), (ONEDNN, "bf16")])
+def test_switches_of_torch_stand_within_as_they_do_alone(switches, precision, inner):
+    other = Switching(*((ONEDNN, "bf16") if switches is CUDA else (CUDA, "tf32")))
+    before = [switch.fp32_precision for switch in (*CUDA(), *ONEDNN())]
+
+    def passes(around):
+        seen = []
+        b = Booster("cpu", other if inner == "the other switch" else inner)
+        net = Reads(seen)
+        model, optimizer, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with around:
+            b.backward(model(torch.ones(1, 2)).float().sum(), optimizer)
+        return seen
+
+    outer = Booster("cpu", Switching(switches, precision))
+    assert passes(outer.autocast()) == passes(nullcontext())
+    seen = []
+    with outer.autocast():
+        Reads(seen)(torch.ones(1, 2))
+    assert seen[0] != before
+    assert [switch.fp32_precision for switch in (*CUDA(), *ONEDNN())] == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
