@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from booster.trees import map_tensors, tensors
+from booster.trees import leaves, map_tensors, tensors
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def divide(batch: Any, count: Callable[[int], int]) -> list[MicroBatch]:
     """`batch` as micro-batches, as many as `count` makes of its size, which is the first dimension of its first tensor.
 
     Tensors with that first dimension are divided, in whatever containers; all else goes to every micro-batch. Raises
-    ValueError if the size is not a multiple of their number.
+    ValueError if the size is not a multiple of their number, and TypeError for an object that has such tensors as attributes
+    and is no container that can be divided.
     """
     size = next((tensor.shape[0] for tensor in tensors(batch) if tensor.dim()), None)
     if size is None:
@@ -61,6 +62,8 @@ def divide(batch: Any, count: Callable[[int], int]) -> list[MicroBatch]:
         )
     if num == 1:
         return [MicroBatch.of(batch)]
+    for leaf in leaves(batch):
+        _check_divisible(leaf, size)
 
     def part(tensor: torch.Tensor, index: int) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != size:
@@ -68,3 +71,16 @@ def divide(batch: Any, count: Callable[[int], int]) -> list[MicroBatch]:
         return tensor.narrow(0, index * size // num, size // num)
 
     return [MicroBatch.of(map_tensors(partial(part, index=index), batch)) for index in range(num)]
+
+
+def _check_divisible(leaf: Any, size: int) -> None:
+    if isinstance(leaf, (torch.Tensor, torch.nn.Module, type)):
+        return
+    for name, value in getattr(leaf, "__dict__", {}).items():
+        if any(tensor.dim() and tensor.shape[0] == size for tensor in tensors(value)):
+            cls = type(leaf).__name__
+            raise TypeError(
+                f"the batch holds an object of {cls}, whose attribute {name!r} has the {size} samples of the batch, and how to "
+                f"divide it into micro-batches is not known: give a tuple, list, mapping or dataclass instead, or make {cls} a "
+                "dataclass"
+            )

@@ -6,7 +6,22 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import LBFGS, SGD, Adafactor, Optimizer
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from booster.optimizer_kinds import kind_of
 from booster.shards.divided import Divided
@@ -24,6 +39,19 @@ _SHAPED = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg"),
     *("acc_delta", "ax", "prev", "step_size"),
 }
+
+# What steps of torch's optimizers read of the state of a parameter that has any; with these options, more.
+_READ: dict[type[Optimizer], tuple[str, ...]] = {
+    **dict.fromkeys((Adam, AdamW, RAdam), ("step", "exp_avg", "exp_avg_sq")),
+    NAdam: ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    Adamax: ("step", "exp_avg", "exp_inf"),
+    Adagrad: ("step", "sum"),
+    RMSprop: ("step", "square_avg"),
+    Adadelta: ("step", "square_avg", "acc_delta"),
+    ASGD: ("step", "eta", "mu", "ax"),
+    Rprop: ("step", "prev", "step_size"),
+}
+_READ_WITH = {"amsgrad": "max_exp_avg_sq", "momentum": "momentum_buffer", "centered": "grad_avg"}
 
 
 def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -166,6 +194,28 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
                         f"{tuple(param.shape)}, would be of shape {legal}, and is {tuple(tensor.shape)}. Nothing was loaded; "
                         "load a state of a model with the same parameters in the same order"
                     )
+
+
+def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
+    """Raise ValueError if `state_dict`, whose parameters are numbered, holds a part of what a step of torch's reads of one.
+
+    What has no state at all begins anew. Of optimizers not torch's nobody knows.
+    """
+    names = _READ.get(type(update.optimizer))
+    if names is None:
+        return
+    states, index = state_dict["state"], 0
+    for group, given in zip(update.optimizer.param_groups, state_dict["param_groups"], strict=True):
+        read = {*names, *(name for option, name in _READ_WITH.items() if given.get(option))}
+        for param in group["params"]:
+            state = states.get(index)
+            missing = sorted(read - state.keys()) if state else []
+            if missing:
+                raise ValueError(
+                    f"the optimizer state of {update.name_of(param)} lacks {missing}, which {type(update.optimizer).__name__} "
+                    f"reads in every step; it holds {sorted(state)}. Nothing was loaded"
+                )
+            index += 1
 
 
 def _may_be_none(optimizer: Optimizer, key: str) -> bool:

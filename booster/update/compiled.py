@@ -26,13 +26,15 @@ class CompiledUpdate(HostUpdate):
     """A host update for any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
 
     The first step runs eagerly, because it creates the optimizer's state, which would be compiled for nothing. Learning
-    rates enter as tensors for the length of the call, so that a schedule does not recompile.
+    rates enter as tensors for the length of the call, so that a schedule does not recompile. Every order in memory of
+    parameters, gradients and states has a graph of its own.
     """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._compiled_norms: Any = torch.compile(tensor_norms, dynamic=False, **OWN_CACHE)
         self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
+        self._layouts: dict[Any, int] = {None: 0}
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         return self._compiled_norms(values, norm_type)
@@ -51,7 +53,7 @@ class CompiledUpdate(HostUpdate):
             for group, rate in zip(groups, rates, strict=True):
                 if not isinstance(rate, torch.Tensor):
                     group["lr"] = torch.full((), rate, dtype=dtype, device=device)
-            self._compiled_step(torch.full((), 1.0 / grad_scale, dtype=dtype, device=device))
+            self._compiled_step(torch.full((), 1.0 / grad_scale, dtype=dtype, device=device), self._layout(params))
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -59,7 +61,19 @@ class CompiledUpdate(HostUpdate):
     def make_parts(self) -> None:
         return None
 
-    def _scaled_step(self, ratio: torch.Tensor) -> None:
+    def _layout(self, params: list[torch.Tensor]) -> int:
+        """Return a number of how `params`, their gradients and their states lie in memory; 0 is contiguous throughout."""
+        states = [value for param in params for value in self.optimizer.state.get(param, {}).values()]
+        tensors = [*params, *(param.grad for param in params), *states]
+        tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            return 0
+        return self._layouts.setdefault(tuple(map(torch.Tensor.stride, tensors)), len(self._layouts))
+
+    def _scaled_step(self, ratio: torch.Tensor, layout: int) -> None:
+        # Of an optimizer's tensors the compiler compares no strides; the number, once it is read, it does.
+        if layout < 0:
+            return
         # Multiplied even by 1: without it there would be a second graph, and torch allows few per function.
         torch._foreach_mul_([param.grad for param in self.params() if param.grad is not None], ratio)
         self.optimizer.step()

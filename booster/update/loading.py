@@ -13,7 +13,15 @@ from torch.optim import Optimizer
 from booster.loss_scaler import LossScaler
 from booster.shards.base import is_dtensor
 from booster.shards.divided import Divided
-from booster.update.checkpoint import PREVIOUS_NORM, RELEASE, STATE_KEY, check_shapes, cut, numbered
+from booster.update.checkpoint import (
+    PREVIOUS_NORM,
+    RELEASE,
+    STATE_KEY,
+    check_complete,
+    check_shapes,
+    cut,
+    numbered,
+)
 from booster.update.fused import implementation, keep_implementation
 from booster.update.outcome import StepHistory, read_counters
 
@@ -57,6 +65,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
             state = numbered(update, state, own.rest)
         _check_entries(optimizer, state)
         check_shapes(update, state)
+        if has_torch_format(optimizer):
+            check_complete(update, state)
         rest = dict(own.rest)
         values: dict[torch.Tensor, torch.Tensor] = {}
         if "masters" in rest:

@@ -1,5 +1,6 @@
 """Booster(fused_optimizer="compile"): the same updates, compiled, for any optimizer; a warning where nothing compiles."""
 
+import copy
 import logging
 
 import pytest
@@ -60,6 +61,44 @@ def test_a_compiled_update_takes_the_steps_of_an_eager_one(compiler: None, name:
     for ours, theirs in zip(compiled, eager, strict=True):
         # Seven updates of a handful of float32 operations each, in another order.
         assert (ours - theirs).abs().max() <= 7 * 8 * torch.finfo(torch.float32).eps * theirs.abs().max()
+
+
+LAST = torch.channels_last
+
+
+def laid_otherwise(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=LAST) if tensor.dim() == 4 else tensor
+
+
+def train_in_other_layouts(fused_optimizer: bool | str) -> list[torch.Tensor]:
+    """Steps of a convolution between which gradients, loaded states and the model change their order in memory."""
+    torch.manual_seed(0)
+    booster = Booster("cpu", "fp32", fused_optimizer=fused_optimizer)
+    net = nn.Conv2d(3, 6, 3)
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    draw = torch.Generator().manual_seed(1)
+    for step, x in enumerate(torch.randn(6, 2, 3, 6, 6, generator=draw)):
+        optimizer.zero_grad()
+        booster.backward(model(x).square().mean(), optimizer)
+        if step == 2:
+            net.weight.grad = laid_otherwise(net.weight.grad)
+        if step == 3:
+            state = copy.deepcopy(optimizer.state_dict())
+            state["state"] = {
+                key: {name: laid_otherwise(value) for name, value in own.items()} for key, own in state["state"].items()
+            }
+            optimizer.load_state_dict(state)
+        if step == 4:
+            net.to(memory_format=LAST)
+        assert optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+@pytest.mark.slow
+def test_what_lies_otherwise_in_memory_is_stepped_as_by_an_eager_update(compiler: None) -> None:
+    eager, compiled = train_in_other_layouts(False), train_in_other_layouts("compile")
+    for ours, theirs in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_schedule_does_not_recompile(compiler: None) -> None:

@@ -1,6 +1,7 @@
 """Tensors in containers of every kind, at every place that looks for them."""
 
 import collections
+import types
 
 import pytest
 import torch
@@ -186,6 +187,16 @@ def test_a_read_only_mapping_goes_to_the_model_by_keyword_in_parts():
     parts = divide(CONTAINERS["read-only mapping"](torch.ones(4, 1)), lambda size: 2)
     assert [list(part.kwargs) for part in parts] == [["x", "text"]] * 2
     assert [len(part.kwargs["x"]) for part in parts] == [2, 2]
+
+
+@pytest.mark.parametrize("hold", [lambda x: x, lambda x: [1, x], lambda x: {"x": x}])
+def test_an_object_that_is_no_container_and_has_the_batch_is_refused(hold):
+    batch = types.SimpleNamespace(name="text", inputs=hold(torch.ones(4, 1))), torch.zeros(4)
+    with pytest.raises(TypeError, match=r"object of SimpleNamespace, whose attribute 'inputs' has the 4 samples"):
+        divide(batch, lambda size: 2)
+    assert divide(batch, lambda size: 1)[0].args[0] is batch[0]
+    beside = types.SimpleNamespace(weights=torch.ones(3), layer=nn.Linear(4, 4)), torch.zeros(4), nn.Linear(4, 4)
+    assert divide((*beside, torch.zeros(4)), lambda size: 2)[0].args[0] is beside[0]
 
 
 def test_a_copied_container_is_a_new_one_also_where_nothing_changes():

@@ -143,6 +143,32 @@ def test_refuses_none_for_a_tensor_that_the_step_reads(name, precision):
         optimizer.load_state_dict(state)
 
 
+# Entries of the other two come when they are needed.
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIMIZERS if hasattr(torch.optim, name.split()[0]) and name not in ("SGD", "Adafactor")]
+)
+def test_refuses_a_part_of_what_the_step_reads(name, precision):
+    booster = Booster("cpu", precision)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    model, optimizer, *_ = booster.boost(model, OPTIMIZERS[name](model.parameters()))
+
+    def step():
+        booster.backward(model(torch.ones(2, 3)).float().sum() * 1e-3, optimizer)
+        assert optimizer.step().applied
+
+    step()
+    given = copy.deepcopy(optimizer.state_dict())
+    for entry in given["state"][3]:
+        state = copy.deepcopy(given)
+        del state["state"][3][entry]
+        with pytest.raises(ValueError, match=rf"of 1.bias lacks \['{entry}'\]"):
+            optimizer.load_state_dict(state)
+    del given["state"][3]  # which begins anew
+    optimizer.load_state_dict(given)
+    step()
+
+
 def test_momentum_of_sgd_may_not_have_begun():
     model = nn.Linear(3, 4)
     _, optimizer, *_ = Booster("cpu").boost(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
