@@ -42,6 +42,13 @@ def bare(module: nn.Module) -> nn.Module:
     return module
 
 
+def wait_for_weights(placed: nn.Module) -> None:
+    """Wait for weights of a placed module that an optimizer's step left on their way from other ranks."""
+    wait = getattr(type(placed), "wait_for_weights", None)
+    if wait is not None:
+        wait(placed)
+
+
 def unwrap_placed(module: nn.Module) -> nn.Module:
     """Return the user's model inside what a plugin wrapped around it."""
     while is_placed(module):

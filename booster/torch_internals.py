@@ -66,6 +66,11 @@ def __getattr__(name: str) -> Any:  # what would make `import booster` slow is i
 # ---------------------------------------------------------------------- the autograd engine
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a call of `module` runs what torch.compile made of it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+
+
 def graph_task() -> int:
     """Return the number of the backward pass that runs in this thread, or -1."""
     return torch._C._current_graph_task_id()
@@ -335,6 +340,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
     "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward.__code__,
     "torch._C.DisableTorchFunction": lambda: torch._C.DisableTorchFunction,
+    "Module._compiled_call_impl": lambda: nn.Module._compiled_call_impl,
     "UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage()._cdata,
     "Module._call_impl": lambda: nn.Module._call_impl.__code__.co_varnames.index("self"),
     "torch._C._get_function_stack_at": lambda: torch._C._get_function_stack_at,

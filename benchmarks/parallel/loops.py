@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from benchmarks.scaling.job import TP_PLAN, Decoder, loss_of
 from booster import Booster
 from booster.memory.decoder import Model
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+
+# torch 2.13 renamed the collectives and warns about the old names.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 GPT = Model(hidden=320, layers=6, heads=4, ffn=1280, vocabulary=2048, sequence=64, gated=False)
 TINY = Model(hidden=64, layers=12, heads=4, ffn=128, vocabulary=256, sequence=16, gated=False)
@@ -96,6 +101,102 @@ def raw_zero(size: Model, batch: int, precision: str) -> Loop:
     wrapped = DistributedDataParallel(net)
     optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     return by_hand(wrapped, optimizer, tokens_of(size, batch), casts(precision), net.parameters)
+
+
+class SlicedGradients:
+    """ZeRO-2 by hand: flat buckets of parameters, whose gradients are reduce-scattered during backward.
+
+    by_all_to_all: sum slices after an all-to-all, which gloo sends half as many bytes for as for its own reduce-scatter.
+    """
+
+    def __init__(self, net: nn.Module, *, by_all_to_all: bool, bucket: int = 25 * 2**20) -> None:
+        self.ranks, self.rank, self._exchanges = dist.get_world_size(), dist.get_rank(), by_all_to_all
+        self._flats: list[torch.Tensor] = []
+        self.slices: list[nn.Parameter] = []
+        self._places: dict[torch.Tensor, tuple[int, int]] = {}
+        self._left: list[int] = []
+        self._gradients: list[torch.Tensor | None] = []
+        self._works: list[tuple[int, Any, torch.Tensor, torch.Tensor]] = []
+        members: list[torch.Tensor] = []
+        for param in [*reversed(list(net.parameters())), None]:
+            if param is None or sum(each.nbytes for each in members) + param.nbytes > bucket:
+                self._lay_down(members)
+                members = []
+            if param is not None:
+                members.append(param)
+                param.register_post_accumulate_grad_hook(self._collect)
+
+    def _lay_down(self, members: list[torch.Tensor]) -> None:
+        share = -(-sum(each.numel() for each in members) // self.ranks)
+        flat, start = torch.zeros(share * self.ranks), 0
+        for param in members:
+            view = flat[start : start + param.numel()].view_as(param)
+            view.copy_(param.detach())
+            param.data = view
+            self._places[param] = len(self._flats), start
+            start += param.numel()
+        self._flats.append(flat)
+        self._left.append(len(members))
+        self._gradients.append(None)
+        self.slices.append(nn.Parameter(flat.chunk(self.ranks)[self.rank]))
+
+    @torch.no_grad()
+    def _collect(self, param: torch.Tensor) -> None:
+        index, start = self._places[param]
+        values = self._gradients[index]
+        if values is None:
+            values = self._gradients[index] = torch.zeros_like(self._flats[index])
+        torch.mul(param.grad, 1 / self.ranks, out=values[start : start + param.numel()].view_as(param))  # type: ignore[arg-type]
+        param.grad = None
+        self._left[index] -= 1
+        if not self._left[index]:
+            self._send(index, values)
+
+    def _send(self, index: int, values: torch.Tensor) -> None:
+        self._left[index] = sum(place[0] == index for place in self._places.values())
+        self._gradients[index] = None
+        if self._exchanges:
+            own = torch.empty_like(values)
+            work: Any = dist.all_to_all_single(own, values, async_op=True)
+        else:
+            own = torch.empty_like(self.slices[index])
+            work = reduce_scatter(own, values, async_op=True)
+        self._works.append((index, work, own, values))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give each slice its gradient."""
+        for index, work, own, _ in self._works:
+            work.wait()
+            self.slices[index].grad = sum(own.chunk(self.ranks)) if self._exchanges else own  # type: ignore[assignment]
+        self._works.clear()
+
+    def clip(self) -> None:
+        """Clip to `MAX_NORM`, as `clip_grad_norm_` does."""
+        gradients: list[Any] = [each.grad for each in self.slices]
+        square = torch.stack([each.square().sum() for each in gradients]).sum()
+        dist.all_reduce(square)
+        torch._foreach_mul_(gradients, torch.clamp(MAX_NORM / (square.sqrt() + 1e-6), max=1.0))
+
+    @torch.no_grad()
+    def gather(self, *_: Any) -> None:
+        """Give every rank all slices."""
+        for flat, own in zip(self._flats, self.slices, strict=True):
+            all_gather(flat, own.detach())
+
+
+def raw_slices(size: Model, batch: int, precision: str, *, by_all_to_all: bool) -> Loop:
+    net = Decoder(size)
+    sliced = SlicedGradients(net, by_all_to_all=by_all_to_all)
+    optimizer = adamw(sliced.slices)
+    optimizer.register_step_post_hook(sliced.gather)
+    loop = by_hand(net, optimizer, tokens_of(size, batch), casts(precision), net.parameters)
+
+    def passes() -> None:
+        loop.passes()
+        sliced.finish()
+
+    return Loop(net, optimizer, passes, sliced.clip)
 
 
 def raw_fsdp(size: Model, batch: int, precision: str) -> Loop:
@@ -206,7 +307,12 @@ def cases(only: Collection[str] = ()) -> dict[str, Case]:
         "single": Case(raw_single, SingleDevice),
         "DDP": Case(raw_ddp, TorchDDPPlugin),
         "ZeRO-1": Case(raw_zero, LowLevelZeroPlugin),
+        "ZeRO-1 reduce_scatter": Case(raw_zero, lambda: LowLevelZeroPlugin(reduce_scatter=True)),
         "ZeRO-2": Case(raw_zero, lambda: LowLevelZeroPlugin(stage=2)),
+        "ZeRO-2 beside reduce-scatter": Case(
+            partial(raw_slices, by_all_to_all=False), lambda: LowLevelZeroPlugin(stage=2)
+        ),
+        "ZeRO-2 beside all-to-all": Case(partial(raw_slices, by_all_to_all=True), lambda: LowLevelZeroPlugin(stage=2)),
         "FSDP": Case(raw_fsdp, TorchFSDPPlugin, "bf16_naive"),
         "TP": Case(raw_tp, lambda: HybridParallelPlugin(2, 1, tp_plan=PLAN), **together),  # type: ignore[arg-type]
         "PP": Case(

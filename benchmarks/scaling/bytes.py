@@ -61,7 +61,7 @@ class Counting(TorchDispatchMode):
                 self.short += 1
             elif len(ranks) > 1:
                 self.bytes[kind, ranks] += size
-            if op == "allreduce_":
+            if op in ("allreduce_", "alltoall_base_"):
                 self.buffers += [tensor.untyped_storage() for tensor in args[0]]
         elif op not in _SILENT:
             raise RuntimeError(f"{op} is a message that is not counted yet")
@@ -76,6 +76,7 @@ def _nbytes(tensors: Any) -> int:
 _READERS: dict[str, tuple[str, Callable[[Any], int]]] = {
     "allreduce_": ("all_reduce", lambda args: _nbytes(args[0])),
     "_allgather_base_": ("all_gather", lambda args: _nbytes(args[0])),
+    "alltoall_base_": ("reduce_scatter", lambda args: _nbytes(args[1])),  # on CPU, by which ZeRO sums slices
     "_reduce_scatter_base_": ("reduce_scatter", lambda args: _nbytes(args[1])),
     "send": ("send", lambda args: _nbytes(args[0])),
     "all_reduce": ("all_reduce", lambda args: _nbytes(args[0])),

@@ -149,10 +149,14 @@ def run_step(booster: Any, model: Any, optimizer: Any, criterion: Any, inputs: t
 
 def cases(n: int) -> list[Case]:
     """Cases for `n` ranks, 2 or 4."""
-    zero1, zero2 = {"stage": 1}, {"stage": 2}
+    zero1, zero2, scattered = {"stage": 1}, {"stage": 2}, {"reduce_scatter": True}
     found = [Case("DDP", ddp(n), precision, TorchDDPPlugin) for precision in PRECISIONS]
     found += [Case("ZeRO-1", zero(n, 1), precision, LowLevelZeroPlugin, zero1) for precision in PRECISIONS]
     found += [Case("ZeRO-2", zero(n, 2), precision, LowLevelZeroPlugin, zero2) for precision in PRECISIONS]
+    found += [
+        Case("ZeRO-1, reduce_scatter", zero(n, 1, reduce_scatter=True), precision, LowLevelZeroPlugin, scattered)
+        for precision in PRECISIONS
+    ]
     found += [Case("FSDP", fsdp(n), precision, TorchFSDPPlugin) for precision in PRECISIONS]
     kept, half = {"reshard_after_forward": False}, "naive, fp32 masters"
     found += [

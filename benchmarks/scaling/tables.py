@@ -56,6 +56,7 @@ def plans(model: Model, n: int) -> dict[str, Plan]:
     found = {
         "DDP": ddp(n),
         "ZeRO-1": zero(n, 1),
+        "ZeRO-1, reduce_scatter": zero(n, 1, reduce_scatter=True),
         "ZeRO-2": zero(n, 2),
         "FSDP": fsdp(n),
         "FSDP, kept": fsdp(n, reshard=False),

@@ -16,6 +16,7 @@ from booster.cast_regions import forward_region
 from booster.casting import cast_floats
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
+from booster.modules import wait_for_weights
 from booster.trees import tensors
 
 __all__ = [
@@ -86,6 +87,7 @@ class PrecisionModule(TransparentModule):
         return cast_floats(tree, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
+        wait_for_weights(self.module)
         memo[id(self._precision)] = self._precision  # one strategy may serve several models
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

@@ -111,6 +111,8 @@ class OptimizerWrapper(Optimizer):
         # A user's autocast around the whole loop would go on with half copies of the weights as they were.
         torch.clear_autocast_cache()
         self._history.record(result)
+        if self._update.listeners or self._after_step is not None:  # they may read weights
+            self.wait_for_weights()
         for listener in self._update.listeners:
             listener.after_step(self._update, self._history.num_steps, result)
         if self._after_step is not None:
@@ -237,6 +239,11 @@ class OptimizerWrapper(Optimizer):
         """
         self._history.settle()
 
+    def wait_for_weights(self) -> None:
+        """Wait for weights that the last `step` left on their way from other ranks, as `overlap_allgather` of
+        `LowLevelZeroPlugin` does; otherwise this does nothing. No collective."""
+        self._update.shards.wait_for_weights()
+
     # ------------------------------------------------------------------ being an Optimizer
 
     @property
@@ -287,6 +294,7 @@ class OptimizerWrapper(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
         self.settle()  # what waits for the last step's outcome belongs to this object
+        self.wait_for_weights()
         for of_strategy in (self._backward_context, self._after_step):  # one strategy serves the copy too
             memo[id(of_strategy)] = of_strategy
         clone = type(self).__new__(type(self))
@@ -364,6 +372,7 @@ class OptimizerWrapper(Optimizer):
         would be lost.
         """
         self.settle()
+        self.wait_for_weights()
         state, own = state_of(self._update)
         if _is_of_torch_checkpoint(1):
             self._check_nothing_is_lost(own)
@@ -373,6 +382,7 @@ class OptimizerWrapper(Optimizer):
     def divided_state_dict(self) -> dict[str, Any]:
         """`state_dict` without a collective: where ranks divide tensors flat, each has its part, a `shards.divided.Divided`."""
         self.settle()
+        self.wait_for_weights()
         state, own = state_of(self._update, divided=True)
         state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
         return state
@@ -389,6 +399,7 @@ class OptimizerWrapper(Optimizer):
     def read_state_dict(self, state_dict: dict[str, Any]) -> Reading:
         """The first half of `load_state_dict`, which may raise; the weights may be written before the second."""
         self.settle()
+        self.wait_for_weights()
         return read_state(self._update, self._history, state_dict)
 
     def __repr__(self) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from booster import arguments
-from booster.modules import bare, is_placed, unwrap_placed
+from booster.modules import bare, is_placed, unwrap_placed, wait_for_weights
 from booster.shards.hidden import clear_hidden_gradients
 
 
@@ -29,11 +29,12 @@ class TransparentModule(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """The user's model, as it was given to `boost`; a `torch.compile` wrapper of the user's stays."""
+        wait_for_weights(self.module)
         return unwrap_placed(self.module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the user's model, keys as the user knows them."""
-        return bare(self.module).state_dict(*args, **kwargs)
+        return self._whole().state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch, through a plugin's wrapper, which may keep gradients of its own; also between forward and backward."""
@@ -42,16 +43,16 @@ class TransparentModule(nn.Module):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load into the user's model."""
-        return bare(self.module).load_state_dict(state_dict, strict, assign)
+        return self._whole().load_state_dict(state_dict, strict, assign)
 
     # parameters(), modules() and buffers() of nn.Module follow from this one.
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        yield from bare(self.module).named_modules(memo, prefix, remove_duplicate)
+        yield from self._whole().named_modules(memo, prefix, remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from bare(self.module).named_children()
+        yield from self._whole().named_children()
 
     # These three recurse through children() in nn.Module, and would miss the module itself.
     def train(self, mode: bool = True) -> TransparentModule:
@@ -59,10 +60,11 @@ class TransparentModule(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> TransparentModule:
-        bare(self.module).apply(arguments.function("fn", fn, "a function of a module"))
+        self._whole().apply(arguments.function("fn", fn, "a function of a module"))
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransparentModule:
+        wait_for_weights(self.module)
         self.module._apply(fn, recurse)
         return self
 
@@ -73,6 +75,8 @@ class TransparentModule(nn.Module):
             if name == "module":
                 raise
         value = getattr(bare(self.module), name)
+        if callable(value) or isinstance(value, (torch.Tensor, Iterable)):  # what may hold or read weights
+            wait_for_weights(self.module)
         if callable(value) and getattr(value, "__self__", None) is bare(self.module):
             return self._wrap_method(value, name)
         return value
@@ -125,16 +129,21 @@ class TransparentModule(nn.Module):
         return len(bare(self.module))  # type: ignore[arg-type]
 
     def __getitem__(self, index: Any) -> Any:
-        return bare(self.module)[index]  # type: ignore[index]
+        return self._whole()[index]  # type: ignore[index]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(bare(self.module))  # type: ignore[call-overload]
+        return iter(self._whole())  # type: ignore[call-overload]
 
     def __contains__(self, item: Any) -> bool:
         return item in bare(self.module)  # type: ignore[operator]
 
     def __bool__(self) -> bool:
         return True
+
+    def _whole(self) -> nn.Module:
+        """The user's model, whose weights are there."""
+        wait_for_weights(self.module)
+        return bare(self.module)
 
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What the attribute `name`, a bound method of the user's model, is to those who read it through the wrapper."""

@@ -105,7 +105,8 @@ class Plan:
 
     engine: "replicated" keeps weights whole (DDP, ZeRO), "fully_shard" does not (FSDP, hybrid). shards: ranks over which
     weights, gradients and states are divided; 1 where they are not. reshard: gathered weights are freed after forward.
-    chunks: model chunks a stage (interleaved schedule).
+    chunks: model chunks a stage (interleaved schedule). keeps_buckets: gradients are divided, but those of
+    DistributedDataParallel's buckets stay.
     """
 
     engine: Literal["replicated", "fully_shard"] = "replicated"
@@ -118,6 +119,7 @@ class Plan:
     pp: int = 1
     sequence_parallel: bool = False
     chunks: int = 1
+    keeps_buckets: bool = False
 
     @property
     def world_size(self) -> int:
@@ -128,8 +130,10 @@ def ddp(n: int) -> Plan:
     return Plan(dp=n)
 
 
-def zero(n: int, stage: int) -> Plan:
-    return Plan(dp=n, gradient_shards=n if stage == 2 else 1, state_shards=n)
+def zero(n: int, stage: int, *, reduce_scatter: bool = False) -> Plan:
+    """reduce_scatter: that option of stage 1."""
+    divided = stage == 2 or reduce_scatter
+    return Plan(dp=n, gradient_shards=n if divided else 1, state_shards=n, keeps_buckets=reduce_scatter and stage == 1)
 
 
 def fsdp(n: int, *, reshard: bool = True, replicas: int = 1) -> Plan:

@@ -50,12 +50,13 @@ def held_memory(parameters: float, plan: Plan, precision: Precision) -> Memory:
         else (precision.weight, precision.master, precision.gradient)
     )
     gradients = parameters * gradient / plan.gradient_shards
+    in_buckets = not sharded and plan.dp > 1 and (plan.gradient_shards == 1 or plan.keeps_buckets)
     return Memory(
         weights=parameters * weight / plan.weight_shards,
         masters=parameters * master / plan.state_shards,
         states=parameters * ADAM_STATES / plan.state_shards,
         gradients=gradients,
-        buffers=gradients if not sharded and plan.gradient_shards == 1 and plan.dp > 1 else 0,
+        buffers=parameters * gradient if in_buckets else 0,
     )
 
 

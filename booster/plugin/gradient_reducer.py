@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.modules import PlacedModule
+from booster.plugin.exchanged_sum import ExchangedSum
 from booster.plugin.fp8_communication import FP8Sum
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
@@ -32,18 +33,18 @@ MOST_IN_FLIGHT = 2
 class _Reduction:
     """A bucket whose gradients are being reduced by `works`; `own` will be this rank's slice, maybe part of what is sent.
 
-    low: what reduces it instead in float8.
+    exchanged: what reduces it instead, in float8 or on CPU.
     """
 
     bucket: FlatParameters
     own: torch.Tensor
     works: list[Any]
-    low: FP8Sum | None = None
+    exchanged: FP8Sum | ExchangedSum | None = None
 
     def wait(self) -> torch.Tensor:
         """Return this rank's slice in memory of its own."""
-        if self.low is not None:
-            return self.low.wait()[: len(self.own)].to(self.bucket.dtype)
+        if self.exchanged is not None:
+            return self.exchanged.wait()[: len(self.own)].to(self.bucket.dtype)
         for work in self.works:
             work.wait()
         self.works = []
@@ -59,8 +60,8 @@ class GradientReducer:
     Gradients that are in `.grad` from passes that were not synchronised are averaged along.
 
     dtype: of what is sent; None means that of the parameters. fp8: send e4m3 instead, see `FP8Sum`. Collectives: one
-    reduce-scatter a bucket, or one reduce for each rank where parameters are not divided, or in float8 one all-to-all, and one
-    small all-reduce, whose result only a rank with an unreached parameter waits for.
+    reduce-scatter a bucket, or one reduce for each rank where parameters are not divided, or on CPU and in float8 one
+    all-to-all, and one small all-reduce, whose result only a rank with an unreached parameter waits for.
     """
 
     def __init__(self, layout: Layout, *, dtype: torch.dtype | None = None, fp8: bool = False) -> None:
@@ -70,7 +71,11 @@ class GradientReducer:
         self._dtype = dtype
         self._task: int | None = None  # of the autograd engine, while a backward is under way
         self._index = {param: index for index, param in enumerate(layout.params)}
-        for param in layout.params:
+        self._listen()
+
+    def _listen(self) -> None:
+        """See to it that gradients are noticed as they come."""
+        for param in self._layout.params:
             param.register_post_accumulate_grad_hook(self._on_gradient)
 
     def begin(self, *_: Any) -> None:
@@ -110,6 +115,10 @@ class GradientReducer:
                 "checkpoint(..., use_reentrant=False), or stage=1"
             )
         self._missing[index].discard(param)
+        self._send_full()
+
+    def _send_full(self) -> None:
+        """Send the buckets whose gradients are all there, in order."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._send(self._next)
 
@@ -123,27 +132,37 @@ class GradientReducer:
         # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
         ratio = 1.0 / self._layout.world_size
         for position, param in enumerate(bucket.params):
-            place = bucket.shaped_view(values, position)
-            if param.grad is None:
-                place.zero_()
-                continue
-            if param.grad.is_sparse:
-                raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
-            torch.mul(param.grad.detach(), ratio, out=place)
-            self._reached[self._index[param]] = 1.0
-            param.grad = None
+            if self._put(bucket, position, values, ratio):
+                self._reached[self._index[param]] = 1.0
+            else:
+                bucket.view(values, position).zero_()
         own = bucket.slice_of(values, self._layout.rank)
-        low, works = None, []
-        if self._fp8:
+        exchanged: FP8Sum | ExchangedSum | None = None
+        works = []
+        if self._fp8 or values.device.type == "cpu":
             sizes = [stop - start for start, stop in itertools.pairwise(bucket.bounds)]
-            low = FP8Sum(values, sizes, group)
+            exchanged = (FP8Sum if self._fp8 else ExchangedSum)(values, sizes, group)
         elif bucket.even:
             own = torch.empty(bucket.size // self._layout.world_size, dtype=values.dtype, device=values.device)
             works = [_reduce_scatter(own, values, group=group, async_op=True)]
         else:
             parts = [(rank, bucket.slice_of(values, rank)) for rank in range(self._layout.world_size)]
             works = [dist.reduce(p, group=group, group_dst=rank, async_op=True) for rank, p in parts if p.numel()]
-        self._in_flight.append(_Reduction(bucket, own, works, low))
+        self._in_flight.append(_Reduction(bucket, own, works, exchanged))
+
+    def _put(self, bucket: FlatParameters, position: int, values: torch.Tensor, ratio: float) -> bool:
+        """Write a gradient times `ratio` to its place in `values`, flat as the bucket, and free it.
+
+        Return whether there is one.
+        """
+        param: Any = bucket.params[position]
+        if param.grad is None:
+            return False
+        if param.grad.is_sparse:
+            raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
+        torch.mul(param.grad.detach(), ratio, out=bucket.shaped_view(values, position))
+        param.grad = None
+        return True
 
     def _settle(self, number: int) -> None:
         """Wait for the oldest reductions until `number` are left."""
@@ -155,14 +174,7 @@ class GradientReducer:
     def _finish(self) -> None:
         while self._next < len(self._missing):
             self._send(self._next)
-        device = self._layout.params[0].device
-        reached = self._reached.to(device)
-        unreached = not bool(self._reached.all())
-        work: Any = dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._layout.group, async_op=True)
-        self._settle(0)
-        work.wait()
-        # Every parameter that this rank reached counts; for the others, ask whether another rank did.
-        found = reached.tolist() if unreached else [1.0] * len(self._index)
+        found = self._settle_all()
         for bucket, own in self._reduced:
             now = {index for index, param in enumerate(bucket.params) if found[self._index[param]]}
             if not now:
@@ -170,6 +182,16 @@ class GradientReducer:
             bucket.add_gradient(own, now, self._layout.rank)
         self._reduced.clear()
         self._task = None
+
+    def _settle_all(self) -> list[float]:
+        """Wait for all reductions; return for each parameter whether any rank reached it."""
+        reached = self._reached.to(self._layout.params[0].device)
+        unreached = not bool(self._reached.all())
+        work: Any = dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._layout.group, async_op=True)
+        self._settle(0)
+        work.wait()
+        # Every parameter that this rank reached counts; for the others, ask whether another rank did.
+        return reached.tolist() if unreached else [1.0] * len(self._index)
 
 
 class ReducedModule(PlacedModule):
@@ -188,19 +210,20 @@ class ReducedModule(PlacedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if graph_task() == -1:  # not recomputed inside a backward
             self._before_forward()
-        outputs = self.module(*args, **kwargs)
+        with self.layout.arriving.in_forward(self.module):
+            outputs = self.module(*args, **kwargs)
         for output in tensors(outputs):
             if output.requires_grad:
                 output.register_hook(self.reducer.begin)
         return outputs
 
+    def wait_for_weights(self) -> None:
+        """Wait for weights that a step left on their way."""
+        self.layout.arriving.wait()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for bucket in self.layout.buckets:
-            if set_to_none:
-                bucket.clear_gradients()
-            elif bucket.gradient is not None:
-                bucket.gradient.zero_()
+        self.layout.clear_gradients(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

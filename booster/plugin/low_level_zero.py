@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from booster import arguments
@@ -15,8 +16,10 @@ from booster.mixed_precision.policy import DtypePolicy
 from booster.modules import bare
 from booster.plugin.fp8_communication import FP8Communication
 from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
+from booster.plugin.scattered_buckets import BucketReducer, ZeroDDP
 from booster.plugin.torch_ddp import TorchDDPPlugin
 from booster.shards import Shards
+from booster.shards.arriving import WaitsForWeights
 from booster.shards.replicated import Replica
 from booster.shards.zero import ZeroShards, check_parts
 from booster.shards.zero_buckets import Layout
@@ -28,9 +31,16 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
     After a step each rank sends the weights that it stepped to all others, in the dtype they have. stage 1: gradients are
     whole on every rank, as `DistributedDataParallel` leaves them. stage 2: each rank keeps its part of them, and `.grad` is
     None after backward; clear them by `optimizer.zero_grad()`. In a step stage 1 sends 1.5 times what `TorchDDPPlugin` does,
-    and stage 2, whose gradients are reduce-scattered, as much; but on gloo a reduce-scatter is an all-reduce, and stage 2
-    sends what stage 1 does.
+    and stage 2, whose gradients are reduce-scattered, as much.
 
+    reduce_scatter: stage 1 sends what stage 2 does. `DistributedDataParallel` still collects gradients, in buckets that stay,
+    and each rank keeps its part of the average; `.grad` is None after backward, as in stage 2, where this is always so.
+    error_feedback is not legal, and `gradient_as_bucket_view` is True.
+    overlap_allgather: `step` does not wait for the weights that other ranks stepped. The next forward of the boosted model
+    does, for each when it is first used; so do the optimizer, all else that is asked of the boosted model or of `Booster`,
+    and forward, state dicts and loading of the user's own module. Who kept a parameter, or a module inside, and reads it
+    between `step` and forward, calls `optimizer.wait_for_weights()` first: until then it may be as before the step. A compiled
+    model waits for all when forward begins.
     bucket_cap_mb: of parameters whose gradients, and updated weights, travel together. broadcast_buffers, sync_batchnorm:
     as `TorchDDPPlugin`. find_unused_parameters: stage 1 as `TorchDDPPlugin`; stage 2 finds them always.
     gradient_as_bucket_view, static_graph: of `DistributedDataParallel`, stage 1 only. fp8_communication: as `TorchDDPPlugin`,
@@ -54,6 +64,8 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         static_graph: bool = False,
         sync_batchnorm: bool = False,
         fp8_communication: bool | FP8Communication = False,
+        reduce_scatter: bool = False,
+        overlap_allgather: bool = False,
     ) -> None:
         if not (arguments.is_whole(stage) and stage in (1, 2)):
             raise ValueError(
@@ -67,21 +79,27 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
                 f"{given[0]}=True is an option of DistributedDataParallel, which stage=2 does not use; leave it False, or "
                 "use stage=1"
             )
+        scatters = arguments.flag("reduce_scatter", reduce_scatter) and stage == 1
         super().__init__(
             bucket_cap_mb=bucket_cap_mb,
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            gradient_as_bucket_view=gradient_as_bucket_view or scatters,
             static_graph=static_graph,
             sync_batchnorm=sync_batchnorm,
             fp8_communication=fp8_communication,
         )
-        if stage == 2 and self._fp8 is not None and self._fp8.error_feedback:
+        self._keeps_slices = stage == 2 or scatters
+        if self._keeps_slices and self._fp8 is not None and self._fp8.error_feedback:
             raise ValueError(
                 "FP8Communication(error_feedback=True) keeps 4 bytes of every parameter on every rank, which is what stage=2 "
-                "is there to avoid; leave error_feedback False, or use stage=1"
+                "is there to avoid, and is not known where gradients are reduce-scattered; leave error_feedback False, or use "
+                "stage=1 without reduce_scatter"
             )
         self._stage = stage
+        self._overlaps = arguments.flag("overlap_allgather", overlap_allgather)
+        if scatters or overlap_allgather:
+            self._wrapper = ZeroDDP
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._broadcast_buffers = broadcast_buffers
         # What optimizers that come later find their parameters in; it lives as long as the placed module.
@@ -102,8 +120,15 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             return placed
         layout = Layout(bare(placed).parameters(), group=self.group, bucket_bytes=self._bucket_bytes)
         if self._stage == 2 and layout.params:
-            reducer = GradientReducer(layout, dtype=policy.reduce, fp8=self._fp8 is not None)
-            placed = ReducedModule(placed, reducer, layout, synchronise_buffers=self._broadcast_buffers)
+            slices = GradientReducer(layout, dtype=policy.reduce, fp8=self._fp8 is not None)
+            placed = ReducedModule(placed, slices, layout, synchronise_buffers=self._broadcast_buffers)
+        elif isinstance(placed, ZeroDDP):
+            options = self._ddp_options
+            finds_unused = options["find_unused_parameters"] or options["static_graph"]
+            reducer = BucketReducer(layout, fp8=self._fp8 is not None, finds_unused=finds_unused)
+            placed.lay_out(layout, reducer if self._keeps_slices else None)
+        if self._overlaps:
+            WaitsForWeights(layout.arriving).listen(bare(placed))
         self._layouts[placed] = layout
         if placed not in self._replicas:
             self._replicas[placed] = Replica(placed)
@@ -117,7 +142,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
     @property
     def divides_as(self) -> str | None:
-        known = super().divides_as
+        known = super().divides_as  # None where there are views of buckets, as under reduce_scatter
         return f"zero{self._stage}" if known == "ddp" else known
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -129,7 +154,13 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             return Shards(optimizer)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         layouts = [layout for layout in self._layouts.values() if not held.isdisjoint(layout.params)]
-        return ZeroShards(optimizer, layouts, reduced=self._stage == 2, replicas=self._replicas)
+        return ZeroShards(
+            optimizer, layouts, reduced=self._keeps_slices, overlaps=self._overlaps, replicas=self._replicas
+        )
+
+    def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
+        if not self._keeps_slices:  # otherwise `place` gives it slices to fill
+            super()._hook(placed, device)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         return module.no_sync() if isinstance(module, ReducedModule) else super().no_sync(module)

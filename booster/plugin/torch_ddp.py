@@ -49,6 +49,8 @@ class TorchDDPPlugin(Plugin):
     `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet.
     """
 
+    _wrapper: type[DistributedDataParallel] = DistributedDataParallel
+
     def __init__(
         self,
         *,
@@ -137,7 +139,16 @@ class TorchDDPPlugin(Plugin):
             self._replicas[module] = Replica(module)
             return module
         index = None if device.type == "cpu" else [device]
-        placed = DistributedDataParallel(module, device_ids=index, process_group=self.group, **self._ddp_options)
+        placed = self._wrapper(module, device_ids=index, process_group=self.group, **self._ddp_options)
+        self._hook(placed, device)
+        self._replicas[placed] = Replica(placed)
+        return placed
+
+    def make_shards(self, optimizer: Optimizer) -> Shards:
+        return Shards(optimizer) if self.group is None else ReplicatedShards(optimizer, self._replicas)
+
+    def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
+        """Say how the gradients of `placed` are averaged, where that is not torch's own way."""
         if self._comm_hook is not None:
             state, hook = self._comm_hook
             hook = hook if device.type == "cuda" else _anonymous(hook)
@@ -145,11 +156,6 @@ class TorchDDPPlugin(Plugin):
         if self._fp8 is not None:
             average = self._averages[placed] = FP8Average(self._fp8, self.group)
             placed.register_comm_hook(None, lambda _, bucket: average.average(bucket))
-        self._replicas[placed] = Replica(placed)
-        return placed
-
-    def make_shards(self, optimizer: Optimizer) -> Shards:
-        return Shards(optimizer) if self.group is None else ReplicatedShards(optimizer, self._replicas)
 
     def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Return `module` on `device` in the dtypes of `policy`, not yet synchronised."""

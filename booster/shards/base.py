@@ -97,6 +97,9 @@ class Shards:
     def publish(self) -> None:
         """Make parameters on all ranks what their parts are after a step. A collective, if anything."""
 
+    def wait_for_weights(self) -> None:
+        """Wait for weights that `publish` left on their way."""
+
     def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return `params`, but what the model holds between passes for those that a pass has put in its place."""
         return params

@@ -34,6 +34,7 @@ class ZeroShards(Shards):
     frozen parameter stands for itself.
 
     reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
+    overlaps: `publish` leaves weights on their way, in the layouts' `arriving`; whoever reads them waits there.
     replicas: of the modules whose parameters these are.
     Raises ValueError for an optimizer that cannot step parts.
     """
@@ -46,6 +47,7 @@ class ZeroShards(Shards):
         layouts: Sequence[Layout],
         *,
         reduced: bool = False,
+        overlaps: bool = False,
         replicas: Mapping[nn.Module, Replica] = MappingProxyType({}),
     ) -> None:
         super().__init__(optimizer)
@@ -56,7 +58,7 @@ class ZeroShards(Shards):
             layout.divide(
                 {param for group in optimizer.param_groups for param in group["params"]}, whole=kind == "per tensor"
             )
-        self._reduced = reduced
+        self._reduced, self._overlaps = reduced, overlaps
         self._parts: dict[torch.Tensor, torch.Tensor] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}  # of parameters, when `local` was last entered
@@ -69,6 +71,7 @@ class ZeroShards(Shards):
         if self._held is not None:
             yield
             return
+        self.wait_for_weights()
         if not self._reduced:
             for replica in self._replicas.values():
                 # Laid down, it would have its order again, and its gradient, averaged in the other, would go unnoticed.
@@ -143,18 +146,22 @@ class ZeroShards(Shards):
         return flat_like(value.detach(), param)[start:stop] if holding.bucket.even and param.dim() else value
 
     def publish(self) -> None:
-        works, changed = [], []
+        changed = []
         owned = {param for group in self.optimizer.param_groups for param in group["params"]}
         for layout in self._layouts:
-            for bucket in layout.buckets:
+            for bucket in reversed(layout.buckets):  # the last one is what forward wants first
                 own = [param for param in bucket.params if param in owned]
                 if own:
-                    works += bucket.gather(layout.group)
+                    layout.arriving.expect(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
                 changed += [p for p in own if self._has_gradient(p) and version(p) == self._versions.get(p)]
-        for work in works:
-            work.wait()
+        if not self._overlaps:
+            self.wait_for_weights()
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
         torch.autograd.graph.increment_version(changed)
+
+    def wait_for_weights(self) -> None:
+        for layout in self._layouts:
+            layout.arriving.wait()
 
     def divided(self, divisor: float | torch.Tensor) -> None:
         if not self._reduced:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster.flat import ALIGNMENT, aligned, flat, is_dense, shaped_like, starts
+from booster.shards.arriving import Arriving
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -161,7 +162,7 @@ class Layout:
 
     bucket_bytes: of parameters in a bucket, at most, unless a single one is larger. Raises ValueError for parameters that are
     not floating point. How they are divided among ranks is open until `divide`, which each of several optimizers calls for
-    its own; a bucket holds parameters of one optimizer.
+    its own; a bucket holds parameters of one optimizer. arriving: weights that a step left on their way.
     """
 
     def __init__(self, params: Iterable[torch.Tensor], *, group: dist.ProcessGroup, bucket_bytes: float) -> None:
@@ -174,6 +175,7 @@ class Layout:
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.buckets: list[FlatParameters] = []
+        self.arriving = Arriving()
         self._bucket_bytes = bucket_bytes
         self._by_tensors = False
         self._places: dict[torch.Tensor, tuple[FlatParameters, int]] = {}
@@ -204,6 +206,14 @@ class Layout:
         """Divide what no optimizer asked for, so that any of those there are may ask for it later."""
         if len(self._places) < len(self.params):
             self.divide(set(self.params) - self._places.keys(), whole=self._by_tensors)
+
+    def clear_gradients(self, set_to_none: bool) -> None:
+        """Drop or zero the gradients that are kept as slices."""
+        for bucket in self.buckets:
+            if set_to_none:
+                bucket.clear_gradients()
+            elif bucket.gradient is not None:
+                bucket.gradient.zero_()
 
     def place_of(self, param: torch.Tensor) -> tuple[FlatParameters, int] | None:
         """Return the bucket of `param` and its index there; None if it is not of this layout."""

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.scaling import bytes as scaling_bytes
 from benchmarks.scaling.job import cases, hybrid_plugin
 from benchmarks.scaling.traffic import sent_bytes
+from booster import Booster
 from booster.memory.decoder import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, stage_parameters, zero
 from booster.memory.formulas import accumulated_bytes, layer_activations
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
@@ -23,6 +24,7 @@ QUICK = {
     2: {
         ("DDP", "naive, split"),
         ("ZeRO-1", "fp32"),
+        ("ZeRO-1, reduce_scatter", "naive, split"),
         ("ZeRO-2", "naive, no masters"),
         ("FSDP", "autocast"),
         ("FSDP, kept", HALF),
@@ -185,3 +187,39 @@ def test_a_ring_sends_what_the_formula_says(ranks4):
     if scaling_bytes.socket_bytes() is None:
         pytest.skip("this kernel does not count the bytes of a connection")
     ranks4(check_sockets)
+
+
+def check_step_on_sockets(rank, world_size, options, factor):
+    """factor: how often each gradient and weight is sent, of (n - 1) / n bytes a byte."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    booster = Booster("cpu", "fp32", LowLevelZeroPlugin(bucket_cap_mb=1, **options))
+    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    inputs = torch.randn(4, 512)
+
+    def step():
+        booster.backward(model(inputs).square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+
+    for _ in range(2):
+        step()
+    before = scaling_bytes.socket_bytes()
+    step()
+    sent = scaling_bytes.socket_bytes() - before
+    dist.barrier()
+    formula = sum(param.nbytes for param in model.parameters()) * factor * (world_size - 1) / world_size
+    assert formula <= sent <= 1.02 * formula, (options, sent / formula)
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [({}, 3), ({"reduce_scatter": True}, 2), ({"stage": 2}, 2)],
+    ids=["stage 1", "stage 1, reduce_scatter", "stage 2"],
+)
+def test_a_step_whose_gradients_are_reduce_scattered_sends_the_least(ranks4, options, factor):
+    """An all-reduce is two, a reduce-scatter and the all-gather of weights one each."""
+    if scaling_bytes.socket_bytes() is None:
+        pytest.skip("this kernel does not count the bytes of a connection")
+    ranks4(check_step_on_sockets, options, factor)

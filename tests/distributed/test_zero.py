@@ -30,7 +30,9 @@ PRECISIONS = {
 }
 TOLERANCE = {"fp32": 2e-6, "fp16": 1e-3, "bf16": 1e-2, "fp16_naive": 1e-2, "bf16_naive": 1e-2}
 STAGES = [1, 2]
-stages = pytest.mark.parametrize("stage", STAGES)
+SCATTERED = "1, scattered"  # stage 1 whose gradients are reduce-scattered
+stages = pytest.mark.parametrize("stage", [*STAGES, pytest.param(SCATTERED, marks=pytest.mark.slow)])
+quick_stages = pytest.mark.parametrize("stage", [*STAGES, SCATTERED])
 precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 # Small buckets, so that there are several, with boundaries between ranks inside parameters and on them.
@@ -120,6 +122,8 @@ class Job:
 
 
 def zero(stage, **options):
+    if stage == SCATTERED:
+        return LowLevelZeroPlugin(reduce_scatter=True, **(SMALL | options))
     return LowLevelZeroPlugin(stage=stage, **(SMALL | options))
 
 
@@ -150,7 +154,7 @@ def beside_ddp(rank, world_size, precision, stage, optimizer):
             grad = job.parts().get(name, (None, None))[1]  # Adagrad is not given the frozen ones
             if stage == 1 and param.requires_grad:
                 assert torch.equal(params[name].grad, param.grad), name
-            if stage == 2:
+            if stage in (2, SCATTERED) and param.requires_grad:
                 assert params[name].grad is None, name
             if shards.part_of(params[name]).numel() and param.requires_grad:
                 assert torch.equal(grad, shards.cut(param.grad, params[name])), f"{name} at step {step}"
@@ -175,7 +179,7 @@ def test_gradients_weights_and_state_equal_ddp_to_the_bit(ranks2, precision, sta
 
 @pytest.mark.parametrize("optimizer", FUSED)
 def test_every_fused_optimizer_equals_ddp_to_the_bit(ranks2, optimizer):
-    for precision, stage in (("fp32", 1), ("fp16_naive", 2)):
+    for precision, stage in (("fp32", 1), ("fp16_naive", 2), ("bf16_naive", SCATTERED)):
         for _, _, state, of_ddp in ranks2(beside_ddp, precision, stage, optimizer):
             assert same(state, of_ddp)
 
@@ -313,7 +317,7 @@ def whole_gradients(rank, world_size, stage, make_scale_differ):
     assert all(torch.allclose(jobs[1].weights()[n], w, atol=1e-6) for n, w in jobs[0].weights().items())
 
 
-@stages
+@quick_stages
 @pytest.mark.parametrize("make_scale_differ", ["no", "unscale", "value"])
 def test_gradients_are_those_of_ddp_when_read_clamped_or_added_to(ranks2, stage, make_scale_differ):
     ranks2(whole_gradients, stage, make_scale_differ)
@@ -410,7 +414,7 @@ def zeroing(rank, world_size, stage):
         assert same(job.weights(), fresh.weights()), zero_by
 
 
-@stages
+@quick_stages
 def test_gradients_are_forgotten_by_optimizer_and_model(ranks2, stage):
     ranks2(zeroing, stage)
 
@@ -436,7 +440,7 @@ class Branches(nn.Module):
 
 def with_branches(rank, world_size, precision, stage):
     jobs = []
-    for plugin in (TorchDDPPlugin(find_unused_parameters=True), zero(stage, find_unused_parameters=stage == 1)):
+    for plugin in (TorchDDPPlugin(find_unused_parameters=True), zero(stage, find_unused_parameters=stage != 2)):
         torch.manual_seed(0)
         job = Job(precision, plugin, Branches())
         jobs.append(job)
@@ -457,7 +461,7 @@ def with_branches(rank, world_size, precision, stage):
     return buffers[1]
 
 
-@stages
+@quick_stages
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_unused_parameters_and_buffers_are_as_under_ddp(ranks2, stage):
     for precision in ("fp32", "fp16_naive"):
@@ -633,7 +637,11 @@ def interrupted(rank, world_size, precision, stage, optimizer):
     job.train(range(4, 8), rank, world_size)
     final = job.weights(), job.optimizer.state_dict()
     resumed = {}
-    for name, plugin in (("zero", zero(stage)), ("other stage", zero(3 - stage)), ("ddp", TorchDDPPlugin())):
+    for name, plugin in (
+        ("zero", zero(stage)),
+        ("other stage", zero(1 if stage == 2 else 2)),
+        ("ddp", TorchDDPPlugin()),
+    ):
         other = Job(precision, plugin, net(seed=1), make=FUSED[optimizer])
         other.model.load_state_dict(saved[0])
         other.optimizer.load_state_dict(copy.deepcopy(saved[1]))
@@ -911,7 +919,7 @@ def sparse_gradient(rank, world_size, stage):
         job.train(range(1), rank, world_size)
 
 
-@stages
+@quick_stages
 def test_sparse_gradients_are_refused(ranks2, stage):
     ranks2(sparse_gradient, stage)
 
@@ -951,17 +959,18 @@ class Checkpointed(nn.Module):
 def checkpointed(rank, world_size):
     for use_reentrant, shared in ((False, True), (True, False)):
         jobs = []
-        for plugin in (TorchDDPPlugin(), zero(2)):
+        for plugin in (TorchDDPPlugin(), zero(2), zero(SCATTERED, static_graph=use_reentrant)):
             torch.manual_seed(0)
             model = Checkpointed(use_reentrant, shared)
             jobs.append(Job("bf16_naive", plugin, model).train(range(4), rank, world_size))
-        assert same(*(job.weights() for job in jobs)), f"use_reentrant={use_reentrant}"
+        for job in jobs[1:]:
+            assert same(job.weights(), jobs[0].weights()), f"use_reentrant={use_reentrant}"
     job = Job("fp32", zero(2), Checkpointed(use_reentrant=True, shared=True))
     with pytest.raises(RuntimeError, match="second gradient in one backward.*use_reentrant=False"):
         job.train(range(1), rank, world_size)
 
 
-def test_activation_checkpointing_in_stage_2(ranks2):
+def test_activation_checkpointing_where_ranks_keep_slices(ranks2):
     ranks2(checkpointed)
 
 
@@ -976,13 +985,13 @@ def penalised(rank, world_size, stage):
     assert same(*(job.weights() for job in jobs))
 
 
-@stages
+@quick_stages
 def test_a_penalty_on_the_weights_themselves_equals_ddp(ranks2, stage):
     ranks2(penalised, stage)
 
 
-def failed_backward(rank, world_size):
-    job, fresh = Job("fp32", zero(2)), Job("fp32", zero(2))
+def failed_backward(rank, world_size, stage):
+    job, fresh = Job("fp32", zero(stage)), Job("fp32", zero(stage))
     x, y = batch(0, rank, world_size)
     output = job.model(x)
     output.register_hook(lambda grad: (_ for _ in ()).throw(KeyError("user's hook")))
@@ -994,8 +1003,9 @@ def failed_backward(rank, world_size):
     assert same(job.weights(), fresh.weights())
 
 
-def test_training_goes_on_after_a_backward_that_raised(ranks2):
-    ranks2(failed_backward)
+@pytest.mark.parametrize("stage", [2, SCATTERED])
+def test_training_goes_on_after_a_backward_that_raised(ranks2, stage):
+    ranks2(failed_backward, stage)
 
 
 def two_models(rank, world_size, stage):
