@@ -153,7 +153,7 @@ class TorchDDPPlugin(Plugin):
             state, hook = self._comm_hook
             hook = hook if device.type == "cuda" else _anonymous(hook)
             placed.register_comm_hook(self.group if state is None else state, hook)
-        if self._fp8 is not None:
+        if self._fp8 is not None and self.group is not None:
             average = self._averages[placed] = FP8Average(self._fp8, self.group)
             placed.register_comm_hook(None, lambda _, bucket: average.average(bucket))
 
