@@ -160,7 +160,11 @@ class GradientReducer:
             return False
         if param.grad.is_sparse:
             raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
-        torch.mul(param.grad.detach(), ratio, out=bucket.shaped_view(values, position))
+        place = bucket.shaped_view(values, position)
+        if param.grad.dtype == place.dtype:
+            torch.mul(param.grad.detach(), ratio, out=place)
+        else:  # divided in the dtype that is sent, not rounded before
+            place.copy_(param.grad.detach()).mul_(ratio)
         param.grad = None
         return True
 
