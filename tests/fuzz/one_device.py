@@ -309,8 +309,9 @@ class Run:
         for position, operation in enumerate(operations):
             name, *arguments = operation
             if name in PASSES:
-                if self.oracle.apex and self.stepped and self.oracle.grads:
-                    raise Invalid  # there an overflow of an earlier pass counts
+                # apex: an overflow of an earlier pass counts.
+                if (self.oracle.apex or self.overwrites()) and self.stepped and self.oracle.grads:
+                    raise Invalid
                 self.stepped = False
             try:
                 getattr(self, name)(*arguments)
@@ -379,9 +380,13 @@ class Run:
             raise Disagreement(f"{what} {own}, wanted {wanted}")
 
     def fresh(self):
-        """Under a loss scale, gradients that a step has used cannot be used again."""
-        if self.oracle.scales and self.oracle.grads and self.stepped:
+        """Under a loss scale, gradients that a step has used cannot be used again; nor where the step wrote to them."""
+        if (self.oracle.scales or self.overwrites()) and self.oracle.grads and self.stepped:
             raise Invalid
+
+    def overwrites(self):
+        """Whether a step may leave other gradients: torch's foreach form of SGD adds Nesterov's momentum to them."""
+        return any(group.get("nesterov") and group.get("foreach") for group in self.optimizer.param_groups)
 
     def part(self, number):
         if number >= len(self.setting["parts"]):

@@ -235,7 +235,7 @@ class RankRun(Run):
         for position, operation in enumerate(operations):
             name, *arguments = operation
             if name in PASSES or name == "no_sync":
-                if self.oracle.apex and self.stepped and self.waiting():
+                if (self.oracle.apex or self.overwrites()) and self.stepped and self.waiting():
                     raise Invalid
                 self.stepped = self.idle = False
             failure = None
