@@ -64,7 +64,7 @@ class KeepsMasters(Update):
         """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
         lists = (group["params"] for group in self.optimizer.param_groups)
         return bool(self.masters.buckets) or any(
-            p.requires_grad and self.masters.may_have(p) for ps in lists for p in ps
+            self.masters.is_stepped(p) and self.masters.may_have(p) for ps in lists for p in ps
         )
 
     # ------------------------------------------------------------------ state

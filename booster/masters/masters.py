@@ -95,7 +95,7 @@ class Masters:
         if loaded:
             self._take_loaded(loaded)
         fresh = [
-            [p for p in group["params"] if p not in self._layouts and p.requires_grad and self.may_have(p)]
+            [p for p in group["params"] if p not in self._layouts and self.is_stepped(p) and self.may_have(p)]
             for group in self.optimizer.param_groups
         ]
         if not any(fresh):
@@ -119,6 +119,10 @@ class Masters:
             return param.numel() > 0
         own = param.dtype == torch.float32 and not param.is_sparse and param.dim() > 0 and param.numel() > 0
         return own and self.packing is not None
+
+    def is_stepped(self, param: torch.Tensor) -> bool:
+        """Return whether a step may change `param`: also one that was frozen since its gradient came."""
+        return param.requires_grad or self.gradient_of(param) is not None
 
     def outside(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of `params` that lie in no bucket."""

@@ -136,6 +136,37 @@ def test_loaded_weights_stay_whatever_else_changes_before_the_next_step(precisio
     assert equal(run.weights(), written)
 
 
+def _backward(run):
+    loss = (run.model(torch.randn(8, 40, generator=run.generator)) - 1).square().mean()
+    run.booster.backward(loss, run.optimizer)
+
+
+@pytest.mark.parametrize("event", [_unfreeze, _add_group, None], ids=["unfrozen", "group added", "trained before"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_parameter_frozen_after_its_backward_is_clipped_and_stepped_as_any_with_a_gradient(precision, event):
+    def train(freezes):
+        run = Run(precision)
+        run.step()
+        run.optimizer.zero_grad()
+        if event is not None:
+            event(run)
+        late = run.optimizer.param_groups[-1]["params"][-1] if event is _add_group else run.model[2].bias
+        late = late if event is not None else run.model[0].weight
+        norms = []
+        for number in range(2):
+            _backward(run)
+            if event is _add_group:
+                run.optimizer.backward((late * torch.linspace(0.1, 1.7, 8, dtype=late.dtype)).sum())
+            late.requires_grad_(not (freezes and number == 0))
+            norms.append(run.optimizer.clip_grad_by_norm(0.05))
+            assert run.optimizer.step().applied
+            late.requires_grad_(True)
+            run.optimizer.zero_grad()
+        return [*run.weights(), late.detach().clone(), torch.tensor(norms)]
+
+    assert equal(train(freezes=True), train(freezes=False))
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_masters_of_weights_that_nobody_wrote_keep_every_bit(precision):
     run = Run(precision)

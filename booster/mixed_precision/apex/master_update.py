@@ -40,13 +40,13 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         self._sums.clear()
 
     def _find_params(self) -> list[torch.Tensor]:
-        return [p for p in self._held() if (p in self._sums if _has_master(p) else p.grad is not None)]
+        return [p for p in self._held() if (p in self._sums if self._has_master(p) else p.grad is not None)]
 
     def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
         params = self.params()
-        others = [p for p in params if not _has_master(p)]
+        others = [p for p in params if not self._has_master(p)]
         plain = iter(gradient_values(self.shards.written(others) if written else others))
-        return [self._sums[p] if _has_master(p) else next(plain) for p in params]
+        return [self._sums[p] if self._has_master(p) else next(plain) for p in params]
 
     def master_params(self) -> Iterator[nn.Parameter]:
         """What apex calls master parameters: one float32 parameter for each in the groups.
@@ -55,7 +55,7 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         """
         values = self.masters.values()
         for param in self._held():
-            if not _has_master(param):
+            if not self._has_master(param):
                 yield param  # type: ignore[misc]
                 continue
             master = nn.Parameter(values[param].detach())
@@ -75,7 +75,7 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         return self._sums.get(param)
 
     def _set_aside(self) -> None:
-        halves = [p for p in self.shards.holders() if _has_master(p)]
+        halves = [p for p in self.shards.holders() if self._has_master(p)]
         for param in halves:
             if param.grad is not None:
                 self._before[param] = param.grad if self._group is None else param.grad.clone()
@@ -84,17 +84,17 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
 
     def _fresh(self) -> list[torch.Tensor]:
         # Of half parameters this rank's parts, to which its masters and sums belong.
-        halves = [p for p in self._held() if _has_master(p) and p.grad is not None]
-        return halves + [p for p in super()._fresh() if not _has_master(p)]
+        halves = [p for p in self._held() if self._has_master(p) and p.grad is not None]
+        return halves + [p for p in super()._fresh() if not self._has_master(p)]
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         wide = [
-            p.grad.to_dense().to(torch.float32, copy=True) if _has_master(p) else value  # type: ignore[union-attr]
+            p.grad.to_dense().to(torch.float32, copy=True) if self._has_master(p) else value  # type: ignore[union-attr]
             for p, value in zip(params, values, strict=True)
         ]
         found = super()._unscale_fresh(params, wide, check)
         for param, value in zip(params, wide, strict=True):
-            if not _has_master(param):
+            if not self._has_master(param):
                 continue
             if param in self._sums and self._differentiable:
                 self._sums[param] = self._sums[param] + value
@@ -109,6 +109,6 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         if self._num_backwards == 0:  # a bare loss.backward() does not reach the masters
             MasterUpdate._require_backward(self)
 
-
-def _has_master(param: torch.Tensor) -> bool:
-    return param.requires_grad and param.dtype == torch.float16
+    def _has_master(self, param: torch.Tensor) -> bool:
+        # As in apex, freezing a weight does not take back the gradient that its master has.
+        return param.dtype == torch.float16 and (param.requires_grad or param in self._sums)
