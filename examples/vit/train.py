@@ -9,6 +9,7 @@ booster run --max_restarts 5 examples/vit/train.py --resume --save-every 100    
 
 import argparse
 import os
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from recipe import RECIPES, Recipe, choose_recipe
 from report import print_table, save_plot
 
 import booster
-from booster import Booster, DistCoordinator
+from booster import Booster, DistCoordinator, cli
 from booster.plugin import TorchDDPPlugin
 
 TEST_BATCH = 256
@@ -57,7 +58,10 @@ def train(
     parts = (model, optimizer, criterion, loader, lr_scheduler)
     if args.resume:
         b.resume_or_start(folder, *parts, extra=history)
-    with ProgressBar(precision, num_steps) as bar:
+    elif b.is_main:
+        shutil.rmtree(record_folder(args, precision), ignore_errors=True)  # of a run before
+    b.wait_for_everyone()
+    with b.record(record_folder(args, precision)), ProgressBar(precision, num_steps) as bar:
         model.train()
         while history.num_steps < num_steps:
             for inputs, labels in islice(loader, num_steps - history.num_steps):
@@ -79,6 +83,11 @@ def train(
     if images.test is not None:
         history.accuracy = evaluate(b, model, images)
     return history
+
+
+def record_folder(args: argparse.Namespace, precision: str) -> Path:
+    """Where every step of this run is written down."""
+    return args.output / f"{args.recipe.model}-{precision}-record"
 
 
 def estimate_peak(
@@ -164,6 +173,7 @@ def main() -> None:
     spec = find_model(recipe.model)
     images = load_images(recipe.dataset, args.data, channels=spec.channels, size=spec.size, tutorial=recipe.tutorial)
     histories = [train(b, name, recipe, spec, images, args) for name, b in boosters.items()]
+    coordinator.block_all()  # until the records of all ranks are whole
 
     if coordinator.is_master():
         processes = "1 process" if coordinator.world_size == 1 else f"{coordinator.world_size} processes"
@@ -172,6 +182,8 @@ def main() -> None:
         picture = args.output / f"{'-'.join(boosters)}.png"
         save_plot(histories, title, picture)
         print(f"wrote {picture}")
+        for name in boosters:  # every step and what underflowed, with pictures, to open in a browser
+            cli.main(["report", "--html", str(args.output / f"{name}.html"), str(record_folder(args, name))])
     coordinator.destroy()
 
 
