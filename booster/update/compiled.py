@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from booster.flat import lies_like
 from booster.grads import tensor_norms
 from booster.update.base import Job
-from booster.update.fused import honours_grad_scale
+from booster.update.fused import honours_grad_scale, laid_like, lay_states
 from booster.update.host import HostUpdate
 
 _logger = logging.getLogger(__name__)
@@ -26,24 +27,26 @@ class CompiledUpdate(HostUpdate):
     """A host update for any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
 
     The first step runs eagerly, because it creates the optimizer's state, which would be compiled for nothing. Learning
-    rates enter as tensors for the length of the call, so that a schedule does not recompile. Every order in memory of
-    parameters, gradients and states has a graph of its own.
+    rates enter as tensors for the length of the call, so that a schedule does not recompile. Parameters whose memory order
+    changes later are stepped without the compiler, after a WARNING.
     """
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._compiled_norms: Any = torch.compile(tensor_norms, dynamic=False, **OWN_CACHE)
         self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
-        self._layouts: dict[Any, int] = {None: 0}
+        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # for which steps were compiled
+        self._seen: Any = None  # that was looked at; torch replaces it when it loads one
+        self._said = False
 
     def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         return self._compiled_norms(values, norm_type)
 
     def _apply(self, grad_scale: float) -> None:
-        if not self.optimizer.state:
+        params = self.params()
+        if not self.optimizer.state or not self._lies_as_compiled(params):
             super()._apply(grad_scale)
             return
-        params = self.params()
         device = params[0].device
         wide = any(param.dtype == torch.float64 for param in params)
         dtype = torch.float64 if wide else torch.float32
@@ -53,7 +56,7 @@ class CompiledUpdate(HostUpdate):
             for group, rate in zip(groups, rates, strict=True):
                 if not isinstance(rate, torch.Tensor):
                     group["lr"] = torch.full((), rate, dtype=dtype, device=device)
-            self._compiled_step(torch.full((), 1.0 / grad_scale, dtype=dtype, device=device), self._layout(params))
+            self._compiled_step(torch.full((), 1.0 / grad_scale, dtype=dtype, device=device))
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -61,19 +64,33 @@ class CompiledUpdate(HostUpdate):
     def make_parts(self) -> None:
         return None
 
-    def _layout(self, params: list[torch.Tensor]) -> int:
-        """Return a number of how `params`, their gradients and their states lie in memory; 0 is contiguous throughout."""
-        states = [value for param in params for value in self.optimizer.state.get(param, {}).values()]
-        tensors = [*params, *(param.grad for param in params), *states]
-        tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-        if all(map(torch.Tensor.is_contiguous, tensors)):
-            return 0
-        return self._layouts.setdefault(tuple(map(torch.Tensor.stride, tensors)), len(self._layouts))
+    def _lies_as_compiled(self, params: list[torch.Tensor]) -> bool:
+        """Give gradients and states the memory order of their parameters; False where that is not what was compiled for.
 
-    def _scaled_step(self, ratio: torch.Tensor, layout: int) -> None:
-        # Of an optimizer's tensors the compiler compares no strides; the number, once it is read, it does.
-        if layout < 0:
-            return
+        The compiler makes code for the strides that it finds, and compares those of an optimizer's tensors with nothing.
+        """
+        for param in params:
+            if self._strides.setdefault(param, param.stride()) != param.stride():
+                self._seen = None
+                if not self._said:
+                    self._said = True
+                    _logger.warning(
+                        "%s: a parameter of shape %s lies otherwise in memory than when its step was compiled, as after "
+                        "model.to(memory_format=...); such steps run without the compiler. Change it before boost()",
+                        type(self.optimizer).__name__,
+                        tuple(param.shape),
+                    )
+                return False
+        for param in params:
+            if param.grad is not None and param.grad.layout == torch.strided and not lies_like(param.grad, param):
+                param.grad = laid_like(param.grad, param)
+        if self.optimizer.state is not self._seen:
+            self._seen = self.optimizer.state
+            for param, own in self._seen.items():
+                lay_states(param, own)
+        return True
+
+    def _scaled_step(self, ratio: torch.Tensor) -> None:
         # Multiplied even by 1: without it there would be a second graph, and torch allows few per function.
         torch._foreach_mul_([param.grad for param in self.params() if param.grad is not None], ratio)
         self.optimizer.step()

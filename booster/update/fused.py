@@ -67,7 +67,7 @@ class FusedKernel:
         if self.optimizer.state is not self._state:
             self._state = self.optimizer.state
             for param, own in self._state.items():
-                _lay_states(param, own)
+                lay_states(param, own)
         if type(self.optimizer) is SGD:
             start_late_momentum(self.optimizer)
 
@@ -90,9 +90,9 @@ class FusedKernel:
                     if not is_dense(param):
                         return f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory"
                     self._strides[param] = param.stride()
-                    _lay_states(param, self.optimizer.state.get(param, {}))
+                    lay_states(param, self.optimizer.state.get(param, {}))
                 if not lies_like(grad, param):
-                    param.grad = _laid_like(grad, param)
+                    param.grad = laid_like(grad, param)
         return None
 
     def _give_up(self, reason: str) -> None:
@@ -201,14 +201,15 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
     )
 
 
-def _lay_states(param: Any, state: dict[str, Any]) -> None:
+def lay_states(param: Any, state: dict[str, Any]) -> None:
     """Make states of the shape of `param` lie in memory as it does."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == param.shape and not lies_like(value, param):
-            state[key] = _laid_like(value, param)
+            state[key] = laid_like(value, param)
 
 
-def _laid_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def laid_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` that lies in memory as `param` does."""
     laid = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
     return laid.copy_(tensor.detach())
 

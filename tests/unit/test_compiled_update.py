@@ -77,7 +77,7 @@ def train_in_other_layouts(fused_optimizer: bool | str) -> list[torch.Tensor]:
     net = nn.Conv2d(3, 6, 3)
     model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     draw = torch.Generator().manual_seed(1)
-    for step, x in enumerate(torch.randn(6, 2, 3, 6, 6, generator=draw)):
+    for step, x in enumerate(torch.randn(7, 2, 3, 6, 6, generator=draw)):
         optimizer.zero_grad()
         booster.backward(model(x).square().mean(), optimizer)
         if step == 2:
@@ -88,15 +88,22 @@ def train_in_other_layouts(fused_optimizer: bool | str) -> list[torch.Tensor]:
                 key: {name: laid_otherwise(value) for name, value in own.items()} for key, own in state["state"].items()
             }
             optimizer.load_state_dict(state)
-        if step == 4:
-            net.to(memory_format=LAST)
+        if step in (4, 5):
+            net.to(memory_format={4: LAST, 5: torch.contiguous_format}[step])
         assert optimizer.step()
     return [param.detach() for param in model.parameters()]
 
 
 @pytest.mark.slow
-def test_what_lies_otherwise_in_memory_is_stepped_as_by_an_eager_update(compiler: None) -> None:
-    eager, compiled = train_in_other_layouts(False), train_in_other_layouts("compile")
+def test_what_lies_otherwise_in_memory_is_stepped_as_by_an_eager_update(
+    compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "booster"):
+        eager, compiled = train_in_other_layouts(False), train_in_other_layouts("compile")
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "AdamW: a parameter of shape (6, 3, 3, 3) lies otherwise in memory than when its step was compiled, as after "
+        "model.to(memory_format=...)"
+    ]
     for ours, theirs in zip(compiled, eager, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
