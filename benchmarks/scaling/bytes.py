@@ -39,7 +39,7 @@ class Counting(TorchDispatchMode):
     """Counts what this rank hands to process groups while it is active: (kind, ranks of the group) -> bytes.
 
     Bytes are those of the whole tensor, as in `scaling_formulas.Message`. short: messages under `NOISE`, left out.
-    buffers: storages that all-reduces worked in.
+    buffers: storages that all-reduces worked in, and that gradients were copied from to be sent.
     """
 
     def __init__(self) -> None:
@@ -51,6 +51,8 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.overloadpacket.__name__, args)
+        elif func is torch.ops.aten.mul.out:  # gradients on their way into what is sent
+            self.buffers.append(args[0].untyped_storage())
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: Any) -> None:
@@ -61,7 +63,7 @@ class Counting(TorchDispatchMode):
                 self.short += 1
             elif len(ranks) > 1:
                 self.bytes[kind, ranks] += size
-            if op in ("allreduce_", "alltoall_base_"):
+            if op == "allreduce_":
                 self.buffers += [tensor.untyped_storage() for tensor in args[0]]
         elif op not in _SILENT:
             raise RuntimeError(f"{op} is a message that is not counted yet")
