@@ -12,7 +12,7 @@ Activations: 5 x (Linear(1024, 1024), GELU), batch 4096, where they outweigh the
 and torch.utils.checkpoint on and off; "used twice" runs the layers twice, where without a cache every use has a half copy of
 the weight of its own. Peers are left out where they are not installed; torchao compiles its update, which takes a while.
 
---ranks: bytes that the fullest of so many gloo ranks holds, by what they serve, counted after a step by `Booster.memory`.
+--ranks: bytes that the fullest of so many gloo ranks holds and takes, see `benchmarks/memory_ranks.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile
@@ -36,7 +33,6 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.timing import describe_machine
 from booster import Booster, register_elementwise
 from booster.mixed_precision import BF16MixedPrecision, BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
-from booster.plugin import LowLevelZeroPlugin, Plugin, TorchFSDPPlugin
 
 WIDTH, DEPTH, BATCH = 1024, 5, 16
 WARMUP = 2
@@ -264,55 +260,6 @@ def packed() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
     }
 
 
-# ---- on ranks
-
-ON_RANKS: dict[str, tuple[Any, str | None]] = {
-    "bf16": (lambda: "bf16", None),
-    "bf16, 8bit": (lambda: "bf16", "8bit"),
-    "bf16_naive, split24, 8bit": (lambda: BF16NaiveMixedPrecision(master_weights="split24"), "8bit"),
-    "fp16_naive, split24, 8bit": (lambda: FP16NaiveMixedPrecision(master_weights="split24"), "8bit"),
-}
-DIVIDING: dict[str, Callable[[], Plugin]] = {
-    "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1),
-    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
-    "FSDP": TorchFSDPPlugin,
-}
-
-
-def on_rank(rank: int, world_size: int, meeting: str, parts: list[str]) -> None:
-    """Count what this rank holds in every case; rank 0 prints the fullest."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-    for plugin in DIVIDING:
-        for name in ON_RANKS:
-            if not any(part in f"{plugin} {name}" for part in parts):
-                continue
-            held = held_on_rank(plugin, name)
-            dist.all_reduce(held, dist.ReduceOp.MAX)
-            if rank == 0:
-                columns = " | ".join(f"{each:.2f}" for each in [*held.tolist(), float(held.sum())])
-                print(f"| {plugin} x {world_size} | {name} | {columns} |", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def held_on_rank(plugin: str, name: str) -> torch.Tensor:
-    """Bytes of weights, masters, gradients and states for each parameter of the whole model."""
-    precision, states = ON_RANKS[name]
-    booster = Booster("cpu", precision(), DIVIDING[plugin](), states=states)
-    net = MLP()
-    count = sum(param.numel() for param in net.parameters())
-    model, optimizer, *_ = booster.boost(net, adamw(net.parameters()))
-    x = data("cpu", BATCH)
-    for _ in range(2):
-        optimizer.zero_grad()
-        booster.backward(model(x).pow(2).mean(), optimizer)
-        optimizer.step()
-    found = booster.memory(model, optimizer)
-    return torch.tensor([found.weights, found.masters, found.gradients, found.states], dtype=torch.float64) / count
-
-
 def without_masters(rounding: Any) -> MixedPrecision:
     return BF16NaiveMixedPrecision(master_weights="none", rounding=rounding)
 
@@ -433,11 +380,11 @@ def main() -> None:
     parser.add_argument("--ranks", default="", help="numbers of gloo ranks, such as 2,4: what each of them holds")
     args = parser.parse_args()
     if args.ranks:
-        print(f"{describe_machine()}\n\n| ranks | | weights | masters | gradients | states | held |\n|{'---|' * 7}")
+        from benchmarks.memory_ranks import HEADER, print_ranks  # which measures with what is here
+
+        print(f"{describe_machine()}\n\n{HEADER}")
         for ranks in map(int, args.ranks.split(",")):
-            with tempfile.TemporaryDirectory() as folder:
-                spawned = (ranks, f"{folder}/meeting", args.only.split(","))
-                torch.multiprocessing.spawn(on_rank, spawned, nprocs=ranks)  # type: ignore[attr-defined]
+            print_ranks(ranks, args.only.split(","))
         return
     device = "cuda" if torch.cuda.is_available() and not args.cpu else "cpu"
     torch.manual_seed(0)

@@ -74,8 +74,6 @@ def check_release(options: UpdateOptions, precision: MixedPrecision, plugin: Plu
             "an overflow would be found after other parameters were stepped, and under a loss scale overflows are ordinary; "
             "use 'exact'"
         )
-    elif mode == "previous_norm" and not plugin.is_whole:
-        refusal = "ranks would stop at different parameters where gradients are not finite; use 'exact'"
     elif mode == "previous_norm" and options.skip_nonfinite:
         refusal = "skip_nonfinite=True would find what is not finite after other parameters were stepped; use 'exact'"
     if refusal:

@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -269,6 +269,18 @@ def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
         module._register_state_dict_hook(hook)
 
 
+# ---------------------------------------------------------------------- DistributedDataParallel
+
+
+def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
+    """Return the buckets, of at most `limit` bytes and one dtype and device, that `DistributedDataParallel` makes of `tensors`.
+
+    indices: the numbers that stand for them, where buckets are to come as they fill; else by the first tensor in each.
+    """
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [limit], [False] * len(tensors), list(indices))
+    return [list(bucket) for bucket in buckets]
+
+
 # ---------------------------------------------------------------------- fully_shard
 
 
@@ -349,6 +361,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Tensor._values": lambda: torch.Tensor._values,
     "Tensor._is_view": lambda: torch.Tensor._is_view,
     "torch.distributed.distributed_c10d._get_default_store": lambda: dist.distributed_c10d._get_default_store,
+    "torch.distributed._compute_bucket_assignment_by_size": lambda: dist._compute_bucket_assignment_by_size,
     "Tensor._version": lambda: torch.Tensor._version,
     "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
     "torch._int_mm": lambda: torch._int_mm,

@@ -18,7 +18,7 @@ from booster.memory.tracker import StorageTracker
 from booster.optimizer_kinds import kind_of
 from booster.torch_internals import unhooked
 from booster.update.fused import switch_to_fused
-from booster.update.release import largest_part
+from booster.update.parts import largest_part
 
 _ELEMENTS = 2**10
 _HALF = (torch.float16, torch.bfloat16)

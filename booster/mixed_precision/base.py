@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -251,6 +252,8 @@ class MixedPrecision:
             self.check(criterion)
         before = named_parameters(bare(model))
         policy = self.policy_for(model)
+        if options.release_gradients and optimizer is not None:
+            policy = dataclasses.replace(policy, release=True)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
         for each in optimizers:
             if self.master_options is not None:

@@ -37,6 +37,8 @@ class DtypePolicy:
     reduce: dtype of the gradient collectives; None means the dtype of the parameters.
     output: floating dtype of what the model returns, and so of what the criterion receives.
     keep_fp32: names of modules that keep float32 parameters and compute in float32.
+    release: gradients are used within backward, each as soon as it is complete on all ranks, and freed, so that a plugin must
+    not keep them, or memory for them.
 
     Raises TypeError or ValueError for what is no floating dtype, or no set of names.
     """
@@ -48,6 +50,7 @@ class DtypePolicy:
     reduce: torch.dtype | None = None
     output: torch.dtype | None = None
     keep_fp32: frozenset[str] = frozenset()
+    release: bool = False
 
     def __post_init__(self) -> None:
         for name in ("param", "store", "reduce", "output"):
@@ -63,6 +66,7 @@ class DtypePolicy:
             raise ValueError(
                 f"gather={given} is not what is computed in, so weights would be rounded; choose {legal}, or None"
             )
+        arguments.flag("release", self.release)
         names = self.keep_fp32
         if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
             raise TypeError(arguments.refusal("keep_fp32", names, "a frozenset of names of modules"))

@@ -1,82 +1,118 @@
-"""Gradients that are averaged over ranks during backward, of which each rank keeps its slice only."""
+"""Gradients that are averaged over ranks during backward, bucket by bucket, and may be used there as soon as they are."""
 
 from __future__ import annotations
 
-import itertools
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from booster.modules import PlacedModule
-from booster.plugin.exchanged_sum import ExchangedSum
-from booster.plugin.fp8_communication import FP8Sum
-from booster.shards.zero import SPARSE
-from booster.shards.zero_buckets import FlatParameters, Layout
 from booster.torch_internals import graph_task, when_backward_ends
-from booster.trees import tensors
-
-# torch 2.13 renamed the collective and warns about the old name.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Buckets that are being reduced at one time: a work holds what it sends until it is waited for, so without a bound all whole
 # gradients are there when backward ends. Two follow each other without a gap; the third is being filled meanwhile.
 MOST_IN_FLIGHT = 2
 
+ALONE = (
+    "the loss reaches {name}, which none of its optimizers holds, and release_gradients goes through the graph twice, which "
+    "would count its gradient twice; name every optimizer of the loss, booster.backward(loss, [optimizer_a, optimizer_b]), or "
+    "freeze it by requires_grad_(False)"
+)
+
+
+class Reached:
+    """Which of some parameters got a gradient: on this rank, and on any. A small collective, for which only a rank waits that
+    lacks one."""
+
+    def __init__(self, here: list[bool], device: torch.device, group: dist.ProcessGroup) -> None:
+        self._all = all(here)
+        self._anywhere = torch.tensor(here, dtype=torch.float32, device=device)
+        self._work: Any = dist.all_reduce(self._anywhere, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def anywhere(self) -> list[bool]:
+        """Return of each whether any rank has a gradient of it."""
+        self._work.wait()
+        return [True] * len(self._anywhere) if self._all else [found > 0 for found in self._anywhere.tolist()]
+
 
 @dataclass
-class _Reduction:
-    """A bucket whose gradients are being reduced by `works`; `own` will be this rank's slice, maybe part of what is sent.
+class _Sent:
+    """A bucket under way. settle: waits for it, and gives what this rank keeps. reached: None where it is told at the end."""
 
-    exchanged: what reduces it instead, in float8 or on CPU.
-    """
-
-    bucket: FlatParameters
-    own: torch.Tensor
-    works: list[Any]
-    exchanged: FP8Sum | ExchangedSum | None = None
-
-    def wait(self) -> torch.Tensor:
-        """Return this rank's slice in memory of its own."""
-        if self.exchanged is not None:
-            return self.exchanged.wait()[: len(self.own)].to(self.bucket.dtype)
-        for work in self.works:
-            work.wait()
-        self.works = []
-        return self.own.to(self.bucket.dtype, copy=not self.bucket.even)
+    index: int
+    settle: Callable[[], torch.Tensor]
+    reached: Reached | None
 
 
-class GradientReducer:
-    """Averages the gradients of `layout` over its group, bucket by bucket while backward goes on, a few at a time.
+@dataclass(eq=False)
+class _Watch:
+    """Who is told of gradients that are complete. again: the graph is gone through once more, so that nothing may stay."""
+
+    reducer: GradientReducer
+    params: frozenset[torch.Tensor]
+    filled: Callable[[torch.Tensor], None]
+    held: Mapping[torch.Tensor, torch.Tensor]
+    again: bool
+
+    def remove(self) -> None:
+        self.reducer.watches.remove(self)
+        self.reducer.abandon()  # of a pass that raised
+
+
+class GradientReducer(ABC):
+    """Averages the gradients of `params` over `group`, bucket by bucket while backward goes on, a few at a time.
 
     A bucket is sent once all its gradients are there and all buckets before it are sent, so that ranks send in one order;
-    what is left when backward ends, of parameters that it did not reach, is sent as zeros. `.grad` is None afterwards:
-    this rank's slice of the sum is added to the bucket's `gradient`. A parameter that no rank reached gets no gradient.
-    Gradients that are in `.grad` from passes that were not synchronised are averaged along.
+    what is left when backward ends, of parameters that it did not reach, is sent as zeros. A parameter that no rank reached
+    gets no gradient. Gradients that are in `.grad` from passes that were not synchronised are averaged along.
+    `left`: such passes have left gradients.
 
-    dtype: of what is sent; None means that of the parameters. fp8: send e4m3 instead, see `FP8Sum`. Collectives: one
-    reduce-scatter a bucket, or one reduce for each rank where parameters are not divided, or on CPU and in float8 one
-    all-to-all, and one small all-reduce, whose result only a rank with an unreached parameter waits for.
+    A subclass says what the buckets are, how one is sent, and where what arrives goes.
     """
 
-    def __init__(self, layout: Layout, *, dtype: torch.dtype | None = None, fp8: bool = False) -> None:
+    tells_at_once = False
+    """Whether ranks tell each other with each bucket which parameters were reached, also where nobody watches."""
+
+    keeps_apart = False
+    """Whether what a pass brings is in `.grad`, where it can be set aside."""
+
+    def __init__(self, params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
         self.synchronises = True
-        self._layout = layout
-        self._fp8 = fp8
-        self._dtype = dtype
+        self.left = False
+        self.watches: list[_Watch] = []
+        self._group = group
         self._task: int | None = None  # of the autograd engine, while a backward is under way
-        self._index = {param: index for index, param in enumerate(layout.params)}
+        self._index = {param: index for index, param in enumerate(params)}
         self._listen()
 
     def _listen(self) -> None:
         """See to it that gradients are noticed as they come."""
-        for param in self._layout.params:
+        for param in self._index:
             param.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._index
+
+    def watch(
+        self,
+        params: Collection[torch.Tensor],
+        filled: Callable[[torch.Tensor], None],
+        held: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        again: bool,
+    ) -> _Watch:
+        """Call `filled` with each of `params` within backward once its average is there; `remove` what is returned.
+
+        held: gradients of before, which are added to those of the pass before they are averaged. again: the graph is gone
+        through once more; RuntimeError for a parameter here that nobody watches then.
+        """
+        watch = _Watch(self, frozenset(params), filled, held, again)
+        self.watches.append(watch)
+        return watch
 
     def begin(self, *_: Any) -> None:
         """Start the averaging of the backward pass that the engine is in, unless it has started."""
@@ -88,23 +124,60 @@ class GradientReducer:
     def abandon(self) -> None:
         """Forget a backward pass that raised."""
         if self._task is not None:
-            self._settle(0)
-            self._reduced.clear()
+            for sent in self._sent:
+                sent.settle()
+            self._sent.clear()
+            self._waiting.clear()
             self._task = None
+
+    def before_forward(self) -> None:
+        """A forward pass follows."""
+        self.abandon()
+
+    # ------------------------------------------------------------------ what a subclass says
+
+    @abstractmethod
+    def buckets(self) -> Sequence[Sequence[torch.Tensor]]:
+        """Return the parameters of each bucket, in the order in which they are sent, for the pass that begins."""
+
+    def fill(self, index: int, param: torch.Tensor) -> None:
+        """The gradient of `param`, of the bucket at `index`, is there; see `gradient_here`."""
+
+    @abstractmethod
+    def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Start to reduce a bucket, zeros for what has no gradient; returns what waits for it, and gives what is kept here."""
+
+    @abstractmethod
+    def arrived(self, index: int, reduced: torch.Tensor, reached: set[torch.Tensor]) -> None:
+        """Put what is kept of a bucket where gradients belong. reached: the parameters that have one."""
+
+    def reached_anywhere(self) -> Callable[[], list[bool]]:
+        """Ask, at the end of a pass, which parameters any rank reached; returns what waits for it."""
+        return Reached(list(self._reached.values()), next(iter(self._index)).device, self._group).anywhere
 
     # ------------------------------------------------------------------ one backward
 
+    def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of `param` on this rank with what is held of before, detached; None if there is none."""
+        held = next((watch.held[param] for watch in self.watches if param in watch.held), None)
+        grad = None if param.grad is None else param.grad.detach()
+        return grad if held is None else held if grad is None else held + grad
+
+    def has_gradient_here(self, param: torch.Tensor) -> bool:
+        return param.grad is not None or any(param in watch.held for watch in self.watches)
+
     def _start(self) -> None:
-        self._layout.divide_rest()
-        self._missing = [set(bucket.params) for bucket in self._layout.buckets]
+        self._params = list(self.buckets())
+        self._missing = [set(params) for params in self._params]
         self._bucket = {param: index for index, params in enumerate(self._missing) for param in params}
         self._next = 0
-        self._reached = torch.zeros(len(self._index))
-        self._in_flight: deque[_Reduction] = deque()
-        self._reduced: list[tuple[FlatParameters, torch.Tensor]] = []
+        self._reached: dict[torch.Tensor, bool] = dict.fromkeys(self._index, False)
+        self._sent: deque[_Sent] = deque()
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # until it is known which were reached
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         if not self.synchronises:
+            self.left = True
             return
         self.begin()
         index = self._bucket[param]
@@ -114,6 +187,7 @@ class GradientReducer:
                 "averaged, as reentrant activation checkpointing of a shared module does; use "
                 "checkpoint(..., use_reentrant=False), or stage=1"
             )
+        self._take(index, param)
         self._missing[index].discard(param)
         self._send_full()
 
@@ -123,123 +197,63 @@ class GradientReducer:
             self._send(self._next)
 
     @torch.no_grad()
+    def _take(self, index: int, param: torch.Tensor) -> None:
+        if self.has_gradient_here(param):
+            self._reached[param] = True
+            self.fill(index, param)
+
+    @torch.no_grad()
     def _send(self, index: int) -> None:
         self._next = index + 1
-        bucket, group = self._layout.buckets[index], self._layout.group
         self._settle(MOST_IN_FLIGHT - 1)
-        values = torch.empty(bucket.size, dtype=self._dtype or bucket.dtype, device=bucket.device)
-        bucket.clear_gaps(values)
-        # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
-        ratio = 1.0 / self._layout.world_size
-        for position, param in enumerate(bucket.params):
-            if self._put(bucket, position, values, ratio):
-                self._reached[self._index[param]] = 1.0
-            else:
-                bucket.view(values, position).zero_()
-        own = bucket.slice_of(values, self._layout.rank)
-        exchanged: FP8Sum | ExchangedSum | None = None
-        works = []
-        if self._fp8 or values.device.type == "cpu":
-            sizes = [stop - start for start, stop in itertools.pairwise(bucket.bounds)]
-            exchanged = (FP8Sum if self._fp8 else ExchangedSum)(values, sizes, group)
-        elif bucket.even:
-            own = torch.empty(bucket.size // self._layout.world_size, dtype=values.dtype, device=values.device)
-            works = [_reduce_scatter(own, values, group=group, async_op=True)]
-        else:
-            parts = [(rank, bucket.slice_of(values, rank)) for rank in range(self._layout.world_size)]
-            works = [dist.reduce(p, group=group, group_dst=rank, async_op=True) for rank, p in parts if p.numel()]
-        self._in_flight.append(_Reduction(bucket, own, works, exchanged))
-
-    def _put(self, bucket: FlatParameters, position: int, values: torch.Tensor, ratio: float) -> bool:
-        """Write a gradient times `ratio` to its place in `values`, flat as the bucket, and free it.
-
-        Return whether there is one.
-        """
-        param: Any = bucket.params[position]
-        if param.grad is None:
-            return False
-        if param.grad.is_sparse:
-            raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
-        place = bucket.shaped_view(values, position)
-        if param.grad.dtype == place.dtype:
-            torch.mul(param.grad.detach(), ratio, out=place)
-        else:  # divided in the dtype that is sent, not rounded before
-            place.copy_(param.grad.detach()).mul_(ratio)
-        param.grad = None
-        return True
+        params = self._params[index]
+        for param in self._missing[index]:  # not reached, but by passes before
+            self._take(index, param)
+        settle = self.send(index, params)
+        reached = None
+        if self.tells_at_once or self.watches:
+            here = [self._reached[param] for param in params]
+            reached = Reached(here, params[0].device, self._group)
+        self._sent.append(_Sent(index, settle, reached))
 
     def _settle(self, number: int) -> None:
         """Wait for the oldest reductions until `number` are left."""
-        while len(self._in_flight) > number:
-            reduction = self._in_flight.popleft()
-            self._reduced.append((reduction.bucket, reduction.wait()))
+        while len(self._sent) > number:
+            sent = self._sent.popleft()
+            index, told, reduced = sent.index, sent.reached, sent.settle()
+            del sent  # and what it was sent from
+            if told is None:
+                self._waiting.append((index, reduced))
+            else:
+                found = zip(self._params[index], told.anywhere(), strict=True)
+                self._arrive(index, reduced, {param for param, reached in found if reached})
+
+    def _arrive(self, index: int, reduced: torch.Tensor, reached: set[torch.Tensor]) -> None:
+        if not reached:
+            return
+        again = any(watch.again for watch in self.watches)
+        if again and (self.left or not self.keeps_apart):
+            for param in reached.difference(*(watch.params for watch in self.watches)):
+                raise RuntimeError(ALONE.format(name=f"a parameter of shape {tuple(param.shape)}"))
+        self.arrived(index, reduced, reached)
+        del reduced
+        for param in self._params[index]:
+            for watch in self.watches if param in reached else ():
+                if param in watch.params:
+                    watch.filled(param)
 
     @torch.no_grad()
     def _finish(self) -> None:
         while self._next < len(self._missing):
             self._send(self._next)
-        found = self._settle_all()
-        for bucket, own in self._reduced:
-            now = {index for index, param in enumerate(bucket.params) if found[self._index[param]]}
-            if not now:
-                continue
-            bucket.add_gradient(own, now, self._layout.rank)
-        self._reduced.clear()
-        self._task = None
-
-    def _settle_all(self) -> list[float]:
-        """Wait for all reductions; return for each parameter whether any rank reached it."""
-        reached = self._reached.to(self._layout.params[0].device)
-        unreached = not bool(self._reached.all())
-        work: Any = dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self._layout.group, async_op=True)
+        told = None
+        if not (self.tells_at_once or self.watches):
+            told = self.reached_anywhere()
         self._settle(0)
-        work.wait()
-        # Every parameter that this rank reached counts; for the others, ask whether another rank did.
-        return reached.tolist() if unreached else [1.0] * len(self._index)
-
-
-class ReducedModule(PlacedModule):
-    """A module whose gradients a `GradientReducer` averages.
-
-    synchronise_buffers: give rank 0's buffers to all at every forward, except under `no_sync`.
-    """
-
-    def __init__(
-        self, module: nn.Module, reducer: GradientReducer, layout: Layout, *, synchronise_buffers: bool
-    ) -> None:
-        super().__init__(module)
-        self.reducer, self.layout = reducer, layout
-        self._synchronise_buffers = synchronise_buffers
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if graph_task() == -1:  # not recomputed inside a backward
-            self._before_forward()
-        with self.layout.arriving.in_forward(self.module):
-            outputs = self.module(*args, **kwargs)
-        for output in tensors(outputs):
-            if output.requires_grad:
-                output.register_hook(self.reducer.begin)
-        return outputs
-
-    def wait_for_weights(self) -> None:
-        """Wait for weights that a step left on their way."""
-        self.layout.arriving.wait()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        self.layout.clear_gradients(set_to_none)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Return a context whose backward passes leave gradients in `.grad`, to be averaged along with those of a later one."""
-        before, self.reducer.synchronises = self.reducer.synchronises, False
-        try:
-            yield
-        finally:
-            self.reducer.synchronises = before
-
-    def _before_forward(self) -> None:
-        self.reducer.abandon()
-        if self._synchronise_buffers and self.reducer.synchronises:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer.detach(), group=self.layout.group, group_src=0)
+        if told is not None:
+            anywhere = dict(zip(self._index, told(), strict=True))
+            for index, reduced in self._waiting:
+                self._arrive(index, reduced, {param for param in self._params[index] if anywhere[param]})
+        self._waiting.clear()
+        self.left = False
+        self._task = None

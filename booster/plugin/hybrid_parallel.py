@@ -174,6 +174,15 @@ class HybridParallelPlugin(Plugin):
     def synchronise(self, module: nn.Module) -> None:
         align([*module.parameters(), *module.buffers()], self.group)
 
+    @property
+    def release_refusal(self) -> str | None:
+        if self.pp_size == 1:
+            return None
+        return (
+            "the gradients of a pipeline's micro-batches come one after another and are complete with the last one only; use "
+            "pp_size=1"
+        )
+
     def make_shards(self, optimizer: Optimizer) -> FullyShardedShards:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         roots = [module for module in self._placed if any(id(param) in held for param in module.parameters())]

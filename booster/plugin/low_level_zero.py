@@ -15,8 +15,9 @@ from booster import arguments
 from booster.mixed_precision.policy import DtypePolicy
 from booster.modules import bare
 from booster.plugin.fp8_communication import FP8Communication
-from booster.plugin.gradient_reducer import GradientReducer, ReducedModule
+from booster.plugin.reduced_module import ReducedModule
 from booster.plugin.scattered_buckets import BucketReducer, ZeroDDP
+from booster.plugin.sliced_gradients import SliceReducer
 from booster.plugin.torch_ddp import TorchDDPPlugin
 from booster.shards import Shards
 from booster.shards.arriving import WaitsForWeights
@@ -52,6 +53,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
     """
 
     is_whole = False
+    _FP8_FIX = "leave it False, or use stage=2"
 
     def __init__(
         self,
@@ -120,8 +122,13 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             return placed
         layout = Layout(bare(placed).parameters(), group=self.group, bucket_bytes=self._bucket_bytes)
         if self._stage == 2 and layout.params:
-            slices = GradientReducer(layout, dtype=policy.reduce, fp8=self._fp8 is not None)
-            placed = ReducedModule(placed, slices, layout, synchronise_buffers=self._broadcast_buffers)
+            slices = SliceReducer(layout, dtype=policy.reduce, fp8=self._fp8 is not None)
+            placed = ReducedModule(
+                placed, slices, self.group, layout=layout, synchronise_buffers=self._broadcast_buffers
+            )
+            self._reducers[placed] = slices
+        elif isinstance(placed, ReducedModule):
+            placed.layout = layout
         elif isinstance(placed, ZeroDDP):
             options = self._ddp_options
             finds_unused = options["find_unused_parameters"] or options["static_graph"]
@@ -136,9 +143,11 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
     @property
     def release_refusal(self) -> str | None:
-        if self.group is None:
+        if self.group is None or self._stage == 2:
             return None
-        return "LowLevelZeroPlugin averages gradients in buckets that outlive backward; use TorchFSDPPlugin, or a single device"
+        if self._keeps_slices:
+            return "reduce_scatter=True takes gradients from buckets that outlive them; use stage=2"
+        return super().release_refusal
 
     @property
     def divides_as(self) -> str | None:
@@ -155,7 +164,12 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         held = {param for group in optimizer.param_groups for param in group["params"]}
         layouts = [layout for layout in self._layouts.values() if not held.isdisjoint(layout.params)]
         return ZeroShards(
-            optimizer, layouts, reduced=self._keeps_slices, overlaps=self._overlaps, replicas=self._replicas
+            optimizer,
+            layouts,
+            reduced=self._keeps_slices,
+            overlaps=self._overlaps,
+            replicas=self._replicas,
+            reducers=self._reducers,
         )
 
     def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
@@ -163,4 +177,4 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             super()._hook(placed, device)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return module.no_sync() if isinstance(module, ReducedModule) else super().no_sync(module)
+        return super().no_sync(module)

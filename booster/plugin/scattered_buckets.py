@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from booster.plugin.gradient_reducer import GradientReducer
+from booster.plugin.sliced_gradients import SliceReducer
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
 from booster.torch_internals import graph_task, when_backward_ends
 
 
-class BucketReducer(GradientReducer):
-    """A `GradientReducer` that takes gradients from the buckets of `DistributedDataParallel`, as its communication hook.
+class BucketReducer(SliceReducer):
+    """A `SliceReducer` that takes gradients from the buckets of `DistributedDataParallel`, as its communication hook.
 
     Those buckets keep what this rank alone has, and `.grad` is None after backward. finds_unused: a rank's backward may leave
     parameters out; ranks then tell each other by one small all-reduce.
@@ -40,6 +41,7 @@ class BucketReducer(GradientReducer):
         for param in bucket.parameters():
             if param in self._index:
                 self._views[param] = buffer[start : start + param.numel()]
+                self._take(self._bucket[param], param)
                 self._missing[self._bucket[param]].discard(param)
             start += param.numel()
         self._send_full()
@@ -57,10 +59,17 @@ class BucketReducer(GradientReducer):
     def _listen(self) -> None:
         pass
 
+    def has_gradient_here(self, param: torch.Tensor) -> bool:
+        return param in self._views and param.grad is not None  # otherwise the bucket has zeros
+
+    def reached_anywhere(self) -> Callable[[], list[bool]]:
+        return super().reached_anywhere() if self._finds_unused else lambda: [True] * len(self._index)
+
     def _put(self, bucket: FlatParameters, position: int, values: torch.Tensor, ratio: float) -> bool:
         param = bucket.params[position]
+        there = self.has_gradient_here(param)
         view = self._views.pop(param, None)
-        if view is None or param.grad is None:  # the bucket then has zeros
+        if not there or view is None:
             return False
         torch.mul(view, ratio, out=bucket.view(values, position))
         return True
@@ -68,12 +77,6 @@ class BucketReducer(GradientReducer):
     def _wait_for_gradients(self) -> None:
         # torch's own callback, which puts what is in its buckets into `.grad`, is queued by now.
         when_backward_ends(self._finish)
-
-    def _settle_all(self) -> list[float]:
-        if self._finds_unused:
-            return super()._settle_all()
-        self._settle(0)
-        return [1.0] * len(self._index)
 
     def _finish(self) -> None:
         super()._finish()

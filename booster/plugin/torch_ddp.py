@@ -17,9 +17,13 @@ from torch.optim import Optimizer
 from booster import arguments
 from booster.communicate import align
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.modules import bare
+from booster.plugin.averaged_gradients import AverageReducer
 from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.fp8_communication import FP8Average, FP8Communication
+from booster.plugin.gradient_reducer import GradientReducer
 from booster.plugin.meta import arrive
+from booster.plugin.reduced_module import ReducedModule
 from booster.shards import Shards
 from booster.shards.replicated import Replica, ReplicatedShards
 
@@ -50,6 +54,7 @@ class TorchDDPPlugin(Plugin):
     """
 
     _wrapper: type[DistributedDataParallel] = DistributedDataParallel
+    _FP8_FIX = "leave it False"
 
     def __init__(
         self,
@@ -89,6 +94,7 @@ class TorchDDPPlugin(Plugin):
         self._sync_batchnorm = sync_batchnorm
         # One of each placed module, as long as that lives.
         self._replicas: WeakKeyDictionary[nn.Module, Replica] = WeakKeyDictionary()
+        self._reducers: WeakKeyDictionary[nn.Module, GradientReducer] = WeakKeyDictionary()
         self._averages: WeakKeyDictionary[nn.Module, FP8Average] = WeakKeyDictionary()
         self._comm_hook = None if hook is None else (comm_hook[0] if isinstance(comm_hook, tuple) else None, hook)
 
@@ -100,10 +106,15 @@ class TorchDDPPlugin(Plugin):
     def release_refusal(self) -> str | None:
         if self.group is None:
             return None
-        return (
-            "DistributedDataParallel fills gradients at the end of backward, from buckets that hold all of them; use "
-            "TorchFSDPPlugin, or a single device"
-        )
+        if self._ddp_options["gradient_as_bucket_view"]:
+            return "gradient_as_bucket_view=True keeps gradients in buckets that outlive them; leave it False"
+        if self._ddp_options["static_graph"]:
+            return "static_graph=True averages gradients after the first backward pass, all at once; leave it False"
+        if self._comm_hook is not None:
+            return "a comm_hook is called by DistributedDataParallel, whose buckets outlive gradients; leave it out"
+        if self._fp8 is not None:
+            return f"fp8_communication is a hook of DistributedDataParallel, whose buckets outlive gradients; {self._FP8_FIX}"
+        return None
 
     @property
     def divides_as(self) -> str | None:
@@ -138,14 +149,33 @@ class TorchDDPPlugin(Plugin):
             self.synchronise(module)
             self._replicas[module] = Replica(module)
             return module
+        if policy.release:
+            return self._place_released(module)
         index = None if device.type == "cpu" else [device]
         placed = self._wrapper(module, device_ids=index, process_group=self.group, **self._ddp_options)
         self._hook(placed, device)
         self._replicas[placed] = Replica(placed)
         return placed
 
+    def _place_released(self, module: nn.Module) -> nn.Module:
+        """Return `module`, whose gradients are averaged as DistributedDataParallel would, and not kept."""
+        self.synchronise(module)
+        reducer = AverageReducer(
+            {name: param for name, param in bare(module).named_parameters() if param.requires_grad},
+            group=self._ranks,
+            bucket_bytes=int(self._ddp_options["bucket_cap_mb"] * 2**20),
+            finds_unused=self._ddp_options["find_unused_parameters"],
+        )
+        placed = ReducedModule(module, reducer, self._ranks, synchronise_buffers=_BUFFERS not in self._ddp_options)
+        self._reducers[placed], self._replicas[placed] = reducer, Replica(placed)
+        return placed
+
+    @property
+    def _ranks(self) -> dist.ProcessGroup:
+        return dist.group.WORLD  # type: ignore[return-value]
+
     def make_shards(self, optimizer: Optimizer) -> Shards:
-        return Shards(optimizer) if self.group is None else ReplicatedShards(optimizer, self._replicas)
+        return Shards(optimizer) if self.group is None else ReplicatedShards(optimizer, self._replicas, self._reducers)
 
     def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
         """Say how the gradients of `placed` are averaged, where that is not torch's own way."""
@@ -165,7 +195,7 @@ class TorchDDPPlugin(Plugin):
         return cast_parameters(module, policy)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+        return module.no_sync() if isinstance(module, (DistributedDataParallel, ReducedModule)) else nullcontext()
 
 
 def _options(given: Any) -> FP8Communication | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,36 @@ class Shards:
         The groups hold what they held. What is done to gradients inside need not reach those of `params`.
         """
         return nullcontext(params)
+
+    def watch(
+        self,
+        params: Sequence[torch.Tensor],
+        filled: Callable[[torch.Tensor], None],
+        held: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        again: bool,
+    ) -> list[Any]:
+        """Call `filled` with each of `params` within backward passes as soon as its gradient is complete on all ranks.
+
+        held: gradients of earlier passes, not in `.grad`, which are added to those of the pass. again: the graph is gone
+        through once more. Returns what has a `remove`. Raises RuntimeError if ranks do not share the gradients that would come.
+        """
+
+        def complete(param: torch.Tensor) -> None:
+            before = held.get(param)
+            if before is not None and param.grad is not None:
+                param.grad = before + param.grad.detach()  # as autograd adds up
+            filled(param)
+
+        return [param.register_post_accumulate_grad_hook(complete) for param in params]
+
+    def has_gradient(self, param: torch.Tensor) -> bool:
+        """Return whether there is a gradient of `param`, wherever it is kept. Not inside `local()`."""
+        return param.grad is not None
+
+    def drop_gradient(self, param: torch.Tensor) -> None:
+        """Free the gradient of `param`, wherever it is kept. Not inside `local()`."""
+        param.grad = None
 
     @property
     def holds_back(self) -> bool:

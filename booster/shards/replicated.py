@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from booster.modules import bare
 from booster.shards.base import FROZEN, RELAID, UNSYNCHRONISED, Shards
+from booster.shards.reducing import Reducer, check_averaged, watch_reduced
 from booster.torch_internals import graph_task
 from booster.trees import tensors
 
@@ -88,14 +90,32 @@ class Replica:
 
 
 class ReplicatedShards(Shards):
-    """All of every parameter. replicas: of the modules that the optimizer may hold parameters of."""
+    """All of every parameter. replicas: of the modules that the optimizer may hold parameters of. reducers: of those whose
+    gradients are not averaged by `DistributedDataParallel`."""
 
-    def __init__(self, optimizer: Optimizer, replicas: Mapping[nn.Module, Replica]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        replicas: Mapping[nn.Module, Replica],
+        reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
+    ) -> None:
         super().__init__(optimizer)
         self._replicas = replicas
+        self._reducers = reducers
 
     def check_gradients(self) -> None:
         check_replicas(self, self._replicas.values())
+        check_averaged(self, self._reducers.values())
+
+    def watch(
+        self,
+        params: Sequence[torch.Tensor],
+        filled: Callable[[torch.Tensor], None],
+        held: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        again: bool,
+    ) -> list[Any]:
+        return watch_reduced(self, self._reducers.values(), params, filled, held, again=again)
 
     def clear_gradients(self, set_to_none: bool) -> None:
         for replica in self._replicas.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from booster.flat import flat_like, shaped_like
 from booster.optimizer_kinds import Kind, kind_of, unknown
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State
 from booster.shards.divided import Divided
+from booster.shards.reducing import Reducer, check_averaged, watch_reduced
 from booster.shards.replicated import Replica, check_replicas
 from booster.shards.zero_buckets import Layout, stretch
 from booster.shards.zero_states import Holding, gather_states
@@ -35,7 +36,8 @@ class ZeroShards(Shards):
 
     reduced: whether gradients are kept as slices in the buckets; otherwise the parameters' `.grad` are whole on all ranks.
     overlaps: `publish` leaves weights on their way, in the layouts' `arriving`; whoever reads them waits there.
-    replicas: of the modules whose parameters these are.
+    replicas: of the modules whose parameters these are. reducers: what averages their gradients instead of
+    `DistributedDataParallel`.
     Raises ValueError for an optimizer that cannot step parts.
     """
 
@@ -49,10 +51,13 @@ class ZeroShards(Shards):
         reduced: bool = False,
         overlaps: bool = False,
         replicas: Mapping[nn.Module, Replica] = MappingProxyType({}),
+        reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
     ) -> None:
         super().__init__(optimizer)
         kind = check_parts(optimizer)
         self._replicas = replicas
+        self._reducers = reducers
+        self._lent: set[torch.Tensor] = set()  # of the step that is made within backward
         self._layouts = list(layouts)
         for layout in self._layouts:
             layout.divide(
@@ -100,6 +105,39 @@ class ZeroShards(Shards):
                     self._replace_gradient(param, grad, part.grad)
                 part.grad = None
 
+    @contextmanager
+    def lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+        parts = [self.part_of(param) for param in params]
+        own = [(param, part) for param, part in zip(params, parts, strict=True) if part is not param and part.numel()]
+        for param, part in own:
+            part.requires_grad_(param.requires_grad)
+            part.grad = self._gradient(param, part)
+        self._lent.update(params)
+        try:
+            yield parts
+        finally:
+            for _, part in own:
+                part.grad = None
+
+    def watch(
+        self,
+        params: Sequence[torch.Tensor],
+        filled: Callable[[torch.Tensor], None],
+        held: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        again: bool,
+    ) -> list[Any]:
+        divided = [param for param in params if param.numel()]  # others are in no bucket
+        return watch_reduced(self, self._reducers.values(), divided, filled, held, again=again)
+
+    def has_gradient(self, param: torch.Tensor) -> bool:
+        return self._has_gradient(param)
+
+    def drop_gradient(self, param: torch.Tensor) -> None:
+        param.grad = None
+        if self._reduced:
+            self._forget(param)
+
     def part_of(self, param: torch.Tensor) -> torch.Tensor:
         if param not in self._parts:
             holding = self._holding(param)
@@ -120,6 +158,8 @@ class ZeroShards(Shards):
 
     def check_gradients(self) -> None:
         check_replicas(self, self._replicas.values())
+        if not self._reduced:
+            check_averaged(self, self._reducers.values())
         if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
             raise RuntimeError(UNSYNCHRONISED)
 
@@ -153,7 +193,9 @@ class ZeroShards(Shards):
                 own = [param for param in bucket.params if param in owned]
                 if own:
                     layout.arriving.expect(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
-                changed += [p for p in own if self._has_gradient(p) and version(p) == self._versions.get(p)]
+                used = [param for param in own if param in self._lent or self._has_gradient(param)]
+                changed += [param for param in used if version(param) == self._versions.get(param)]
+        self._lent.clear()
         if not self._overlaps:
             self.wait_for_weights()
         # A graph that was kept over the step is stale on all ranks, whether or not it was this one's step that wrote here.
@@ -168,6 +210,7 @@ class ZeroShards(Shards):
             self._divisor *= divisor
 
     def even_out(self) -> None:
+        self._lent.clear()
         divisor, self._divisor = self._divisor, 1.0
         if not isinstance(divisor, torch.Tensor) and divisor == 1.0:
             return

@@ -17,7 +17,8 @@ from booster.casting import HALF_DTYPES
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.update.outcome import SkippedReason
-from booster.update.release import Release, run_released
+from booster.update.release import Release
+from booster.update.released_backward import run_released
 
 
 class Participant(Protocol):

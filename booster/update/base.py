@@ -258,7 +258,8 @@ class Update(ABC):
             result = self._decide_and_apply()
         finally:
             release.pending = False
-        if self.shards.sharded and result.applied:
+        # What came before a gradient that is not finite may have been stepped.
+        if self.shards.sharded and (result.applied or release.mode == "previous_norm"):
             self.shards.publish()
         self.reset()
         self._scale = None

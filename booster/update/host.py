@@ -124,6 +124,10 @@ class HostUpdate(Update):
         self._check = True
         self._factor = self._clipped(norm, max_norm)
 
+    def found_anywhere(self, found: bool) -> bool:
+        """Return whether any rank has found what this one says; a small collective where ranks hold shards, else `found`."""
+        return agreement.largest(float(found), self._group) > 0 if self.shards.sharded else found
+
     def agree(self) -> bool:
         """Return whether all who decide together skip this step; asked once what all of them have measured is there."""
         return self._checks and self._agreed()

@@ -16,6 +16,13 @@ from booster.update.fused import FusedKernel
 from booster.update.stepping import Restricted, bare_step, fire_post_hooks, fire_pre_hooks
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_FEWEST = 2**16  # elements; fewer are not stepped at once, as a call costs more
+_SHARE = 64  # of all elements: so many wait at most for others to be stepped with
+
+
+def largest_part(num_elements: int) -> int:
+    """Return how many of all elements are stepped at once, where nothing else binds parameters together."""
+    return max(_FEWEST, num_elements // _SHARE)
 
 
 class Parts(ABC):

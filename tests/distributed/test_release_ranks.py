@@ -9,130 +9,303 @@ from torch.nn import functional as F
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PRECISIONS = {
     "fp32": lambda: "fp32",
+    "bf16": lambda: "bf16",
     "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**12),
     "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**12, hysteresis=1),
     "bf16_naive": BF16NaiveMixedPrecision,
     "bf16_naive split24 8bit": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
 }
+BUCKET = 0.009  # MiB: some three buckets
+PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+PLUGINS = {
+    "DDP": lambda: TorchDDPPlugin(bucket_cap_mb=BUCKET),
+    "DDP, unused": lambda: TorchDDPPlugin(bucket_cap_mb=BUCKET, find_unused_parameters=True),
+    "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1, bucket_cap_mb=BUCKET),
+    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2, bucket_cap_mb=BUCKET),
+    "FSDP": TorchFSDPPlugin,
+    "TP": lambda: HybridParallelPlugin(2, 1, tp_plan=PLAN),
+}
+DIVIDING_DATA = [name for name in PLUGINS if name not in ("FSDP", "TP")]
 
 
 class Net(nn.Module):
+    """Tied embedding and head. spoils: the gradient of the first element of norm.weight has an inf on this rank."""
+
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(30, 20)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(20, 50), nn.GELU(), nn.Linear(50, 20)) for _ in range(2))
         self.norm = nn.LayerNorm(20)
-        self.spoils = False  # the gradient of the first element of norm.weight, which is in the part of rank 0 alone
+        self.rare = nn.Linear(20, 20)
+        self.spoils = False
+        self.uses_rare = True
 
     def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)
+        if self.uses_rare:
+            x = x + self.rare(x)
         weight = self.norm.weight * 1
         if self.spoils:
             weight.register_hook(lambda grad: grad.index_fill(0, torch.zeros(1, dtype=torch.long), math.inf))
         return F.linear(F.layer_norm(x, (20,), weight, self.norm.bias), self.embed.weight)
 
 
-def trained(rank, release, precision, micro_batches=1, spoil=(), **options):
-    """Weights of this rank, states, results, and whether gradients were gone when backward returned.
+class Run:
+    """A model trained on this rank's numbers, the same whatever the options. spoil: steps in which rank 1 has an inf in a
+    gradient. rare: in which steps which ranks use the layer `rare`; None: all in all."""
 
-    spoil: in which steps one rank's part of a gradient has an inf."""
-    torch.manual_seed(0)
-    net = Net()
-    b = Booster("cpu", PRECISIONS[precision](), TorchFSDPPlugin(), release_gradients=release, **options)
-    made = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model, optimizer, criterion, *_ = b.boost(net, made, F.cross_entropy)
-    data = torch.Generator().manual_seed(rank)
-    results, gone = [], True
+    def __init__(self, rank, release, plugin, precision="fp32", spoil=(), rare=None, **options):
+        torch.manual_seed(0)
+        self.rank, self.net, self.spoil, self.rare, self.number = rank, Net(), spoil, rare, 0
+        decayed = [p for p in self.net.parameters() if p.dim() > 1]
+        rest = [p for p in self.net.parameters() if p.dim() < 2]
+        made = torch.optim.AdamW([{"params": decayed}, {"params": rest, "lr": 1e-3}], lr=1e-2)
+        self.booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin](), release_gradients=release, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(made, 2, 0.5)
+        self.model, self.optimizer, self.criterion, _, self.schedule = self.booster.boost(
+            self.net, made, F.cross_entropy, lr_scheduler=schedule
+        )
+        share = self.booster.plugin.data_parallel_rank
+        self.data = torch.Generator().manual_seed(share)
+        self.spoils_here = share == self.booster.plugin.data_parallel_size - 1
+        self.results, self.gone = [], True
 
-    def backward():
-        net.spoils = step in spoil
-        ids = torch.randint(30, (8,), generator=data)
-        loss = criterion(model(ids), (ids * 3 + 1) % 30)
-        b.backward(loss * (math.inf if (step, rank) == (1, 1) and options else 1.0), optimizer)
+    def backward(self):
+        self.net.spoils = self.number in self.spoil and self.spoils_here
+        self.net.uses_rare = self.rare is None or self.rank in self.rare[self.number]
+        ids = torch.randint(30, (8,), generator=self.data)
+        self.booster.backward(self.criterion(self.model(ids), (ids * 3 + 1) % 30), self.optimizer)
 
-    for step in range(4):  # noqa: B007
-        if micro_batches == 1:
-            backward()
-        else:
-            with b.accumulate(model, optimizer, micro_batches):
-                for _ in range(micro_batches):
-                    backward()
-        gone = gone and all(param.grad is None for param in model.parameters())
-        results.append(repr(optimizer.step()))
-        optimizer.zero_grad()
-    weights = [param.full_tensor().detach() for param in net.parameters()]
-    state = optimizer.state_dict()["state"]
-    return weights, [whole(value) for own in state.values() for value in own.values()], results, gone
+    def train(self, steps, micro_batches=1):
+        for _ in range(steps):
+            if micro_batches == 1:
+                self.backward()
+            else:
+                with self.booster.accumulate(self.model, self.optimizer, micro_batches):
+                    for _ in range(micro_batches):
+                        self.backward()
+            self.gone = self.gone and all(param.grad is None for param in self.model.parameters())
+            self.results.append(repr(self.optimizer.step()))
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.number += 1
+        return self
+
+    def left(self):
+        """Everything that training leaves, as what compares by its bits."""
+        return [
+            bits(self.model.state_dict()),
+            bits(self.optimizer.state_dict()),
+            self.results,
+            self.schedule.state_dict(),
+        ]
 
 
-def whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+def bits(value):
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {str(key): bits(each) for key, each in value.items()}
+    return [bits(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def both(rank, world_size, precision, micro_batches, options):
-    released = trained(rank, "exact", precision, micro_batches, **options)
-    plain = trained(rank, False, precision, micro_batches, **options)
-    same = all(torch.equal(mine, other) for n in (0, 1) for mine, other in zip(released[n], plain[n], strict=True))
-    return same, released[2], plain[2], released[3]
+def both(rank, world_size, plugin, precision, options, micro_batches=1):
+    released = Run(rank, "exact", plugin, precision, **options).train(4, micro_batches)
+    plain = Run(rank, False, plugin, precision, **options).train(4, micro_batches)
+    return released.left() == plain.left(), released.results, plain.results, released.gone
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}], ids=["plain", "clip"])
-@pytest.mark.parametrize(
-    "precision",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("fp32", "fp16_naive"))) for name in PRECISIONS],
-)
-def test_fully_sharded_parameters_are_stepped_to_the_same_bits(ranks2, precision, options):
-    found = ranks2(both, precision, 1, options)
+def assert_same(found, skipped=()):
     for same, released, plain, gone in found:
         assert released == plain
+        assert [step for step, result in enumerate(released) if "applied=False" in result] == list(skipped)
         assert same
         assert gone
-    assert ("applied=False" in found[0][1][1]) == bool(options)
 
 
-def test_an_inf_in_the_part_of_one_rank_makes_all_look_again_and_skip(ranks2):
-    for same, released, plain, _ in ranks2(both, "fp32", 1, {"skip_nonfinite": True, "spoil": (2,)}):
-        assert released == plain
-        assert same
-        assert "applied=False" in released[2]
-        assert "culprit=('norm.weight',)" in released[2]
+slow = pytest.mark.slow
+HERE = [("bf16_naive split24 8bit", {"clip_grad_norm": 0.5, "spoil": (2,)}), ("fp32", {})]
+ELSEWHERE = [
+    ("fp32", {"clip_grad_norm": 0.5}),
+    ("fp32", {"skip_nonfinite": True, "spoil": (1,)}),
+    ("bf16", {"clip_grad_norm": 0.5}),
+    ("fp16", {"spoil": (0,)}),
+    ("fp16", {"clip_grad_norm": 0.5, "spoil": (2,)}),
+    ("fp16_naive", {"spoil": (1, 2)}),
+    ("bf16_naive", {}),
+]
+CASES = [*HERE, *(pytest.param(*case, marks=slow) for case in ELSEWHERE)]
 
 
-def accumulated(rank, world_size):
-    plain = both(rank, world_size, "fp32", 2, {})
+@pytest.mark.parametrize(("precision", "options"), CASES, ids=str)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_exact_is_the_step_without_release_to_the_bit(ranks2, plugin, precision, options):
+    assert_same(ranks2(both, plugin, precision, options), options.get("spoil", ()))
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"), [HERE[0], *(pytest.param(*case, marks=slow) for case in ELSEWHERE)], ids=str
+)
+@pytest.mark.parametrize("plugin", ["DDP", *(pytest.param(name, marks=slow) for name in PLUGINS if name != "DDP")])
+def test_exact_is_so_on_four_ranks_whose_sums_have_an_order(ranks4, plugin, precision, options):
+    assert_same(ranks4(both, plugin, precision, options), options.get("spoil", ()))
+
+
+@pytest.mark.parametrize("plugin", [*DIVIDING_DATA, *(pytest.param(name, marks=slow) for name in ("FSDP", "TP"))])
+def test_accumulated_gradients_are_released_in_the_last_pass_of_a_group(ranks2, plugin):
+    twice = plugin in DIVIDING_DATA
+    assert_same(
+        ranks2(both, plugin, "bf16_naive", {"clip_grad_norm": 0.5, "spoil": (1,)} if twice else {}, 3), [1] * twice
+    )
+
+
+def refused_to_accumulate(rank, world_size):
     with pytest.raises(ValueError, match="the gradients of earlier micro-batches, which fully_shard holds back"):
-        trained(rank, "exact", "fp32", 2, clip_grad_norm=0.5)
-    return plain
+        Run(rank, "exact", "FSDP", clip_grad_norm=0.5).train(1, 2)
 
 
-def test_accumulated_gradients_are_released_in_one_pass_and_refused_in_two(ranks2):
-    for same, released, plain, gone in ranks2(accumulated):
-        assert same
-        assert released == plain
-        assert gone
+def test_accumulation_in_two_passes_is_refused_where_shards_hold_gradients_back(ranks2):
+    ranks2(refused_to_accumulate)
+
+
+RARE = [(0,), (), (0, 1), (1,)]
+
+
+@pytest.mark.parametrize("plugin", ["DDP, unused", "ZeRO-2"])
+def test_a_layer_that_some_ranks_leave_out_is_stepped_if_any_uses_it(ranks2, plugin):
+    assert_same(ranks2(both, plugin, "bf16_naive", {"clip_grad_norm": 0.5, "rare": RARE}))
+
+
+def left_out(rank, world_size):
+    with pytest.raises(RuntimeError, match="no gradient of rare.weight, rare.bias; use find_unused_parameters=True"):
+        Run(rank, "exact", "DDP", rare=[()]).train(1)
+
+
+def test_a_layer_that_is_left_out_is_named(ranks2):
+    ranks2(left_out)
+
+
+def resumed(rank, world_size, plugin, mode, folder):
+    options = {"clip_grad_norm": 0.5}
+    whole = Run(rank, mode, plugin, "bf16_naive", **options).train(4)
+    first = Run(rank, mode, plugin, "bf16_naive", **options).train(2)
+    first.booster.save(folder, model=first.model, optimizer=first.optimizer, lr_scheduler=first.schedule)
+    second = Run(rank, mode, plugin, "bf16_naive", **options)
+    second.booster.load(folder, model=second.model, optimizer=second.optimizer, lr_scheduler=second.schedule)
+    second.data, second.number = first.data, 2
+    second.train(2)
+    second.results = first.results + second.results
+    return whole.left() == second.left()
+
+
+@pytest.mark.parametrize("mode", ["exact", pytest.param("previous_norm", marks=slow)])
+@pytest.mark.parametrize(
+    "plugin", ["ZeRO-2", *(pytest.param(name, marks=slow) for name in PLUGINS if name != "ZeRO-2")]
+)
+def test_a_run_that_is_resumed_in_the_middle_is_the_run(ranks2, plugin, mode, tmp_path):
+    assert ranks2(resumed, plugin, mode, str(tmp_path / "saved")) == [True, True]
+
+
+def clipped_by_the_norm_before(rank, world_size, plugin, precision):
+    """Norms that steps report, by what each was clipped, and whether ranks hold the same weights."""
+    run = Run(rank, "previous_norm", plugin, precision, clip_grad_norm=0.05).train(3)
+    other = Run(rank, "exact", plugin, precision, clip_grad_norm=0.05).train(1)
+    return run.results[0] == other.results[0], len(run.left()[2]), bits(run.model.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16_naive split24 8bit", marks=slow)])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_previous_norm_takes_one_pass_and_keeps_ranks_alike(ranks2, plugin, precision):
+    (first, steps, weights), (also, _, others) = ranks2(clipped_by_the_norm_before, plugin, precision)
+    assert first and also
+    assert steps == 3
+    assert weights == others
+
+
+def stopped(rank, world_size, plugin):
+    """Results of the steps before, with and after a gradient that is not finite in the part of one rank, and the weights."""
+    run = Run(rank, "previous_norm", plugin, clip_grad_norm=0.05, spoil=(1,)).train(3)
+    return run.results, bits(run.model.state_dict()), all(p.isfinite().all() for p in run.net.parameters())
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_previous_norm_stops_on_all_ranks_at_what_one_of_them_finds(ranks2, plugin):
+    (results, weights, finite), (others, also, _) = ranks2(stopped, plugin)
+    assert results == others
+    assert weights == also
+    assert finite
+    assert ["applied=False" in result for result in results] == [False, True, False]
+    assert "culprit=('norm.weight',)" in results[1]
 
 
 def refusals(rank, world_size):
+    plugins = (
+        TorchDDPPlugin(gradient_as_bucket_view=True),
+        TorchDDPPlugin(static_graph=True),
+        TorchDDPPlugin(comm_hook=lambda state, bucket: None),
+        LowLevelZeroPlugin(fp8_communication=True),
+        HybridParallelPlugin(1, 2),
+    )
     found = []
-    for plugin, mode in (
-        (TorchDDPPlugin(), "exact"),
-        (LowLevelZeroPlugin(), "exact"),
-        (TorchFSDPPlugin(), "previous_norm"),
-    ):
+    for plugin in plugins:
         with pytest.raises(ValueError, match="release_gradients=.* is not possible here") as raised:
-            Booster("cpu", "bf16", plugin, release_gradients=mode, clip_grad_norm=1.0)
+            Booster("cpu", "bf16", plugin, release_gradients="exact")
         found.append(str(raised.value))
+    with pytest.raises(ValueError, match="under a loss scale overflows are ordinary"):
+        Booster("cpu", "fp16", TorchFSDPPlugin(), release_gradients="previous_norm", clip_grad_norm=1.0)
     return found
 
 
-def test_other_plugins_are_refused_with_the_reason(ranks2):
-    ddp, zero, previous = ranks2(refusals)[0]
-    assert "DistributedDataParallel fills gradients at the end of backward" in ddp
-    assert "LowLevelZeroPlugin averages gradients in buckets" in zero
-    assert "ranks would stop at different parameters" in previous
+def test_what_keeps_gradients_is_refused_with_the_reason(ranks2):
+    reasons = ("outlive them; leave it False", "all at once", "leave it out", "use stage=2", "use pp_size=1")
+    for reason, message in zip(reasons, ranks2(refusals)[0], strict=True):
+        assert reason in message
+
+
+def without_synchronisation(rank, world_size, plugin):
+    run = Run(rank, "exact", plugin)
+    with run.model.module.no_sync(), pytest.raises(RuntimeError, match="passes ran inside no_sync"):
+        run.backward()
+    with run.booster.no_sync(run.model):
+        run.backward()
+    with pytest.raises(RuntimeError, match="passes ran inside no_sync"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("plugin", ["DDP", "ZeRO-1", "ZeRO-2"])
+def test_gradients_of_one_rank_alone_are_not_stepped_on(ranks2, plugin):
+    ranks2(without_synchronisation, plugin)
+
+
+def other_parameters(rank, world_size, plugin):
+    """Two optimizers on one model, and a loss for one of them: what the other one's parameters have as gradients."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    several = [torch.optim.AdamW(part.parameters(), lr=1e-2) for part in net]
+    b = Booster("cpu", "fp32", PLUGINS[plugin](), release_gradients="exact", clip_grad_norm=0.5)
+    model, (first, _), *_ = b.boost(net, several)
+    b.backward(model(torch.ones(2, 4) * rank).pow(2).mean(), first)
+    return [param.grad.tolist() for param in net[1].parameters()], [param.grad for param in net[0].parameters()]
+
+
+def test_gradients_of_another_optimizer_are_averaged_once(ranks2):
+    (theirs, gone), (same, _) = ranks2(other_parameters, "DDP")
+    assert theirs == same
+    assert gone == [None, None]
+
+
+def two_passes_over_another(rank, world_size):
+    with pytest.raises(RuntimeError, match="name every optimizer of the loss"):
+        other_parameters(rank, world_size, "ZeRO-2")
+
+
+def test_two_passes_over_slices_of_another_optimizer_are_refused(ranks2):
+    ranks2(two_passes_over_another)

@@ -1,0 +1,144 @@
+"""Gradient release: parameters are stepped within backward, as soon as their gradients are complete, which are then freed.
+
+A hook on each parameter is called when a backward pass has filled its gradient (`register_post_accumulate_grad_hook`). The
+parameter is then stepped, with the others of its bucket where it shares one, and its gradient freed::
+
+    backward   ... | gradient of w3 | step w3, free | gradient of w2 | step w2, free | gradient of w1 | ...
+
+So there is one gradient at a time, and never all. A loss scale, a clip by norm and `skip_nonfinite` need a number of all
+gradients before the first is used. There "exact" goes through the graph twice, with the same gradients both times::
+
+    first pass    gradient of w3: its norm, free | gradient of w2: its norm, free | ...   ->  norm, skip or not, clip factor
+    second pass   gradient of w3: step, free     | gradient of w2: step, free     | ...
+
+"previous_norm" goes through it once and clips by the norm of the step before, which is another algorithm.
+Source of the single pass: Lv et al. 2023 (LOMO), section 3.1, which has the two passes for clipping too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from booster.torch_internals import graph_task, without_function_modes
+from booster.update.aside import REENTRANT, Aside, leaves, set_aside
+from booster.update.released_pass import ReleasedPass
+
+HELD_BACK = (
+    "release_gradients needs the norm of gradients before it uses them, which takes two backward passes, and the first would "
+    "use up the gradients of earlier micro-batches, which fully_shard holds back; accumulate without a clip and without a "
+    "loss scale, or leave release_gradients False"
+)
+
+
+def run_released(
+    updates: Sequence[Any],
+    loss: torch.Tensor,
+    engine: Callable[[bool], None],
+    end: Callable[[], None],
+    *,
+    retain_graph: bool,
+) -> None:
+    """Run a backward pass whose gradients are used within it, in one go through the graph or two.
+
+    updates: of the pass, which has begun. engine: runs autograd from `loss`; its argument: whether the graph is used again.
+    end: to be called when the gradients are known. A collective wherever backward and deciding on a step are.
+    """
+    passes = [ReleasedPass(update) for update in updates]
+    own = {param for each in passes for param in each.params}
+    foreign = [leaf for leaf in leaves(loss) if leaf not in own]
+    twice = any(each.measures_first for each in passes)
+    if twice and any(each.update.shards.holds_back for each in passes):
+        raise ValueError(HELD_BACK)
+    if twice:
+        with set_aside(foreign) as others:
+            _measure(passes, loss, engine, others)
+            end()
+            others.keep = skip = _decide(passes)
+        if skip:
+            for each in passes:
+                each.finish()
+            return
+    for each in passes:
+        each.begin()
+    try:
+        with _watching(passes, ReleasedPass.step_on, loss, again=False):
+            engine(retain_graph)
+        for each in passes:
+            each.step_rest()
+    except BaseException:
+        for each in passes:
+            each.tear()
+        raise
+    if not twice:
+        end()
+        _decide([each for each in passes if each.measures_along])
+    for each in passes:
+        each.finish()
+    torch.clear_autocast_cache()  # of weights as they were
+
+
+def _measure(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callable[[bool], None], others: Aside) -> None:
+    _measure_once(passes, loss, engine)
+    for each in passes:
+        if each.overflows():
+            each.look_again()
+    if any(each.looks_again for each in passes):
+        others.clear()
+        _measure_once(passes, loss, engine)
+
+
+def _measure_once(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callable[[bool], None]) -> None:
+    with ExitStack() as held:
+        for each in passes:
+            held.enter_context(each.measuring())
+        with _watching(passes, ReleasedPass.measure, loss, again=True):
+            engine(True)
+        for each in passes:
+            each.measure_rest()
+
+
+def _decide(passes: Sequence[ReleasedPass]) -> bool:
+    """Take the norms, and return whether the step is to be skipped."""
+    with ExitStack() as present:
+        for each in passes:
+            present.enter_context(each.update.present(each.measured))
+        for each in passes:
+            if each.counts:
+                each.take_norm()
+        skips = [each.update.agree() for each in passes]  # of all, which may be collectives
+        return any(skips)
+
+
+@contextmanager
+def _watching(
+    passes: Sequence[ReleasedPass],
+    action: Callable[[ReleasedPass, torch.Tensor], None],
+    loss: torch.Tensor,
+    *,
+    again: bool,
+) -> Iterator[None]:
+    """Inside, `action` is called with each parameter as soon as its gradient of a backward pass from `loss` is complete on all
+    ranks. again: another pass through the graph follows."""
+    running: list[int] = []
+
+    def watch(each: ReleasedPass) -> Callable[[torch.Tensor], None]:
+        def filled(param: torch.Tensor) -> None:
+            if graph_task() not in running:
+                raise RuntimeError(REENTRANT)
+            with torch.no_grad(), without_function_modes():
+                action(each, param)
+
+        return filled
+
+    handles: list[Any] = [loss.register_hook(lambda grad: running.append(graph_task()))]
+    try:
+        for each in passes:
+            handles += each.update.shards.watch(each.trained, watch(each), each.held, again=again)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,246 @@
+"""What one update does in a backward pass that uses its gradients: measures them, or steps on them, as they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from booster.casting import HALF_DTYPES
+from booster.grads import gradient_values, nonfinite_indices, tensor_norms
+from booster.update.parts import Parts, largest_part
+from booster.update.release import Release
+
+
+class ReleasedPass:
+    """One update in one backward pass. Where ranks hold shards all of them meet the same parameters in the same order.
+
+    seen: parameters whose gradient came. norms, nonfinite: by parameter, of what this rank holds of it; it may hold nothing.
+    held: gradients of earlier passes that are set aside.
+    """
+
+    def __init__(self, update: Any) -> None:
+        self.update = update
+        self.release: Release = update.release
+        self.params: list[torch.Tensor] = [p for group in update.optimizer.param_groups for p in group["params"]]
+        self.trained = [param for param in self.params if param.requires_grad]
+        self.norms: dict[torch.Tensor, torch.Tensor] = {}
+        self.nonfinite: set[torch.Tensor] = set()
+        self.held: dict[torch.Tensor, torch.Tensor] = {}
+        self.looks_again = False
+        self._seen: set[torch.Tensor] = set()
+        dtypes = {param.dtype for param in self.params}
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._dtype = None if dtypes.isdisjoint(HALF_DTYPES) else wide
+        self._shards = update.shards
+        self._most = largest_part(sum(param.numel() for param in self.params))
+        self._num_stepped = 0
+        exact = self.release.mode == "exact" or self.release.previous is None
+        self.measures_first = exact and bool(update.looks or self.release.max_norm)
+        self.measures_along = not exact and bool(self.release.max_norm)
+
+    # ------------------------------------------------------------------ the first of two passes
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, gradients that there are already are set aside; a pass brings new ones."""
+        self.held = {param: param.grad for param in self.params if param.grad is not None}
+        for param in self.held:
+            param.grad = None
+        self.norms, self._seen = {}, set()
+        try:
+            yield
+        finally:
+            for param in self.params:
+                self._shards.drop_gradient(param)
+            for param, grad in self.held.items():
+                param.grad = grad
+            self.held = {}
+
+    def measure(self, param: torch.Tensor) -> None:
+        """Look at the gradient of `param`, which is complete, and free it."""
+        if self._shards.has_gradient(param):
+            self._look(param)
+            self._shards.drop_gradient(param)
+
+    def measure_rest(self) -> None:
+        """Look at gradients that there were before and to which the pass adds nothing."""
+        for param, grad in self.held.items():
+            if param not in self._seen:
+                param.grad = grad
+                self._look(param)
+                param.grad = None
+
+    def overflows(self) -> bool:
+        """Whether the norm of all is not finite: gradients are not, or the sum of their squares. Waits for the device."""
+        if not self.counts:
+            return False
+        with self.update.present(self.measured):
+            return not math.isfinite(self.update.total_norm(self.stacked()))
+
+    @property
+    def counts(self) -> bool:
+        """Whether there are gradients; where ranks hold shards all go on together, also those without."""
+        return bool(self.norms) or self._shards.sharded
+
+    def look_again(self) -> None:
+        """Let `measure` find what is not finite, with norms in float64 that finite numbers do not overflow."""
+        self.looks_again, self._dtype = True, torch.float64
+
+    def _look(self, param: torch.Tensor) -> None:
+        """Take the norm of this rank's part of the gradient of `param`, if it has one."""
+        self._seen.add(param)
+        with self._shards.lent([param]) as (part,):
+            if part.grad is None:
+                return
+            values = gradient_values([part])
+            self.norms[param] = tensor_norms(values, 2.0, self._dtype)[0]
+            if self.looks_again and not values[0].isfinite().all():
+                self.nonfinite.add(param)
+
+    def _doubt(self, params: Sequence[torch.Tensor]) -> bool:
+        """Return whether this rank's part of a gradient of `params` is not finite, and note which. Waits for the device."""
+        own = [param for param in params if param in self.norms]
+        if not own:
+            return False
+        with self._shards.lent(own) as parts:
+            norms = torch.stack([self.norms[param].to(self.norms[own[0]].device) for param in own])
+            bad = nonfinite_indices(gradient_values(parts), norms)
+        self.nonfinite.update(own[index] for index in bad)
+        return bool(bad)
+
+    # ------------------------------------------------------------------ the decision
+
+    @property
+    def _with_norms(self) -> list[torch.Tensor]:
+        return [param for param in self.params if param in self.norms]
+
+    @property
+    def measured(self) -> list[torch.Tensor]:
+        """What this rank holds of the parameters whose gradients were looked at, in the order of the groups."""
+        return [self._shards.part_of(param) for param in self._with_norms]
+
+    def stacked(self) -> torch.Tensor:
+        norms = [self.norms[param] for param in self._with_norms]
+        if not norms:
+            return torch.zeros(0)
+        return torch.stack([norm.to(norms[0].device) for norm in norms])
+
+    def take_norm(self) -> None:
+        """Tell the update, inside its `present(measured)`."""
+        nonfinite = [index for index, param in enumerate(self._with_norms) if param in self.nonfinite]
+        self.update.take_norm(self.stacked(), nonfinite)
+        if self.release.max_norm and not self.measures_along:
+            self.update.clip_by(self.release.max_norm, self.update.last_norm)
+
+    # ------------------------------------------------------------------ the pass that steps
+
+    def begin(self) -> None:
+        if self.measures_along and self.release.previous is not None:
+            self.update.clip_by(self.release.max_norm, self.release.previous)
+        self._grad_scale = self.update.grad_scale
+        with self._shards.local():
+            self._parts: Parts = self.update.make_parts()
+            param_of = {self._shards.part_of(param): param for param in self.params}
+            units = [[param_of[part] for part in unit] for unit in self._parts.units()]
+        self._unit = {param: index for index, unit in enumerate(units) for param in unit}
+        self._units = units
+        self._missing = [sum(param.requires_grad for param in unit) for unit in units]
+        self._unjudged: list[torch.Tensor] = []
+        self._loose: list[torch.Tensor] = []
+        self._num_unjudged = self._num_loose = 0
+        self._began = self._stopped = False
+
+    def step_on(self, param: torch.Tensor) -> None:
+        """The gradient of `param` is complete: step it, or what it completes."""
+        if not self._shards.has_gradient(param):
+            return
+        self._seen.add(param)
+        if not self.measures_along:
+            self._admit(param)
+            return
+        self._look(param)
+        self._unjudged.append(param)
+        self._num_unjudged += param.numel()
+        if self._num_unjudged >= self._most:
+            self._judge()
+
+    def step_rest(self) -> None:
+        """Step what has a gradient and was not stepped yet: what waited for others, and what had one before the pass."""
+        if self.measures_along:
+            for param in self.params:
+                if param not in self._seen and self._shards.has_gradient(param):
+                    self.step_on(param)
+            self._judge()
+        self._step_loose()
+        rest = [param for param in self.params if self._shards.has_gradient(param)]
+        if rest:
+            with self._shards.local():
+                self._parts.rest([self._shards.part_of(param) for param in rest])
+            self._step(rest)
+        if self._began:
+            self._parts.end()
+
+    def _judge(self) -> None:
+        """Go on with those that wait for it, unless the gradient of one of them, or of one before, is not finite on any rank.
+
+        Where ranks hold shards, one small collective, before which all of them have met the same parameters.
+        """
+        params, self._unjudged = self._unjudged, []
+        if not params:
+            return
+        self._num_unjudged = 0
+        self._stopped = self._stopped or self.update.found_anywhere(self._doubt(params))
+        for param in params:
+            if self._stopped:
+                self._shards.drop_gradient(param)
+            else:
+                self._admit(param)
+
+    def _admit(self, param: torch.Tensor) -> None:
+        index = self._unit.get(param)
+        if index is not None:
+            self._missing[index] -= 1
+            if not self._missing[index] and all(self._shards.has_gradient(p) for p in self._units[index]):
+                self._step(self._units[index])
+            return
+        self._loose.append(param)
+        self._num_loose += param.numel()
+        if self._num_loose >= self._most:
+            self._step_loose()
+
+    def _step_loose(self) -> None:
+        loose, self._loose, self._num_loose = self._loose, [], 0
+        if loose:
+            self._step(loose)
+
+    def _step(self, params: Sequence[torch.Tensor]) -> None:
+        if not self._began:
+            self._began = True
+            self._parts.begin()
+        with self._shards.lent(params) as lent:
+            parts = [part for part in lent if part.grad is not None]
+            if parts:
+                self.update.look_at_part(parts)
+                self._parts.step(parts, self._grad_scale)
+        self._num_stepped += len(params)
+        for param in params:
+            self._shards.drop_gradient(param)
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self) -> None:
+        """The gradients were used, or dropped."""
+        self.release.pending = bool(self._seen) or self._num_stepped > 0
+        for param in self.params:
+            self._shards.drop_gradient(param)
+        total = self.update.last_norm
+        if self.release.mode == "previous_norm" and not self.nonfinite and total is not None and math.isfinite(total):
+            self.release.previous = total
+
+    def tear(self) -> None:
+        if self._num_stepped:
+            self.release.tear(self._num_stepped, len(self.params))
