@@ -66,7 +66,9 @@ class Booster:
     skipped, and one WARNING says so. Until a step is over, what models and criteria were given in
     it is kept, by reference, and the gradients of what they returned. states: how the states of elementwise optimizers are
     kept between steps, in every precision but fp16_apex: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625,
-    rounded by chance; None is what the precision says, "fp32" unless it was told otherwise.
+    rounded by chance; None is what the precision says, "fp32" unless it was told otherwise. offload_states: keep states of
+    elementwise optimizers, and masters, in pinned memory of the host, and have them on a GPU a bucket at a time, while it is
+    stepped; on a CPU they lie in the host's memory already, and nothing changes. Not run on a GPU yet.
 
     Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
     """
@@ -84,11 +86,14 @@ class Booster:
         release_gradients: Literal[False, "exact", "previous_norm"] = False,
         diagnose: int | Literal["first", "every"] | None = None,
         states: States | None = None,
+        offload_states: bool = False,
     ) -> None:
         checks.check_plugin(plugin)
         self.precision = make(mixed_precision)
         if states is not None:
             self.precision = self.precision.with_states(states)
+        if arguments.flag("offload_states", offload_states):
+            self.precision = self.precision.offloading_states()
         self.plugin = plugin or SingleDevice()
         self.device = resolve_device(device)
         self.plugin.bind(self.device)

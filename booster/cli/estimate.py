@@ -39,6 +39,11 @@ def estimate(argv: Sequence[str]) -> int:
     add("batch_size", type=values.whole(1), metavar="N", help="samples of one rank")
     add("memory", type=_gibibytes, metavar="GIB", help="say what fits into so much, the largest batch, what to change")
     add("device", default="cpu", choices=["cpu", "cuda"], help="default: cpu; cuda needs none here")
+    add(
+        "offload_states",
+        action="store_true",
+        help="of optimizers, with masters, into the host's memory; says something with --device cuda",
+    )
     add("json", action="store_true", help="print one JSON object instead of a table, bytes as numbers")
     add("picture", type=values.file_path, metavar="FILE", help="write stacked bars too (needs matplotlib)")
     parser.add_argument(
@@ -72,13 +77,20 @@ def _answer(options: argparse.Namespace) -> str:
     found = [
         dataclasses.replace(each, precision=name)
         for name, precision in precisions.items()
-        for each in compare(*parts, precisions=[precision], device=options.device, **placements)
+        for each in compare(
+            *parts,
+            precisions=[precision],
+            device=options.device,
+            offload_states=options.offload_states,
+            **placements,
+        )
     ]
     batches = advice = None
     if options.memory is not None:
         batches = {}
         for each in found:
             placed: dict[str, Any] = {"plugin": each.plugin, "world_size": each.world_size, "device": options.device}
+            placed["offload_states"] = options.offload_states
             chosen = {"precision": precisions[each.precision], **placed}
 
             def peak(size: int, chosen: Any = chosen) -> int:

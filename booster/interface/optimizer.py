@@ -295,6 +295,7 @@ class OptimizerWrapper(Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
         self.settle()  # what waits for the last step's outcome belongs to this object
         self.wait_for_weights()
+        self._update.wait_for_copies()
         for of_strategy in (self._backward_context, self._after_step):  # one strategy serves the copy too
             memo[id(of_strategy)] = of_strategy
         clone = type(self).__new__(type(self))

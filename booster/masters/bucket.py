@@ -10,6 +10,7 @@ from torch import nn
 
 from booster.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 from booster.masters.formats import Format
+from booster.masters.offload import HostMemory
 from booster.masters.packing import Packing, unpacked
 
 
@@ -23,16 +24,25 @@ class Bucket:
     group: index of the optimizer's group. pieces: what of which parameter, in order; one dtype, one device. whole: each
     piece is a parameter with a handle of its shape; otherwise one flat handle stands for all. A handle is a float32
     parameter without storage of its own: it is given data and gradient while it is stepped. packing: how the optimizer's
-    state of a flat handle is kept between steps; None: as it is.
+    state of a flat handle is kept between steps; None: as it is. host: where rest and state lie then, once they were moved
+    there; None: on the device.
     """
 
     def __init__(
-        self, group: int, pieces: Sequence[Piece], format: Format, *, whole: bool, packing: Packing | None = None
+        self,
+        group: int,
+        pieces: Sequence[Piece],
+        format: Format,
+        *,
+        whole: bool,
+        packing: Packing | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.group = group
         self.pieces = list(pieces)
         self.whole = whole
         self.packing = None if whole else packing
+        self.host = None if whole else host
         self.size = aligned(pieces[-1].offset + pieces[-1].size)
         first = pieces[0].param
         self.device, self.dtype = first.device, first.dtype
@@ -93,13 +103,17 @@ class Bucket:
         """Return the masters as float32, in `values` or in the bucket's own storage. Overwrites `spare`.
 
         Weights that somebody else wrote are taken over."""
-        masters: torch.Tensor = values if self.format.needs_values else self.rest  # type: ignore[assignment]
-        self.format.read(self.working(), self.rest, masters, spare)
+        rest = self.rest if self.host is None else self.host.near(self)
+        masters: torch.Tensor = values if self.format.needs_values or rest is not self.rest else rest  # type: ignore[assignment]
+        self.format.read(self.working(), rest, masters, spare)
         return masters
 
     def save(self, values: torch.Tensor, spare: torch.Tensor) -> None:
         """Take `values` as the masters, and write the working weights. Overwrites both, except a float32 master."""
-        self.format.write(self.working(), self.rest, values, spare)
+        rest = self.rest if self.host is None else self.host.near(self)
+        self.format.write(self.working(), rest, values, spare)
+        if rest is not self.rest:
+            self.rest.copy_(rest)  # type: ignore[union-attr, arg-type]
 
     def scratch(self) -> torch.Tensor:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
@@ -167,10 +181,14 @@ class Bucket:
         if len(inside) in (0, len(self.pieces)):
             return [self]
         outside = [piece for piece in self.pieces if gradient_of(piece.param) is None]
+        if self.host is not None:
+            self.host.settle()
         divided = []
         shared = {} if self.whole else unpacked(state.get(self.handles[0], {}))
         for pieces in (inside, outside):
-            bucket = Bucket(self.group, renumber(pieces), self.format, whole=self.whole, packing=self.packing)
+            bucket = Bucket(
+                self.group, renumber(pieces), self.format, whole=self.whole, packing=self.packing, host=self.host
+            )
             if bucket.rest is not None:
                 bucket.rest.copy_(_take(self.rest, pieces))  # type: ignore[arg-type]
             if self.whole:
@@ -185,6 +203,9 @@ class Bucket:
                 }
                 if bucket.packing is not None:
                     bucket.packing.pack(bucket, own)
+            if self.host is not None:
+                self.host.keep_rest(bucket)
+                self.host.keep_states(bucket, state)
             divided.append(bucket)
         if not self.whole:
             state.pop(self.handles[0], None)

@@ -82,6 +82,9 @@ class KeepsMasters(Update):
     def master_tensors(self) -> list[torch.Tensor]:
         return [bucket.rest for bucket in self.masters.buckets if bucket.rest is not None]
 
+    def wait_for_copies(self) -> None:
+        self.masters.settle()
+
     def watch(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
         self._loaded = LoadedWeights.of(model, self._watched)

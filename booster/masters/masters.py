@@ -20,6 +20,7 @@ from booster.masters.dither import Dither
 from booster.masters.formats import Format, Stochastic
 from booster.masters.formats_24 import Split24
 from booster.masters.formats_compiled import compiled_format
+from booster.masters.offload import HostMemory, moves
 from booster.masters.options import MasterOptions
 from booster.masters.rounding import rounded
 from booster.masters.stand_in import State
@@ -47,7 +48,7 @@ class Masters:
     from their own. compiled: keep remainders as a compiled step wants them. released: cut buckets so that few gradients
     wait for others. Raises ValueError for a form of masters that this optimizer cannot be stepped on.
 
-    Where states are packed, float32 parameters lie in buckets too, as their own masters.
+    Where states are packed, or lie in the host's memory, float32 parameters lie in buckets too, as their own masters.
 
     gradient_of: what a step takes for the gradient of a half parameter, in any floating dtype; its `.grad` by default.
     loaded_weights: gives, once, float32 values that somebody loaded into half parameters; none by default.
@@ -77,6 +78,7 @@ class Masters:
         self._released = released
         self.dither = Dither()
         self.packing = options.make_packing(optimizer, self.dither)
+        self.hosts: dict[torch.device, HostMemory] = {}
         self._formats: dict[torch.dtype, Format] = {}
         self._layouts: dict[torch.Tensor, torch.Tensor] = {}  # memory order that buckets know; tensors without data
         self.adopt(sources)
@@ -118,7 +120,7 @@ class Masters:
         if param.dtype in HALF_DTYPES:
             return param.numel() > 0
         own = param.dtype == torch.float32 and not param.is_sparse and param.dim() > 0 and param.numel() > 0
-        return own and self.packing is not None
+        return own and (self.packing is not None or self._offloads(param.device))
 
     def is_stepped(self, param: torch.Tensor) -> bool:
         """Return whether a step may change `param`: also one that was frozen since its gradient came."""
@@ -152,15 +154,24 @@ class Masters:
 
     # ------------------------------------------------------------------ state of the optimizer
 
+    def settle(self) -> None:
+        """Wait until what the last step sent to the host's memory has arrived there."""
+        for host in self.hosts.values():
+            host.settle()
+
     def view_state(self) -> StateView:
         """Return the optimizer's state by working parameter, for reading: as `state`, but each made when it is asked for."""
         if self._placed is not self.buckets or self._num_placed != len(self.buckets):
             self._placed, self._num_placed = self.buckets, len(self.buckets)
             self._places = places_of(self.buckets)
+        self.settle()
         return StateView(self._places, self.optimizer.state, self._layouts)
 
     def state(self) -> defaultdict[Any, State]:
-        """Return the optimizer's state by working parameter, in shapes of the parameters. Do not write to it."""
+        """Return the optimizer's state by working parameter, in shapes of the parameters, on the host where it lies there.
+
+        Do not write to it."""
+        self.settle()
         handles = {handle for bucket in self.buckets for handle in bucket.handles}
         other = {key: value for key, value in self.optimizer.state.items() if key not in handles}
         return defaultdict(dict, {**other, **state_of_params(self.buckets, self.optimizer.state, self._layouts)})
@@ -180,7 +191,10 @@ class Masters:
         """
         optimizer = self.optimizer
         # Torch casts state to the dtype of the parameter that it belongs to.
-        stand_ins = {p: nn.Parameter(torch.zeros((), device=p.device).expand(p.shape)) for p in self._half_params()}
+        stand_ins = {
+            p: nn.Parameter(torch.zeros((), device="cpu" if self._offloads(p.device) else p.device).expand(p.shape))
+            for p in self._half_params()
+        }
         optimizer.state = defaultdict(dict)
         with self._replaced(stand_ins):
             load_states(optimizer, state_dict)
@@ -278,6 +292,16 @@ class Masters:
 
     # ------------------------------------------------------------------ inside
 
+    def _offloads(self, device: torch.device) -> bool:
+        return self._options.offload and moves(device)
+
+    def _host(self, device: torch.device) -> HostMemory | None:
+        if not self._offloads(device):
+            return None
+        if device not in self.hosts:
+            self.hosts[device] = HostMemory(device)
+        return self.hosts[device]
+
     def _values_of(self, params: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, torch.Tensor]:
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         for bucket in self.buckets:
@@ -302,6 +326,7 @@ class Masters:
             return
         for bucket in self.buckets:
             bucket.find_working()
+        self.settle()
         state = self.optimizer.state
         states = state_of_params(self.buckets, state, self._layouts)
         values = self._values_of(self._layouts)
@@ -328,15 +353,20 @@ class Masters:
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
                 self._layouts[param] = torch.empty_strided(param.shape, param.stride(), device="meta")
             for (device, dtype, whole, _), several in alike.items():
-                packed = self.packing is not None
+                host = None if whole else self._host(device)
+                packed = self.packing is not None or host is not None
                 size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self._released)
                 size = total if self.kind == "whole" else size
                 lay = pack if whole else cut_apart if self._released else cut
                 for pieces in lay(several, size):
-                    buckets.append(Bucket(index, pieces, self._format(dtype), whole=whole, packing=self.packing))
+                    made = Bucket(index, pieces, self._format(dtype), whole=whole, packing=self.packing, host=host)
+                    buckets.append(made)
+                    if host is not None:
+                        host.keep_rest(made)
         for bucket in buckets:
             self.optimizer.state.update(state_of_bucket(bucket, states))
-            values = bucket.scratch() if bucket.rest is None or bucket.rest.dtype != torch.float32 else bucket.rest
+            here = bucket.host is None and bucket.rest is not None and bucket.rest.dtype == torch.float32
+            values: torch.Tensor = bucket.rest if here else bucket.scratch()  # type: ignore[assignment]
             found = [
                 flat_like(sources.get(piece.param, piece.param).detach(), piece.param)[piece.start : piece.stop]
                 for piece in bucket.pieces
@@ -344,6 +374,8 @@ class Masters:
             torch._foreach_copy_(bucket.pieces_of(values), found)
             values.masked_fill_(values.isnan(), math.nan)  # see `rounding.plain_nan_`
             bucket.save(values, bucket.scratch())
+            if bucket.host is not None:
+                bucket.host.keep_states(bucket, self.optimizer.state)
         return buckets
 
     def _format(self, dtype: torch.dtype) -> Format:

@@ -31,17 +31,20 @@ class MasterOptions:
     weight; "auto" is "split" for bfloat16 where the optimizer is elementwise, else "fp32".
     rounding: with "none": "nearest", "stochastic", or "kahan", which keeps the rounding error in half precision.
     states: "fp32" keeps the optimizer's state as it is; "bf16" in 2 bytes an element and "8bit" in 1.0625, rounded by chance,
-    see `packed.py`; for elementwise optimizers.
+    see `packed.py`; for elementwise optimizers. offload: states and masters lie in the host's memory between steps, see
+    `offload.py`; for elementwise optimizers.
     """
 
     master_weights: MasterWeights = "auto"
     rounding: Rounding = "nearest"
     states: States = "fp32"
+    offload: bool = False
 
     def __post_init__(self) -> None:
         arguments.choice("master_weights", self.master_weights, _FORMS)
         arguments.choice("rounding", self.rounding, list(_ROUNDINGS))
         arguments.choice("states", self.states, STATES)
+        arguments.flag("offload", self.offload)
         if self.rounding != "nearest" and self.master_weights != "none":
             raise ValueError(
                 f"rounding={self.rounding!r} is for master_weights='none'; with {self.master_weights!r} masters keep "
@@ -59,6 +62,8 @@ class MasterOptions:
             given, fix = f"master_weights={self.master_weights!r}", "use master_weights='fp32' or 'auto'"
         elif self.states != "fp32":
             given, fix = f"states={self.states!r}", "use states='fp32'"
+        elif self.offload:
+            given, fix = "offload_states=True", "leave it False"
         else:
             return
         if kind == "per tensor":

@@ -77,6 +77,13 @@ class Packed:
         self.codes = torch.zeros(size, dtype=dtype, device=device)
         self.scales = None if way == "bf16" else torch.zeros(size // GROUP, dtype=torch.int16, device=device)
 
+    @classmethod
+    def of(cls, way: Way, codes: torch.Tensor, scales: torch.Tensor | None = None) -> Packed:
+        """Return that of these tensors, which are not copied."""
+        made = cls.__new__(cls)
+        made.way, made.codes, made.scales = way, codes, scales
+        return made
+
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)

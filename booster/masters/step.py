@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from booster.casting import HALF_DTYPES
 from booster.masters.bucket import Bucket
 from booster.masters.masters import Masters
+from booster.masters.offload import HostMemory, Journey
 from booster.masters.plain import StateLayouts, laid_like, lots
 from booster.update.fused import honours_grad_scale, start_late_momentum
 from booster.update.stepping import Restricted, bare_step, hooks_once
@@ -108,9 +109,9 @@ class MasterStep:
 
     @property
     def _kept_outside(self) -> str:
-        return (
-            ", or keep it in float32 (keep_fp32=...)" if self.masters.packing is None else ", or choose states='fp32'"
-        )
+        if self.masters.packing is not None:
+            return ", or choose states='fp32'"
+        return ", or leave offload_states False" if self.masters.hosts else ", or keep it in float32 (keep_fp32=...)"
 
     def plain(self) -> list[torch.Tensor]:
         """Return the parameters that are stepped as they are, beside masters."""
@@ -139,6 +140,7 @@ class MasterStep:
         what is `restricted` to the group."""
         groups = self.masters.optimizer.param_groups
         scratch = _Scratch(buckets)
+        journeys = self._journeys(buckets) if self.masters.hosts else {}
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
             own = [bucket for bucket in buckets if bucket.group == index]
             with only:
@@ -148,7 +150,17 @@ class MasterStep:
                         self._step_plain(params, told)
                 for bucket in own:
                     only.to(bucket.handles)
-                    self._step_bucket(bucket, scratch, told)
+                    with nullcontext() if bucket.host is None else journeys[bucket.host].here(bucket):
+                        self._step_bucket(bucket, scratch, told)
+
+    def _journeys(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Journey]:
+        """Begin to bring what lies on the host, in the order in which `step_those` wants it."""
+        travelling: dict[HostMemory, list[Bucket]] = {}
+        for bucket in sorted(buckets, key=lambda bucket: bucket.group):
+            if bucket.host is not None:
+                travelling.setdefault(bucket.host, []).append(bucket)
+        state = self.masters.optimizer.state
+        return {host: Journey(host, own, state) for host, own in travelling.items()}
 
     def _step_bucket(self, bucket: Bucket, scratch: _Scratch, told: Told) -> None:
         values, grads = scratch.of(bucket)

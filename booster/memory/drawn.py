@@ -10,7 +10,7 @@ from typing import Any
 from booster.memory.estimate import Estimate
 
 PARTS = ("weights", "masters", "gradients", "states", "inputs", "communication")
-_COLUMNS = (*PARTS, "held", "activations", "peak")
+_COLUMNS = (*PARTS, "held", "activations", "peak", "host")
 _MIB = 2**20
 _FILE_WIDTH = 200  # columns, where no terminal sets them
 
@@ -23,7 +23,7 @@ def show(
     console: Any = None,
 ) -> None:
     """Print `estimates` in MiB, one row for each; columns that are zero everywhere are left out, and in a narrow terminal
-    the parts of what is held.
+    the parts of what is held. What lies in the host's memory is in none of the others.
 
     limit: bytes; then which fit. batches: the largest batch of each, by its name. console: a `rich.console.Console`; None
     makes one for stdout. Raises ImportError, with the line that installs it, where rich is missing.

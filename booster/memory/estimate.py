@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.grads import PIECE
+from booster.masters.offload import moves
+from booster.masters.options import MasterOptions
 from booster.memory.decoder import Plan, ddp, fsdp, zero
 from booster.memory.passes import Passes, Released, Sizes, run_passes
 from booster.memory.stepped import Stepped, stepped
@@ -36,7 +38,8 @@ class Estimate:
     """Bytes on one rank. weights: with buffers; inputs: the batch; communication: buffers that stay between steps.
 
     held: what is there after a step, gradients included: the sum of those. activations: alive between forward and backward.
-    peak: the highest point of a step. temporaries: by how much that is above what is held.
+    peak: the highest point of a step. temporaries: by how much that is above what is held. host: states and masters in the
+    host's memory, which are in none of the others.
     """
 
     precision: str
@@ -50,6 +53,7 @@ class Estimate:
     communication: int
     activations: int
     peak: int
+    host: int = 0
 
     @property
     def held(self) -> int:
@@ -82,13 +86,15 @@ def estimate(
     fused_optimizer: bool = True,
     release_gradients: Literal[False, "exact", "previous_norm"] = False,
     clips: bool = False,
+    offload_states: bool = False,
 ) -> Estimate:
     """Estimate what a training step takes on one rank, without taking it: no memory, no process group, no step of yours.
 
     batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole. Weights,
     states, masters and gradients are counted; activations come from a forward and backward pass on fake tensors. Under
     "zero1", "zero2" and "fsdp" what is gathered or reduced at a time comes from formulas, see docs/memory.md.
-    release_gradients: as of `Booster`; clips: whether gradients are clipped, or looked at otherwise, which may take two passes.
+    release_gradients, offload_states: as of `Booster`.
+    clips: whether gradients are clipped, or looked at otherwise, which may take two passes.
     Memory that a kernel takes for itself while it runs is not seen. Raises ValueError where training would be refused, or
     where the forward reads numbers out of tensors.
     """
@@ -102,12 +108,15 @@ def estimate(
         raise ValueError(
             f"release_gradients={release_gradients!r} is estimated for plugin='single', not for {plugin!r}"
         )
-    options, fused = own.master_options, fused_optimizer
+    if arguments.flag("offload_states", offload_states):
+        own = own.offloading_states()
+    if own.offloads_states:
+        MasterOptions(offload=True).check(optimizer)
+    options, fused = own.master_options_on(device), fused_optimizer
 
     def step_of(sizes: Sizes) -> Stepped:
-        return stepped(
-            optimizer, sizes, options, fused=fused and own.may_fuse(optimizer), released=bool(release_gradients)
-        )
+        may_fuse = fused and own.may_fuse(optimizer)
+        return stepped(optimizer, sizes, options, fused=may_fuse, released=bool(release_gradients), device=device)
 
     released = None
     if release_gradients:
@@ -119,7 +128,8 @@ def estimate(
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")
     if sharded and options is not None and policy.store is None:  # float32 shards are the masters
-        options = dataclasses.replace(options, master_weights="auto") if options.states != "fp32" else None
+        kept_so = options.states != "fp32" or (options.offload and moves(device))
+        options = dataclasses.replace(options, master_weights="auto") if kept_so else None
     divisor = 1 if sharded else plan.state_shards
     sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
     step = step_of(sizes)
@@ -144,6 +154,7 @@ def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped)
         communication,
         passes.activations,
         peak=0,
+        host=step.host,
     )
     fixed = found.held - gradients
     during = passes.highest
@@ -198,10 +209,12 @@ def compare(
     plugins: Sequence[Plugin] = ("single",),
     world_sizes: Sequence[int] = (1,),
     device: str | torch.device = "cpu",
+    offload_states: bool = False,
 ) -> list[Estimate]:
     """Return the estimates for every precision under every plugin on every number of ranks; "single" counts once."""
+    where: dict[str, Any] = {"device": device, "offload_states": offload_states}
     return [
-        estimate(model, optimizer, batch, criterion, precision=precision, plugin=plugin, world_size=size, device=device)
+        estimate(model, optimizer, batch, criterion, precision=precision, plugin=plugin, world_size=size, **where)
         for precision in precisions
         for plugin, size in _placements(plugins, world_sizes)
     ]

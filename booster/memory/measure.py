@@ -16,13 +16,15 @@ from booster.masters.packed import Packed
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on this rank; weights: with buffers. peak: of the CUDA device since its statistics were reset; None on CPU."""
+    """Bytes on this rank; weights: with buffers. peak: of the CUDA device since its statistics were reset; None on CPU. host:
+    of states and masters that lie in the host's memory beside parameters on a device; they are in none of the others."""
 
     weights: int
     masters: int
     gradients: int
     states: int
     peak: int | None
+    host: int = 0
 
     @property
     def held(self) -> int:
@@ -43,14 +45,16 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     weights = _bytes([*params, *model.buffers()], seen)
     gradients = _bytes([param.grad for param in params if param.grad is not None], seen)
     gradients += _bytes(optimizer.gradient_tensors(), seen)
-    kept = _bytes(optimizer.master_tensors(), seen)
+    device = next((param.device for param in params), torch.device("cpu"))
     values = [value for own in optimizer.unwrap().state.values() for value in own.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     tensors += [tensor for value in values if isinstance(value, Packed) for tensor in value.tensors]
-    states = _bytes(tensors, seen)
-    device = next((param.device for param in params), torch.device("cpu"))
+    masters = optimizer.master_tensors()
+    away = [t for t in (*masters, *tensors) if t.dim() and t.device.type != device.type]
+    host = _bytes(away, seen)
+    kept, states = _bytes(masters, seen), _bytes(tensors, seen)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Measured(weights, kept, gradients, states, peak)
+    return Measured(weights, kept, gradients, states, peak, host)
 
 
 def _bytes(tensors: Iterable[Any], seen: set[int]) -> int:

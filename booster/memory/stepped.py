@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from booster.flat import aligned, bucket_size
 from booster.masters.dither import Dither
+from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
 from booster.masters.packed import GROUP
 from booster.masters.packing import Packing
@@ -21,18 +22,20 @@ from booster.update.fused import switch_to_fused
 from booster.update.parts import largest_part
 
 _ELEMENTS = 2**10
+_CPU = torch.device("cpu")
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Stepped:
     """Bytes: states and masters that are held, and what a step takes beside them and the gradients. part: elements whose
-    gradients wait at most for each other, where they are released."""
+    gradients wait at most for each other, where they are released. host: those of states and masters in the host's memory."""
 
     states: int
     masters: int
     temporaries: int
     part: int
+    host: int = 0
 
 
 def stepped(
@@ -42,17 +45,19 @@ def stepped(
     *,
     fused: bool,
     released: bool = False,
+    device: torch.device = _CPU,
 ) -> Stepped:
     """Return what steps of `optimizer` hold and take for parameters of these dtypes and sizes. It is not touched.
 
-    options: of masters; None where parameters are stepped as they are. released: within backward, in parts. Raises
-    ValueError for one that cannot be stepped so, or not on a few random numbers.
+    options: of masters; None where parameters are stepped as they are. released: within backward, in parts. device: of the
+    parameters. Raises ValueError for one that cannot be stepped so, or not on a few random numbers.
     """
     names, scalars, at_once = _observed(optimizer, fused)
     packing = None if options is None else options.make_packing(optimizer, Dither())
     if options is not None:
         options.check(optimizer)
-    packs = packing is not None
+    away = options is not None and options.offload and moves(device)
+    packs = packing is not None or away
     bucketed = [
         (d, n) for d, n in sizes if options is not None and n and (d in _HALF or (packs and d == torch.float32))
     ]
@@ -60,23 +65,30 @@ def stepped(
     states = sum(n * sum(names.values()) + scalars for _, n in plain)
     temporaries = max((n * at_once for _, n in plain), default=0)
     parts = largest_part(sum(n for _, n in sizes))
-    masters = 0
+    masters = host = 0
     total = sum(n for _, n in bucketed)
     for dtype in {dtype for dtype, _ in bucketed}:
         own = sum(aligned(n) for d, n in bucketed if d == dtype)
-        size = bucket_size(total, torch.device("cpu"), packed=packs, released=released)
+        size = bucket_size(total, device if away else _CPU, packed=packs, released=released)
         if kind_of(optimizer) != "elementwise":
             size = max(n for d, n in bucketed if d == dtype)
         largest = min(size, own)
         format = options.make_format(optimizer, dtype, Dither())  # type: ignore[union-attr]
         rest = format.allocate(64, dtype, torch.device("cpu"))
-        masters += 0 if rest is None else rest.nbytes * own // 64
+        beside = 0 if rest is None else rest.nbytes / 64
         kept = {name: _kept(packing, name, size) for name, size in names.items()}
-        states += int(own * sum(kept.values())) + scalars * max(1, -(-own // size))
+        states += scalars * max(1, -(-own // size))
+        if away:
+            host += int(own * (sum(kept.values()) + beside))
+        else:
+            states += int(own * sum(kept.values()))
+            masters += int(own * beside)
         widened = sum(names[name] for name in names if kept[name] != names[name])
         parts = min(parts, size)
-        temporaries = max(temporaries, int(largest * (4 + 4 * format.needs_values + widened + at_once)))
-    return Stepped(int(states), masters, int(temporaries), parts)
+        # Of what lies on the host two buckets are on the device at a time; a master that is kept whole is stepped there.
+        near = min(2, -(-own // size)) * (sum(kept.values()) + beside) if away else 0
+        temporaries = max(temporaries, int(largest * (4 + 4 * format.needs_values + widened + at_once + near)))
+    return Stepped(int(states), masters, int(temporaries), parts, host)
 
 
 def _kept(packing: Packing | None, name: str, size: float) -> float:

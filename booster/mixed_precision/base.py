@@ -21,6 +21,7 @@ from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
 from booster.masters.device_update import choose_master_update
 from booster.masters.masters import Masters
+from booster.masters.offload import moves
 from booster.masters.options import STATES, MasterOptions
 from booster.masters.packing import States
 from booster.mixed_precision.hardware import missing_on_cpu
@@ -51,6 +52,7 @@ class MixedPrecision:
     policy = DtypePolicy()
     _device: torch.device | None = None
     _states: States = "fp32"
+    _offload = False
 
     @property
     def device(self) -> torch.device:
@@ -180,7 +182,13 @@ class MixedPrecision:
     @property
     def master_options(self) -> MasterOptions | None:
         """What is kept beside half weights, and of states; None where parameters are stepped as they are."""
-        return None if self._states == "fp32" else MasterOptions(master_weights="none", states=self._states)
+        return self.master_options_on(self.device)
+
+    def master_options_on(self, device: torch.device) -> MasterOptions | None:
+        """`master_options` for parameters on `device`; where states lie on the host already, nothing is done for that."""
+        if self._states == "fp32" and not (self._offload and moves(device)):
+            return None
+        return MasterOptions(master_weights="none", states=self._states, offload=self._offload)
 
     @property
     def states(self) -> States:
@@ -210,6 +218,28 @@ class MixedPrecision:
             )
         clone = copy.copy(self)
         clone._states = states
+        return clone
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether states and masters lie in the host's memory between steps."""
+        return self._offload
+
+    def offloading_states(self) -> MixedPrecision:
+        """A strategy like this one under which states of optimizers, and masters, lie in the host's memory between steps.
+
+        Raises ValueError where the strategy has an update of its own, which leaves them on the device.
+        """
+        return self if self.offloads_states else self._offloading_states()
+
+    def _offloading_states(self) -> MixedPrecision:
+        if self.has_own_update:
+            raise ValueError(
+                f"{type(self).__name__} steps parameters in a way of its own, which keeps states on the device; leave out "
+                "offload_states=True, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
+            )
+        clone = copy.copy(self)
+        clone._offload = True
         return clone
 
     @property
@@ -258,6 +288,8 @@ class MixedPrecision:
         for each in optimizers:
             if self.master_options is not None:
                 self.master_options.check(each)
+            if self.offloads_states:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
+                MasterOptions(offload=True).check(each)
         kept = self.keep_weights(model, placement) if optimizers else {}
         placed = placement.place(self.convert(model), policy, self.device)
         boosted = self.wrap_model(placed)

@@ -87,8 +87,7 @@ class NaiveMixedPrecision(MixedPrecision):
         policy = half_policy(model, self.dtype, keep_fp32=self._keep_fp32, output=self.policy.output)
         return dataclasses.replace(policy, store=self._store)
 
-    @property
-    def master_options(self) -> MasterOptions:
+    def master_options_on(self, device: torch.device) -> MasterOptions:
         return self._masters
 
     @property
@@ -98,6 +97,15 @@ class NaiveMixedPrecision(MixedPrecision):
     def _keeping_states(self, states: States) -> NaiveMixedPrecision:
         clone = copy.copy(self)
         clone._masters = dataclasses.replace(self._masters, states=states)
+        return clone
+
+    @property
+    def offloads_states(self) -> bool:
+        return self._masters.offload
+
+    def _offloading_states(self) -> NaiveMixedPrecision:
+        clone = copy.copy(self)
+        clone._masters = dataclasses.replace(self._masters, offload=True)
         return clone
 
     @property

@@ -351,6 +351,9 @@ class Update(ABC):
         """Return what is kept beside half weights."""
         return []
 
+    def wait_for_copies(self) -> None:
+        """Wait until what the last step sent to the host's memory, if anything, has arrived there."""
+
     def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
         """Of masters of whole parameters, the part that is kept besides, and values of parameters that are their own masters.
 

@@ -154,6 +154,15 @@ class LowPrecision(MixedPrecision):
         clone._wide = self._wide.with_states(states)
         return clone
 
+    @property
+    def offloads_states(self) -> bool:
+        return self._wide.offloads_states
+
+    def _offloading_states(self) -> LowPrecision:
+        clone = copy.copy(self)
+        clone._wide = self._wide.offloading_states()
+        return clone
+
     def make_released_update(
         self,
         optimizer: Optimizer,

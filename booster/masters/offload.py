@@ -1,0 +1,286 @@
+"""Optimizer states and masters in the host's memory, and their way to the device and back while buckets are stepped.
+
+Between steps the state of a flat bucket, and what it keeps of its masters, lie in pinned memory of the host. Two copies run
+beside the step, each in a queue of its own, a CUDA stream::
+
+    into the device    fetch 0   fetch 1            fetch 2
+    computing                    step 0    step 1             step 2
+    out of it                              save 0    save 1             save 2
+
+There are two places on the device, which buckets take in turn. What waits for what, by events, and never the host:
+
+- step i for fetch i;
+- save i for step i;
+- fetch i + 2 for save i, which reads the same place; the first fetch of a step for the last save of the step before.
+
+The host waits where somebody reads what lies there: `HostMemory.settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from booster.masters.packed import Packed
+from booster.masters.stand_in import State
+
+_ALIGNMENT = 256  # bytes, as the allocator's: kernels read several numbers at once
+
+
+class Event(Protocol):
+    """A point in a queue."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+
+class Queue(Protocol):
+    """Operations that run one after another, beside those of other queues."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device. The host goes on at once."""
+
+    def wait(self, event: Any) -> None:
+        """Run what comes later after `event`."""
+
+    def mark(self) -> Event:
+        """Return the point behind all so far."""
+
+
+class Transfers(Protocol):
+    """How memory travels between the host and one device.
+
+    into, out: queues of the two directions. computing: that of the step; nothing is copied in it.
+    """
+
+    into: Queue
+    out: Queue
+    computing: Queue
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory of the host of the shape and dtype of `like`, from where copies run beside kernels."""
+
+
+class CudaQueue:
+    """A CUDA stream; None is the one that is current when something is done."""
+
+    def __init__(self, stream: torch.cuda.Stream | None, device: torch.device) -> None:
+        self._stream, self._device = stream, device
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device) if self._stream is None else self._stream
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        # The allocator may give the memory to others once it is let go of, but not before this copy is done.
+        (target if target.is_cuda else source).record_stream(self.stream)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self.stream.wait_event(event)
+
+    def mark(self) -> torch.cuda.Event:
+        return self.stream.record_event()
+
+
+class CudaTransfers:
+    """Two streams of their own, so that both directions of the bus are used."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.into: Queue = CudaQueue(torch.cuda.Stream(device), device)
+        self.out: Queue = CudaQueue(torch.cuda.Stream(device), device)
+        self.computing: Queue = CudaQueue(None, device)
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+
+TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {"cuda": CudaTransfers}
+"""By type of device; of others memory is the host's already, and nothing moves."""
+
+
+def moves(device: torch.device) -> bool:
+    """Return whether states of parameters on `device` have another place to be."""
+    return device.type in TRANSFERS
+
+
+class Bucket(Protocol):
+    """What is asked of a bucket that has one flat handle."""
+
+    size: int
+    whole: bool
+    device: torch.device
+    handles: list[Any]
+    rest: torch.Tensor | None
+
+
+class HostMemory:
+    """Where states and masters of the buckets on one device lie between steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.transfers = TRANSFERS[device.type](device)
+        self.saved: Event | None = None  # the end of what was last sent here
+        self._lent: set[int] = set()  # ids of buckets whose remainder is on the device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
+        self.settle()  # the copy reads what lies here
+        return HostMemory(self._device)
+
+    def settle(self) -> None:
+        """Wait until what was sent here has arrived."""
+        if self.saved is not None:
+            self.saved.synchronize()
+            self.saved = None
+
+    def keep_rest(self, bucket: Bucket) -> None:
+        """Move what `bucket` keeps of its masters here, and wait for it."""
+        if bucket.rest is not None:
+            bucket.rest = self._moved(bucket.rest)
+
+    def keep_states(self, bucket: Bucket, state: MutableMapping[Any, State]) -> None:
+        """Move the entries of `bucket` in the optimizer's `state` here, and wait for it."""
+        own = state.get(bucket.handles[0], {})
+        for name, value in own.items():
+            if travels(value, bucket.size):
+                own[name] = _remade(value, [self._moved(tensor) for tensor in tensors_of(value)])
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.transfers.room(tensor).copy_(tensor)
+
+    def near(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return the remainder of `bucket` on its device: what is there while it is stepped, else a copy."""
+        if bucket.rest is None or id(bucket) in self._lent:
+            return bucket.rest
+        self.settle()
+        return bucket.rest.to(self._device, copy=True)
+
+    @contextmanager
+    def lent(self, bucket: Bucket, rest: torch.Tensor | None) -> Iterator[None]:
+        """For its length, let `rest` be what `bucket` keeps."""
+        home, bucket.rest = bucket.rest, rest
+        self._lent.add(id(bucket))
+        try:
+            yield
+        finally:
+            bucket.rest = home
+            self._lent.discard(id(bucket))
+
+
+class Journey:
+    """Has each of `buckets`, which are stepped in this order, on the device while it is stepped.
+
+    state: the optimizer's. The buckets are those of one `HostMemory`. Takes memory on the device for the two largest.
+    """
+
+    def __init__(self, host: HostMemory, buckets: Sequence[Bucket], state: MutableMapping[Any, State]) -> None:
+        self._host, self._transfers = host, host.transfers
+        self._buckets, self._state = list(buckets), state
+        self._place = {id(bucket): index for index, bucket in enumerate(self._buckets)}
+        self._fetched: dict[int, tuple[dict[str, Any], torch.Tensor | None, Event]] = {}
+        self._free: list[Event | None] = [None, None]
+        largest = max((self._bytes(bucket) for bucket in self._buckets), default=0)
+        device = self._buckets[0].device
+        count = min(len(self._buckets), 2)
+        self._rooms = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(count)]
+        into = self._transfers.into
+        # The rooms may be memory that kernels before still use, and what is fetched may still be on its way here.
+        into.wait(self._transfers.computing.mark())
+        if host.saved is not None:
+            into.wait(host.saved)
+        self._fetch(0)
+
+    @contextmanager
+    def here(self, bucket: Bucket) -> Iterator[None]:
+        """For its length, have what `bucket` keeps, and its states, on the device; afterwards they are on their way back.
+
+        Where it is left by an exception, they are what they were.
+        """
+        index = self._place[id(bucket)]
+        if index + 1 < len(self._buckets):
+            self._fetch(index + 1)
+        near, rest, arrived = self._fetched.pop(index)
+        self._transfers.computing.wait(arrived)
+        own = self._state.get(bucket.handles[0], {})
+        homes = {name: own[name] for name in near}
+        own.update(near)
+        try:
+            with self._host.lent(bucket, rest):
+                yield
+        except BaseException:
+            own.update(homes)
+            raise
+        self._save(index, bucket, homes, rest)
+
+    def _bytes(self, bucket: Bucket) -> int:
+        return sum(_room_of(tensor) for value in self._goods(bucket).values() for tensor in tensors_of(value))
+
+    def _goods(self, bucket: Bucket) -> dict[str | None, Any]:
+        """Return what travels, by name of a state; the remainder has None."""
+        if bucket.whole:
+            return {}
+        rest: dict[str | None, Any] = {} if bucket.rest is None else {None: bucket.rest}
+        own = self._state.get(bucket.handles[0], {})
+        return {**rest, **{name: value for name, value in own.items() if travels(value, bucket.size)}}
+
+    def _fetch(self, index: int) -> None:
+        bucket, into = self._buckets[index], self._transfers.into
+        room, free = self._rooms[index % 2], self._free[index % 2]
+        if free is not None:
+            into.wait(free)
+        near: dict[str | None, Any] = {}
+        begin = 0
+        for name, value in self._goods(bucket).items():
+            copies = []
+            for tensor in tensors_of(value):
+                copies.append(room[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                into.copy(copies[-1], tensor)
+                begin += _room_of(tensor)
+            near[name] = _remade(value, copies)
+        rest = near.pop(None, None)
+        self._fetched[index] = near, rest, into.mark()  # type: ignore[assignment]
+
+    def _save(self, index: int, bucket: Bucket, homes: dict[str, Any], rest: torch.Tensor | None) -> None:
+        out = self._transfers.out
+        out.wait(self._transfers.computing.mark())
+        if rest is not None:
+            out.copy(bucket.rest, rest)  # type: ignore[arg-type]
+        own = {} if bucket.whole else self._state.get(bucket.handles[0], {})
+        for name, value in own.items():
+            if not travels(value, bucket.size):
+                continue
+            home = homes.get(name)
+            if home is None or not _alike(home, value):
+                home = _remade(value, [self._transfers.room(tensor) for tensor in tensors_of(value)])
+            for target, source in zip(tensors_of(home), tensors_of(value), strict=True):
+                out.copy(target, source)
+            own[name] = home
+        self._free[index % 2] = self._host.saved = out.mark()
+
+
+def travels(value: Any, size: int) -> bool:
+    """Return whether an entry of the state of a flat bucket of `size` elements lies in the host's memory between steps."""
+    return isinstance(value, Packed) or (isinstance(value, torch.Tensor) and value.shape == (size,))
+
+
+def tensors_of(value: torch.Tensor | Packed) -> list[torch.Tensor]:
+    """Return the tensors that an entry consists of."""
+    return value.tensors if isinstance(value, Packed) else [value]
+
+
+def _remade(value: torch.Tensor | Packed, tensors: Sequence[torch.Tensor]) -> Any:
+    return Packed.of(value.way, *tensors) if isinstance(value, Packed) else tensors[0]
+
+
+def _alike(home: Any, value: Any) -> bool:
+    if getattr(home, "way", None) != getattr(value, "way", None):
+        return False
+    return all(a.dtype == b.dtype for a, b in zip(tensors_of(home), tensors_of(value), strict=True))
+
+
+def _room_of(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
