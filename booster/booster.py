@@ -109,7 +109,7 @@ class Booster:
         self._boosted = Boosted()
         self._accumulations = Accumulations()
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
-        self._checkpoints = RunCheckpoints(self.plugin.group, run)
+        self._checkpoints = RunCheckpoints(self.plugin.group, run, self.plugin.carried)
         self._records: Records | None = None
         self._watcher: SkipWatcher | None = None
         if self.precision.pins_during_run:

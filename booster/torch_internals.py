@@ -334,6 +334,27 @@ def is_gathered(group: Any) -> bool:
     return bool(group.is_unsharded)
 
 
+def set_gather(module: Any, gather: Any) -> None:
+    """Make the group of a module that `fully_shard` was applied to all-gather by `gather`."""
+    module.set_custom_all_gather(gather)
+
+
+def gather_of(group: Any) -> Any:
+    """Return what a group of `fsdp_groups` all-gathers by."""
+    return group._all_gather_comm
+
+
+def padded_length(param: Any) -> int:
+    """Return how many numbers of a record of `fsdp_params` each rank brings to an all-gather."""
+    return int(param.padded_sharded_param_size.numel())
+
+
+def dtype_in_gather(param: Any) -> torch.dtype:
+    """Return the dtype in which a record of `fsdp_params` is gathered; after the first forward pass has begun."""
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
+
+
 def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
     """Return of `whole`, a plain tensor of the shape that is gathered, what this rank's shard of a record is gathered from."""
     dim, length = param.fsdp_placement.dim, whole.shape[param.fsdp_placement.dim]

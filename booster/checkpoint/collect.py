@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from booster.checkpoint.agree import exchange
@@ -12,7 +13,7 @@ from booster.checkpoint.layout import Held, storable
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.plain import encode
 from booster.data import OWN_STATE, RANDOM, DataLoaderWrapper
-from booster.interface.model import pins_of
+from booster.interface.model import ModelWrapper, pins_of
 from booster.interface.optimizer import OptimizerWrapper
 from booster.randomness import random_state
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
@@ -45,6 +46,10 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
     rank = 0 if group is None else dist.get_rank(group)
     own: Tensors = {}
     tree["random"] = encode(random_state(), f"random/{rank}", own)
+    tree["carried"] = {
+        name: encode(_by_parameter(parts.models[name], carried), f"carried/{name}/{rank}", own)
+        for name, carried in parts.carried.items()
+    }
     positions = {name: split_state(loader) for name, loader in parts.dataloaders.items()}
     tree["loaders"] = {
         name: encode(state, f"dataloaders/{name}/{rank}", own)
@@ -93,6 +98,10 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
     }
 
 
+def _by_parameter(model: ModelWrapper, carried: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: carried[param] for name, param in model.named_parameters() if param in carried}
+
+
 def _without_names(own: Mapping[str, Any]) -> dict[str, Any]:
     """What names parameters of this rank alone: here everything goes by name."""
     kept = {key: value for key, value in own.items() if key != PARAMETERS}
@@ -110,8 +119,8 @@ def _states(extra: Any) -> Any:
 
 
 def _merged(trees: list[dict[str, Any]]) -> dict[str, Any]:
-    """One tree: what the first rank says, more keys where others hold other layers, every rank's random state and loaders."""
-    of_ranks = {key: [tree.pop(key) for tree in trees] for key in ("random", "loaders")}
+    """One tree: what the first rank says, more keys where others hold other layers, and what is each rank's own."""
+    of_ranks = {key: [tree.pop(key) for tree in trees] for key in ("random", "loaders", "carried")}
     merged = trees[0]
     for tree in trees[1:]:
         _add_keys(merged, tree)

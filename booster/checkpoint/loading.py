@@ -16,7 +16,7 @@ from booster.checkpoint.folder import checkpoints, damage, manifest_now, standin
 from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, parts
-from booster.checkpoint.saved import Saved, listed
+from booster.checkpoint.saved import Saved, listed, reference
 from booster.checkpoint.saved_module import SavedModule
 from booster.checkpoint.saved_optimizer import SavedOptimizer
 from booster.checkpoint.weights import weights_for
@@ -170,6 +170,8 @@ class _Loading:
                 self.saved.want_all(self.saved.tree[kind][name])
         for name in self._found("dataloaders"):
             different += self._compare_loader(name)
+        for name in self.parts.carried:
+            different += self._compare_carried(name)
         self.saved.want_all(self.saved.tree["extra"])
         if self._same_ranks:
             self.saved.want_all(self.saved.tree["random"][self.rank])
@@ -212,6 +214,22 @@ class _Loading:
                 "b.prepare_dataloader, whose rest of the epoch is dealt to any number"
             )
 
+    def _compare_carried(self, name: str) -> Iterator[str]:
+        ranks = self.saved.tree.get("carried", [])  # older checkpoints have nothing of it
+        if len(ranks) != self._world_size or name not in ranks[self.rank]:
+            found = f"it is that of {len(ranks)} ranks" if ranks and len(ranks) != self._world_size else "there is none"
+            self.saved.notes.append(
+                f"models {name!r}: what rounding took from gradients (error_feedback=True) is left out, since {found}; it "
+                "begins anew"
+            )
+            return
+        params = dict(self.parts.models[name].named_parameters())
+        for key, value in ranks[self.rank][name].items():
+            entry = self.saved.entry(reference(value))
+            if key not in params or entry is None or entry.shape != (params[key].numel(),):
+                yield f"models {name!r}: what is carried of {key} fits no parameter here"
+        self.saved.want_all(ranks[self.rank][name])
+
     def prepare(self) -> None:
         """Make of what was read the state dicts that the objects take."""
         self._module_states = [(module, saved_module.state()) for module, saved_module in self._modules]
@@ -225,6 +243,9 @@ class _Loading:
             (part, self.saved.value(self.saved.tree["lr_schedulers"][name]))
             for name, part in self.parts.lr_schedulers.items()
         ]
+        ranks = self.saved.tree.get("carried", [])
+        own = ranks[self.rank] if len(ranks) == self._world_size else {}
+        self._carried = {name: self.saved.value(own.get(name, {})) for name in self.parts.carried}
         self._extra = self.saved.value(self.saved.tree["extra"])
         self._random = self.saved.value(self.saved.tree["random"][self.rank]) if self._same_ranks else None
 
@@ -255,6 +276,10 @@ class _Loading:
                 pins.load_state_dict(self._pins(name))
         for read in readings:
             read.take_over()
+        for name, carried in self.parts.carried.items():
+            params = dict(self.parts.models[name].named_parameters())
+            carried.clear()
+            carried.update({params[key]: value.to(params[key].device) for key, value in self._carried[name].items()})
         if self._random is not None:
             set_random_state(self._random)
         if self.saved.notes:

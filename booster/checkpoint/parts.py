@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from booster import arguments
@@ -16,7 +17,10 @@ from booster.interface.optimizer import OptimizerWrapper
 
 @dataclass(frozen=True)
 class Parts:
-    """Boosted models and optimizers, criteria that are modules, loaders and schedulers, by name; the user's own `extra`."""
+    """Boosted models and optimizers, criteria that are modules, loaders and schedulers, by name; the user's own `extra`.
+
+    carried: by the name of a model, what this rank alone carries from step to step, see `Plugin.carried`.
+    """
 
     models: Mapping[str, ModelWrapper]
     optimizers: Mapping[str, OptimizerWrapper]
@@ -24,6 +28,7 @@ class Parts:
     dataloaders: Mapping[str, Any]
     lr_schedulers: Mapping[str, Any]
     extra: Any
+    carried: Mapping[str, dict[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

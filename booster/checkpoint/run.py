@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from booster import arguments
 from booster.checkpoint.background import Background
-from booster.checkpoint.parts import Loaded, check_no_gradients_wait, parts
+from booster.checkpoint.parts import Loaded, Parts, check_no_gradients_wait, parts
 from booster.checkpoint.stopping import StopRequests
 from booster.interface.model import ModelWrapper
 
@@ -22,12 +25,17 @@ Given = tuple[Any, Any, Any, Any, Any, Any]
 class RunCheckpoints:
     """Saves and loads the objects that the methods of `Booster` are given; their docstrings say what each does.
 
-    group: the ranks of the plugin. run: what is written down of the job, for people. What it needs of
-    `torch.distributed.checkpoint` is imported when it is called: that takes time that most scripts need not spend.
+    group: the ranks of the plugin. run: what is written down of the job, for people. carried: see `Plugin.carried`. What it
+    needs of `torch.distributed.checkpoint` is imported when it is called: that takes time that most scripts need not spend.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, run: Mapping[str, str]) -> None:
-        self._group, self._run = group, run
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        run: Mapping[str, str],
+        carried: Callable[[nn.Module], dict[torch.Tensor, torch.Tensor] | None],
+    ) -> None:
+        self._group, self._run, self._carried = group, run, carried
         self._background = Background()
         self._stop_requests = StopRequests()
 
@@ -41,7 +49,7 @@ class RunCheckpoints:
         keep_last = None if keep_last is None else arguments.count("keep_last", keep_last, also="None for all")
         arguments.flag("async_save", async_save)
         self.wait()
-        found = parts(*given)
+        found = self._parts(given)
         check_no_gradients_wait(found)
         group = self._group
         taken = snapshot(found, self._run, group)
@@ -69,8 +77,13 @@ class RunCheckpoints:
         root = arguments.path("folder", folder)
         arguments.flag("strict", strict)
         self.wait()
-        found = parts(*given)
+        found = self._parts(given)
         return load(root, found, strict=strict, group=self._group)
+
+    def _parts(self, given: Given) -> Parts:
+        found = parts(*given)
+        carried = {name: self._carried(model.module) for name, model in found.models.items()}
+        return replace(found, carried={name: own for name, own in carried.items() if own is not None})
 
     def resume_or_start(self, folder: str | os.PathLike[str], given: Given) -> Loaded:
         from booster.checkpoint.loading import anything_in

@@ -362,8 +362,13 @@ class MixedPrecision:
             return ModelWrapper(criterion.to(device), self)
         return CriterionWrapper(criterion, self)
 
+    def shown_options(self) -> dict[str, str]:
+        """Return, as they are written, the options that tell this precision from others of its class; `repr` shows them."""
+        return {}
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(device={str(self.device)!r})"
+        options = {**self.shown_options(), "device": repr(str(self.device))}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
 
 class FP32(MixedPrecision):
@@ -386,6 +391,9 @@ class FP32(MixedPrecision):
     @property
     def products(self) -> str | None:
         return None if self._products == "float32" else self._products
+
+    def shown_options(self) -> dict[str, str]:
+        return {} if self._products == "float32" else {"products": repr(self._products)}
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)

@@ -39,6 +39,9 @@ class DtypePolicy:
     keep_fp32: names of modules that keep float32 parameters and compute in float32.
     release: gradients are used within backward, each as soon as it is complete on all ranks, and freed, so that a plugin must
     not keep them, or memory for them.
+    fp8_weights: names of modules whose `weight` nothing reads but products that round it to e4m3 under one float32 scale of the
+    whole. A plugin that shards weights gathers these as e4m3, so that the products read the same numbers. Where nothing is
+    gathered it changes nothing.
 
     Raises TypeError or ValueError for what is no floating dtype, or no set of names.
     """
@@ -51,6 +54,7 @@ class DtypePolicy:
     output: torch.dtype | None = None
     keep_fp32: frozenset[str] = frozenset()
     release: bool = False
+    fp8_weights: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for name in ("param", "store", "reduce", "output"):
@@ -67,9 +71,10 @@ class DtypePolicy:
                 f"gather={given} is not what is computed in, so weights would be rounded; choose {legal}, or None"
             )
         arguments.flag("release", self.release)
-        names = self.keep_fp32
-        if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
-            raise TypeError(arguments.refusal("keep_fp32", names, "a frozenset of names of modules"))
+        for field in ("keep_fp32", "fp8_weights"):
+            names = getattr(self, field)
+            if not isinstance(names, (set, frozenset)) or not all(isinstance(name, str) for name in names):
+                raise TypeError(arguments.refusal(field, names, "a frozenset of names of modules"))
 
 
 def half_policy(

@@ -37,6 +37,9 @@ class TF32MixedPrecision(FP32):
         self._emulate = arguments.choice("emulate", emulate, (True, False, "auto"))
         self._said = False
 
+    def shown_options(self) -> dict[str, str]:
+        return {"emulate": repr(self._emulate)} if self._emulate else {}
+
     def bind(self, device: torch.device) -> None:
         super().bind(device)
         if self._runs() or self._said:

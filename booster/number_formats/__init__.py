@@ -19,6 +19,7 @@ from booster.number_formats.formats import (
 )
 from booster.number_formats.nf4 import NF4_LEVELS, decode_nf4, encode_nf4
 from booster.number_formats.scaling import Scaled, Scaling, largest_under, power_of_two_above, scale_to
+from booster.number_formats.tensorwise import decode_tensorwise, encode_tensorwise
 
 __all__ = [
     "BLOCK",
@@ -39,9 +40,11 @@ __all__ = [
     "decode",
     "decode_blocks",
     "decode_nf4",
+    "decode_tensorwise",
     "encode",
     "encode_blocks",
     "encode_nf4",
+    "encode_tensorwise",
     "largest_under",
     "noise_of",
     "power_of_two_above",

@@ -97,7 +97,7 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
     elif scaling.scale == "power_of_two":
         scale = power_of_two_above(largest)
     else:
-        scale = torch.where(torch.isfinite(largest), largest.clamp(min=_TINY), torch.nan)
+        scale = scale_of(largest)
     scaled = Scaled(wide, scale, outer, scaling)
     divisor = scaled.scale_of_each() if outer is None else scaled.scale_of_each() * outer
     values = wide / divisor
@@ -108,6 +108,11 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
         values = round_to(values, target, noise=noise)
         values = values if low is None else values.to(low)
     return Scaled(values, scale, outer, scaling)
+
+
+def scale_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the float32 scales that are `x`, or the smallest one where that is below it; NaN for inf and NaN."""
+    return torch.where(torch.isfinite(x), x.clamp(min=_TINY), torch.nan)
 
 
 def power_of_two_above(x: torch.Tensor) -> torch.Tensor:

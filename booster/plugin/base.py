@@ -103,6 +103,13 @@ class Plugin(ABC):
         """Return what this rank holds and steps of the parameters of `optimizer`, which are those of a placed module."""
         return Shards(optimizer)
 
+    def carried(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
+        """Return what this rank alone carries from step to step for a placed module, by parameter; None for nothing ever.
+
+        It is the plugin's own, not a copy: checkpoints hold it, and loading one changes it.
+        """
+        return None
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ValueError if `optimizer` cannot step what a rank holds of its parameters. Before anything is placed."""
 

@@ -22,8 +22,8 @@ class FP8Communication:
     """How gradients travel between ranks in float8: `TorchDDPPlugin(fp8_communication=FP8Communication(...))`.
 
     error_feedback: each rank keeps what rounding took from its gradients, and adds it to those of its next backward pass
-    (Seide et al. 2014, "1-bit SGD"). Takes 4 bytes a parameter and rank. A pass in which an inf or NaN was averaged keeps
-    nothing.
+    (Seide et al. 2014, "1-bit SGD"). Takes 4 bytes a parameter and rank, in checkpoints too. A pass in which an inf or NaN was
+    averaged keeps nothing.
     """
 
     error_feedback: bool = False
@@ -71,7 +71,7 @@ class FP8Average:
     def __init__(self, options: FP8Communication, group: dist.ProcessGroup) -> None:
         self.carried: dict[torch.Tensor, torch.Tensor] = {}
         """Under error feedback what rounding took from the gradient of each parameter: float32, 1-dim."""
-        self._feeds_back = options.error_feedback
+        self.feeds_back = options.error_feedback
         self._group = group
         self._summing: deque[_Bucket] = deque()
         self._gathering: deque[_Bucket] = deque()
@@ -83,7 +83,7 @@ class FP8Average:
             self._summing.clear()
             self._gathering.clear()
             self._finite = []
-        begun = _Bucket(bucket, self._group, self.carried if self._feeds_back else None)
+        begun = _Bucket(bucket, self._group, self.carried if self.feeds_back else None)
         self._summing.append(begun)
         last = bucket.is_last()
         while len(self._summing) > (not last):
@@ -91,13 +91,13 @@ class FP8Average:
             self._gathering.append(self._summing.popleft())
         while len(self._gathering) > (not last):
             self._finish(self._gathering.popleft())
-        if last and self._feeds_back:
+        if last and self.feeds_back:
             self._forget_if_skipped()
         return begun.future
 
     def _finish(self, bucket: _Bucket) -> None:
         bucket.finish()
-        if self._feeds_back:
+        if self.feeds_back:
             self._finite.append(torch.isfinite(bucket.buffer).all())
 
     def _forget_if_skipped(self) -> None:
@@ -121,20 +121,22 @@ class _Bucket:
             )
         self._group = group
         ranks = dist.get_world_size(group)
-        self._share = -(-len(self.buffer) // (ranks * BLOCK)) * BLOCK
+        self._params = bucket.parameters()
+        blocks = sum(-(-param.numel() // BLOCK) for param in self._params)
+        self._share = -(-blocks // ranks) * BLOCK
         values = torch.zeros(ranks * self._share, device=self.buffer.device)
-        values[: len(self.buffer)] = self.buffer
+        places = dict(_places(self._params, values))
+        torch._foreach_copy_(list(places.values()), list(self._parts()))
         values /= ranks
-        # By parameter, because after its first pass DistributedDataParallel divides them into buckets anew.
         if carried is not None:
-            for param, place in _places(bucket.parameters(), values):
+            for param, place in places.items():
                 if param in carried:
                     place += carried[param]
         self._sum = FP8Sum(values, [self._share] * ranks, group)
         self._lost = None
         if carried is not None:
             self._lost = values.sub_(decode_blocks(self._sum.sent))
-            carried.update(_places(bucket.parameters(), values))
+            carried.update(places)
         devices: list[int | str | torch.device] | None = [self.buffer.device] if self.buffer.is_cuda else None
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
@@ -149,13 +151,21 @@ class _Bucket:
 
     def finish(self) -> None:
         self._work.wait()
-        self.buffer.copy_(decode_blocks(self._whole)[: len(self.buffer)])
+        came = dict(_places(self._params, decode_blocks(self._whole)))
+        torch._foreach_copy_(list(self._parts()), list(came.values()))
         self.future.set_result(self.buffer)
+
+    def _parts(self) -> tuple[torch.Tensor, ...]:
+        return self.buffer.split([param.numel() for param in self._params])
 
 
 def _places(params: list[torch.Tensor], values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each of the parameters of a bucket, and the part of its flat `values` that stands for it."""
+    """Yield each of `params`, and the part of `values` that stands for it, which begins with a block.
+
+    So no two of them share a scale, and what is rounded does not depend on which lie in one bucket, nor in what order: after
+    its first pass DistributedDataParallel divides them anew, in a resumed run too.
+    """
     start = 0
     for param in params:
         yield param, values[start : start + param.numel()]
-        start += param.numel()
+        start += -(-param.numel() // BLOCK) * BLOCK

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -25,8 +26,17 @@ from booster.plugin.fsdp_dtypes import show_computed_dtypes
 from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
-from booster.shards.fully_sharded import LeftGathered, recover, reshard
-from booster.torch_internals import fsdp_groups, fsdp_states, is_in_forward, is_view, settle_dtypes
+from booster.shards.fp8_gather import FP8Gather, WeightScales
+from booster.shards.fully_sharded import LeftGathered, forget_scales, recover, reshard
+from booster.torch_internals import (
+    fsdp_groups,
+    fsdp_params,
+    fsdp_states,
+    is_in_forward,
+    is_view,
+    set_gather,
+    settle_dtypes,
+)
 from booster.trees import map_tensors, tensors
 
 Synchronise = Callable[[Iterable[torch.Tensor]], None]
@@ -60,8 +70,9 @@ def shard_module(
     before they are cast; gives all ranks the same values. Parameters on the meta device get values there and then.
     shard_placement: along which dimension a parameter is divided; None, or where it says None, the first.
     gathered: names of modules whose parameters are gathered in `policy.gather`, see `policy.gathered_modules`; one more group
-    for each group that holds such and others. left: takes over what users write to gathered parameters between passes; None
-    where no user comes between them.
+    for each group that holds such and others. Weights of `policy.fp8_weights` are gathered in e4m3, see `FP8Gather`: 1 byte a
+    number, and one small all-reduce before every forward pass of `module`. left: takes over what users write to gathered
+    parameters between passes; None where no user comes between them.
 
     Dtypes: shards are `policy.store`, or, where that is None and `policy.param` is given, float32 for whatever trains;
     gathered parameters and buffers are `policy.param`; modules of `policy.keep_fp32` are float32 throughout, see
@@ -79,6 +90,11 @@ def shard_module(
     if reduce_dtype is not None and policy.reduce not in (None, reduce_dtype):
         raise ValueError(
             f"reduce_dtype={reduce_dtype} contradicts the precision's policy, which says reduce={policy.reduce}"
+        )
+    if policy.fp8_weights and not isinstance(reshard_after_forward, bool):
+        raise ValueError(
+            f"reshard_after_forward={reshard_after_forward} keeps gathered weights divided over fewer ranks, and weights that "
+            "are gathered in fp8 are not cut like that; pass True or False, or leave gather_in_fp8 False"
         )
     check_meta(model)
     groups = plan_groups(
@@ -111,6 +127,9 @@ def shard_module(
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
+    shards = mesh["shard"].get_group() if mesh.ndim == 2 else mesh.get_group()
+    if policy.fp8_weights and shards.size() > 1:
+        _gather_in_fp8(model, policy.fp8_weights, groups, shards)
     if left is not None:
         take_over = torch.compiler.disable(_TakeOver(left))
         model.register_forward_pre_hook(take_over, prepend=True)  # before fully_shard's own, which gathers
@@ -119,6 +138,24 @@ def shard_module(
         show_computed_dtypes(model, [group for group in groups if not group.pinned], policy.param)
     model.register_forward_hook(_Rest(cast(FSDPModule, model), left), always_call=True)
     return module
+
+
+def _gather_in_fp8(
+    model: nn.Module, layers: Collection[str], groups: Iterable[Group], ranks: dist.ProcessGroup
+) -> None:
+    """Make the groups of `model` gather the weights of `layers` in e4m3 over `ranks`."""
+    weights = {id(model.get_submodule(name).weight) for name in layers}
+    for_each: list[tuple[nn.Module, list[Any], list[Any]]] = []
+    for group in groups:
+        records = list(fsdp_params(group.modules[:1]))
+        low = [record for record in records if id(record.sharded_param) in weights]
+        if low:
+            for_each.append((group.modules[0], records, low))
+    scales = WeightScales([record for _, _, low in for_each for record in low], ranks)
+    for module, records, low in for_each:
+        set_gather(module, FP8Gather(records, low, scales))
+    measure = torch.compiler.disable(scales.measure)
+    model.register_forward_pre_hook(lambda *_: measure(), prepend=True)  # before fully_shard's own, which gathers
 
 
 def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
@@ -286,6 +323,7 @@ class ShardLoaded:
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         reshard(module)
+        forget_scales(module)
         masters: dict[str, Any] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             value = state_dict.get(prefix + name)

@@ -223,7 +223,11 @@ class HybridParallelPlugin(Plugin):
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
         for root in roots:
             # What lies on other stages has stand-ins without parameters here.
-            own = dataclasses.replace(policy, keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32)))
+            own = dataclasses.replace(
+                policy,
+                keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32)),
+                fp8_weights=frozenset(_with_parameters(root, policy.fp8_weights)),
+            )
             if self.data_parallel_size == 1 and policy.param is None and policy.store is None:
                 keep_whole(root, own)  # a group of one rank has nothing to gather or to reduce
                 continue

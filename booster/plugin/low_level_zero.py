@@ -113,6 +113,11 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
                 f"LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather={policy.gather} "
                 "would round the weights themselves; leave it None (gather_in_half=False), or use TorchFSDPPlugin"
             )
+        if policy.fp8_weights:
+            raise ValueError(
+                "LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather_in_fp8=True "
+                "would round the weights themselves; leave it False, or use TorchFSDPPlugin"
+            )
         if self._stage == 1 or self.group is None:
             placed = super().place(module, policy, device)
         else:

@@ -187,6 +187,10 @@ class TorchDDPPlugin(Plugin):
             average = self._averages[placed] = FP8Average(self._fp8, self.group)
             placed.register_comm_hook(None, lambda _, bucket: average.average(bucket))
 
+    def carried(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
+        average = self._averages.get(module)
+        return average.carried if average is not None and average.feeds_back else None
+
     def _prepare(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Return `module` on `device` in the dtypes of `policy`, not yet synchronised."""
         module = arrive(module, device)

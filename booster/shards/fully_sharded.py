@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from booster.shards.base import UNSYNCHRONISED
 from booster.shards.dtensor import DTensorShards, local_of
+from booster.shards.fp8_gather import FP8Gather
 from booster.torch_internals import (
     fsdp_groups,
     fsdp_params,
     fsdp_states,
+    gather_of,
     gathered,
     has_run,
     is_gathered,
@@ -75,6 +77,7 @@ class FullyShardedShards(DTensorShards):
     def forget_gathered(self) -> None:
         for module in self._alive():
             reshard(module)
+            forget_scales(module)
 
     def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         shards = {
@@ -152,21 +155,27 @@ class LeftGathered:
             for param in group.fsdp_params:
                 whole = gathered(param)
                 if whole is not None:
-                    _adopt(local_of(param.sharded_param), own_piece(param, local_of(whole)))
+                    _adopt(local_of(param.sharded_param), own_piece(param, local_of(whole)), param, gather_of(group))
 
 
 def _gathered_groups(module: nn.Module) -> list[Any]:
-    sharded = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    return [group for group in fsdp_groups(sharded) if is_gathered(group)]
+    return [group for group in _groups(module) if is_gathered(group)]
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    return fsdp_groups([child for child in module.modules() if isinstance(child, FSDPModule)])
 
 
 def _versions(group: Any) -> int:
     return sum(version(param.sharded_param) + version(local_of(param.sharded_param)) for param in group.fsdp_params)
 
 
-def _adopt(shard: torch.Tensor, piece: torch.Tensor) -> None:
+def _adopt(shard: torch.Tensor, piece: torch.Tensor, param: Any, gather: Any) -> None:
     piece = piece.to(shard.device)
-    same = shard.to(piece.dtype) == piece
+    came = shard.to(piece.dtype)
+    if isinstance(gather, FP8Gather):
+        came = gather.as_gathered(param, came)
+    same = (came == piece) | (came.isnan() & piece.isnan())
     if not same.all():
         shard.copy_(torch.where(same, shard, piece.to(shard.dtype)))
 
@@ -176,6 +185,14 @@ def reshard(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
+
+
+def forget_scales(module: nn.Module) -> None:
+    """Take note that weights in `module` changed, for those that are gathered in float8."""
+    for group in _groups(module):
+        gather = gather_of(group)
+        if isinstance(gather, FP8Gather):
+            gather.scales.forget()
 
 
 def recover(module: nn.Module) -> None:

@@ -1,5 +1,7 @@
 """Gradients that travel in float8: how far off their average is, how many bytes are sent, and what composes with it."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -209,7 +211,7 @@ def train(rank, world_size, kind, precision, options):
     }.get(precision, lambda: precision)
     b, model, optimizer = boost(kind, make(), lr=0.01, optimizer=torch.optim.AdamW, **options)
     losses, norms = [], []
-    for step in range(8):
+    for step in range(5):
         x, y = mine(rank, world_size, seed=step)
         halves = list(zip(x.chunk(2), y.chunk(2), strict=True))
         with b.no_sync(model, optimizer):
@@ -355,3 +357,96 @@ def test_what_cannot_be_honoured_raises():
         TorchDDPPlugin(fp8_communication="e4m3")
     with pytest.raises(TypeError, match="error_feedback"):
         FP8Communication(error_feedback=1)
+
+
+def steps(rank, world_size, b, model, optimizer, seeds):
+    losses = []
+    for seed in seeds:
+        x, y = mine(rank, world_size, seed=seed)
+        loss = F.cross_entropy(model(x), y)
+        b.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(param.detach().clone() for param in model.parameters())]
+
+
+def resumed(rank, world_size, kind, precision, options, more, folder):
+    """Losses and weights of more steps: gone on with, resumed, and resumed in a job that had begun another run."""
+
+    def make():
+        return boost(kind, precision, lr=0.01, optimizer=torch.optim.AdamW, fp8_communication=options)
+
+    def carried(b, model):
+        kept = b.plugin.carried(model.module) or {}
+        return [kept[param].clone() for param in model.parameters() if param in kept]
+
+    b, model, optimizer = make()
+    steps(rank, world_size, b, model, optimizer, (1, 2, 3))
+    b.save(folder, model, optimizer)
+    before = carried(b, model)
+    assert len(before) == (6 if options == FEEDBACK else 0)
+    found = [steps(rank, world_size, b, model, optimizer, more)]
+    for begun in ((), (7, 8)):
+        b, model, optimizer = make()
+        steps(rank, world_size, b, model, optimizer, begun)
+        b.load(folder, model, optimizer)
+        assert all(torch.equal(a, c) for a, c in zip(carried(b, model), before, strict=True))
+        found.append(steps(rank, world_size, b, model, optimizer, more))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero2"])
+def test_a_resumed_run_goes_on_to_the_bit(ranks2, kind, tmp_path):
+    for on, *others in ranks2(resumed, kind, "fp32", True, (4, 5, 6), str(tmp_path / "run")):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(on, other, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("ddp", "fp32"), ("zero1", "bf16_naive")])
+def test_what_error_feedback_carries_is_in_checkpoints(ranks2, kind, precision, tmp_path):
+    """One step, to the bit: in the next DistributedDataParallel divides buckets anew, and so who carries what."""
+    for on, *others in ranks2(resumed, kind, precision, FEEDBACK, (4,), str(tmp_path / "run")):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(on, other, strict=True))
+
+
+def saved_by_two(rank, world_size, folder, options):
+    b, model, optimizer = boost("ddp", fp8_communication=options)
+    x, y = mine(rank, world_size)
+    b.backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    b.save(folder, model, optimizer)
+
+
+def loaded_elsewhere(rank, world_size, folder):
+    b, model, optimizer = boost("ddp", fp8_communication=FEEDBACK)
+    x, y = mine(rank, world_size)
+    b.backward(F.cross_entropy(model(x), y), optimizer)
+    optimizer.zero_grad()
+    assert b.plugin.carried(model.module)
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(
+            logging.getLogger("booster.checkpoint.loading"), "warning", lambda text, *a: said.append(text % a)
+        )
+        b.load(folder, model, optimizer)
+    assert b.plugin.carried(model.module) == {}
+    return said
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "reason"),
+    [(FEEDBACK, 4, "it is that of 2 ranks"), (True, 2, "there is none")],
+)
+def test_where_what_was_carried_does_not_fit_it_begins_anew_and_says_so(
+    run_on_ranks, tmp_path, options, world_size, reason
+):
+    folder = str(tmp_path / "run")
+    run_on_ranks(saved_by_two, 2, folder, options)
+    for said in run_on_ranks(loaded_elsewhere, world_size, folder):
+        assert any(
+            f"what rounding took from gradients (error_feedback=True) is left out, since {reason}" in each
+            for each in said
+        )

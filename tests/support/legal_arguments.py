@@ -338,6 +338,7 @@ RANGES: dict[str, Predicate] = {
     "KeptModules(model)": a(nn.Module),
     "KeptModules.contains(name)": a(str),
     "DtypePolicy(keep_fp32)": several(text, set, frozenset),
+    "DtypePolicy(fp8_weights)": several(text, set, frozenset),
     "place": callable,
     "Placement(device)": a(torch.device),
     "synchronise": callable,

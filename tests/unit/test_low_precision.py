@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.mixed_precision import (
+    FP32,
     BF16MixedPrecision,
     FP8MixedPrecision,
     Int8MixedPrecision,
     LowPrecision,
     MXFP8MixedPrecision,
     NVFP4MixedPrecision,
+    TF32MixedPrecision,
 )
 from booster.mixed_precision.low_precision import kernels, product, self_check
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
@@ -590,4 +592,38 @@ def test_a_compiled_model_computes_the_same(strategy):
 def test_bf16_is_what_surrounds_the_layers():
     precision = STRATEGIES["fp8"]()
     assert precision.policy == BF16MixedPrecision().policy
-    assert repr(precision) == "FP8MixedPrecision(device='cpu')"
+
+
+class Wide(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("precision", "shown"),
+    [
+        (FP8MixedPrecision(), "FP8MixedPrecision(recipe='tensorwise', device='cpu')"),
+        (
+            FP8MixedPrecision("tensorwise", gather_in_fp8=True, emulate="auto", keep=(Wide, "head*")),
+            "FP8MixedPrecision(recipe='tensorwise', gather_in_fp8=True, emulate='auto', keep=(Wide, 'head*'), device='cpu')",
+        ),
+        (
+            FP8MixedPrecision("rowwise", emulate=True, keep=(), weights="bf16", keep_fp32="norm"),
+            "FP8MixedPrecision(recipe='rowwise', emulate=True, keep=(), weights='bf16', keep_fp32=('norm',), device='cpu')",
+        ),
+        (
+            NVFP4MixedPrecision(hadamard=False, emulate=True, compute_dtype=torch.float32),
+            "NVFP4MixedPrecision(hadamard=False, emulate=True, compute_dtype=torch.float32, device='cpu')",
+        ),
+        (
+            NVFP4MixedPrecision(stochastic_rounding=False),
+            "NVFP4MixedPrecision(stochastic_rounding=False, device='cpu')",
+        ),
+        (Int8MixedPrecision(), "Int8MixedPrecision(device='cpu')"),
+        (Int8MixedPrecision().keeping(["norm"]), "Int8MixedPrecision(keep_fp32=('norm',), device='cpu')"),
+        (TF32MixedPrecision(emulate=True), "TF32MixedPrecision(emulate=True, device='cpu')"),
+        (FP32(products="bfloat16"), "FP32(products='bfloat16', device='cpu')"),
+        (FP32(), "FP32(device='cpu')"),
+    ],
+)
+def test_a_precision_shows_the_options_that_it_was_given(precision, shown):
+    assert repr(precision) == shown

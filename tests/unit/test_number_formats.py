@@ -16,7 +16,9 @@ from booster.number_formats import (
     TF32,
     Scaling,
     decode,
+    decode_tensorwise,
     encode,
+    encode_tensorwise,
     noise_of,
     round_to,
     scale_to,
@@ -305,3 +307,38 @@ def test_a_scaling_that_means_nothing_is_refused():
         Scaling("row", "e4m3")
     with pytest.raises(ValueError, match="scales are for matrices, got a tensor of shape"):
         scale_to(torch.ones(2, 3, 4), E4M3, Scaling("tensor"))
+
+
+# ---- bytes to be sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoded_weight_is_rounded_to_the_same_bytes_under_the_same_scale(dtype):
+    draw = torch.Generator().manual_seed(0)
+    for exponent in torch.linspace(-100, 100, 300).tolist():
+        x = (torch.randn(24, 40, generator=draw) * 2.0**exponent).to(dtype)
+        x[0] *= 2.0**-8  # subnormals of e4m3
+        largest = x.float().abs().amax()
+        expected = scale_to(x, E4M3, Scaling("tensor"))
+        sent = torch.cat([encode_tensorwise(part, largest) for part in x.chunk(3)])  # of parts, as ranks hold them
+        assert torch.equal(sent.view(torch.uint8), expected.values.view(torch.uint8))
+        came = scale_to(decode_tensorwise(sent, largest, dtype), E4M3, Scaling("tensor"))
+        assert torch.equal(came.values.view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(came.scale, expected.scale)
+
+
+def test_a_scale_times_448_gives_the_same_scale_again_for_every_mantissa():
+    largest = torch.arange(1 << 23, dtype=torch.int32).add_(127 << 23).view(torch.float32)
+    scale = largest / 448
+    assert torch.equal(scale * 448 / 448, scale)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_weight_that_is_not_finite_arrives_as_nan(bad):
+    sent = encode_tensorwise(torch.ones(4), torch.tensor(bad))
+    assert decode_tensorwise(sent, torch.tensor(bad), torch.float32).isnan().all()
+
+
+def test_zeros_arrive_as_zeros():
+    none = torch.zeros(3)
+    assert torch.equal(decode_tensorwise(encode_tensorwise(none, none.amax()), none.amax(), torch.float32), none)

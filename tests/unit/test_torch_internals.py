@@ -45,6 +45,11 @@ def test_fully_shard_keeps_what_is_asked_of_it(tmp_path):
         assert not torch_internals.is_gathered(group)
         for record in records:
             assert torch_internals.own_piece(record, torch.ones(2, 2)).shape == (2, 2)
+            assert torch_internals.dtype_in_gather(record) == torch.float32
+        assert sorted(torch_internals.padded_length(record) for record in records) == [2, 4]
+        gather = torch_internals.gather_of(group)
+        torch_internals.set_gather(model, gather := type(gather)())
+        assert torch_internals.gather_of(group) is gather
     finally:
         torch.distributed.destroy_process_group()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from booster.mixed_precision.naive import BF16NaiveMixedPrecision
 from booster.mixed_precision.placement import Placement
 from booster.mixed_precision.policy import DtypePolicy
 from booster.modules import bare
+from booster.tied import places_of
 from booster.update.base import Job, Update
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class LowPrecision(MixedPrecision):
     """
 
     recipe: Recipe
+    _gathers = False
 
     def __init__(
         self,
@@ -84,6 +87,17 @@ class LowPrecision(MixedPrecision):
             raise TypeError(
                 f"{type(self).__name__} has no recipe; use one of its subclasses, such as FP8MixedPrecision"
             )
+
+    def shown_options(self) -> dict[str, str]:
+        weights = "bf16" if isinstance(self._wide, BF16NaiveMixedPrecision) else "fp32"
+        given = {
+            "emulate": (repr(self._emulate), "False"),
+            "keep": (_written(self._keep), "None"),
+            "weights": (repr(weights), "'fp32'"),
+            "compute_dtype": (str(self._dtype), "torch.bfloat16"),
+            "keep_fp32": (_written(self._keep_fp32), "()"),
+        }
+        return {name: value for name, (value, default) in given.items() if value != default}
 
     # ---- the wider precision ----
 
@@ -179,8 +193,9 @@ class LowPrecision(MixedPrecision):
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:
         self._runs()
-        self._choose(bare(model))  # raises before anything is changed
-        return self._wide.policy_for(model)
+        names, _ = self._choose(bare(model))  # raises before anything is changed
+        policy = self._wide.policy_for(model)
+        return dataclasses.replace(policy, fp8_weights=_read_alone(bare(model), names)) if self._gathers else policy
 
     def convert(self, model: nn.Module) -> nn.Module:
         inner, kernels = bare(model), self._runs()
@@ -275,15 +290,37 @@ class LowPrecision(MixedPrecision):
             self._said = True
 
 
+def _written(selected: Iterable[KeepFP32] | None) -> str:
+    """What selects modules, as it is written; of a type or a function its name."""
+    if selected is None:
+        return "None"
+    names = [repr(each) if isinstance(each, str) else getattr(each, "__name__", repr(each)) for each in selected]
+    return f"({', '.join(names)}{',' * (len(names) == 1)})"
+
+
+def _read_alone(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Return those of `names` of linear layers whose weight none but such layers read."""
+    layers = {model.get_submodule(name) for name in names}
+    places = places_of(model)
+    alone = {tensor for tensor, found in places.items() if all(place.holder in layers for place in found)}
+    return frozenset(name for name in names if model.get_submodule(name).weight in alone)
+
+
 class FP8MixedPrecision(LowPrecision):
     """float8 products. recipe: "tensorwise", one scale a matrix, e5m2 for gradients; "rowwise", one a row, e4m3 throughout;
     "rowwise_with_gw_hp", rowwise with the weight gradient in the wide dtype. Those of torchao. Other options: `LowPrecision`.
+
+    gather_in_fp8: a plugin that shards weights gathers those of converted layers as e4m3, 1 byte a number and not 4 or 2,
+    and not a bit of the products changes, but where a forward reads such a weight by itself. Of "tensorwise" alone: the others
+    round a weight under other scales in backward than in forward, so that no one byte a number serves both. Costs an
+    all-reduce of 4 bytes a weight tensor before every forward pass.
     """
 
     def __init__(
         self,
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
         *,
+        gather_in_fp8: bool = False,
         emulate: Emulate = False,
         keep: KeepFP32 | Iterable[KeepFP32] | None = None,
         weights: Literal["fp32", "bf16"] = "fp32",
@@ -291,7 +328,18 @@ class FP8MixedPrecision(LowPrecision):
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
     ) -> None:
         self.recipe = FP8_RECIPES[arguments.choice("recipe", recipe, tuple(FP8_RECIPES))]
+        self._gathers = arguments.flag("gather_in_fp8", gather_in_fp8)
+        if self._gathers and recipe != "tensorwise":
+            raise ValueError(
+                f"gather_in_fp8=True goes with recipe='tensorwise': {recipe!r} rounds a weight under other scales in backward "
+                "than in forward, so no one byte a number serves both; leave it False, or use that recipe"
+            )
         super().__init__(emulate=emulate, keep=keep, weights=weights, compute_dtype=compute_dtype, keep_fp32=keep_fp32)
+
+    def shown_options(self) -> dict[str, str]:
+        recipe = next(name for name, recipe in FP8_RECIPES.items() if recipe is self.recipe)
+        gathers = {"gather_in_fp8": "True"} if self._gathers else {}
+        return {"recipe": repr(recipe), **gathers, **super().shown_options()}
 
 
 class MXFP8MixedPrecision(LowPrecision):
@@ -319,11 +367,14 @@ class NVFP4MixedPrecision(LowPrecision):
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
     ) -> None:
-        self.recipe = nvfp4_recipe(
-            stochastic_rounding=arguments.flag("stochastic_rounding", stochastic_rounding),
-            hadamard=arguments.flag("hadamard", hadamard),
-        )
+        self._stochastic_rounding = arguments.flag("stochastic_rounding", stochastic_rounding)
+        self._hadamard = arguments.flag("hadamard", hadamard)
+        self.recipe = nvfp4_recipe(stochastic_rounding=self._stochastic_rounding, hadamard=self._hadamard)
         super().__init__(emulate=emulate, keep=keep, weights=weights, compute_dtype=compute_dtype, keep_fp32=keep_fp32)
+
+    def shown_options(self) -> dict[str, str]:
+        devices = {"stochastic_rounding": self._stochastic_rounding, "hadamard": self._hadamard}
+        return {**{name: "False" for name, on in devices.items() if not on}, **super().shown_options()}
 
 
 class Int8MixedPrecision(LowPrecision):

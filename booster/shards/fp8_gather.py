@@ -1,0 +1,115 @@
+"""Weights that are divided among ranks and gathered as bytes, since who reads them rounds them to e4m3 anyway."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.communicate import communication_device
+from booster.number_formats import decode_tensorwise, encode_tensorwise
+from booster.shards.dtensor import local_of
+from booster.torch_internals import dtype_in_gather, padded_length
+
+# torch 2.13 renamed the collective and warns about the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class WeightScales:
+    """The largest magnitudes of some divided weights, each over all ranks, of which their float8 scales are made.
+
+    records: of the weights, see `torch_internals.fsdp_params`. group: the ranks over which they are divided.
+    Weights change by steps, loads and users' own hands, so they are looked at before every forward pass of the model.
+    """
+
+    def __init__(self, records: Sequence[Any], group: dist.ProcessGroup) -> None:
+        self._records = list(records)
+        self._group = group
+        self._largest: dict[Any, torch.Tensor] = {}
+
+    def measure(self) -> None:
+        """Look at all weights, for the passes that follow. A collective: one all-reduce of 4 bytes a weight tensor."""
+        self._measure(self._records)
+
+    def forget(self) -> None:
+        """Take note that weights changed; who gathers some before the next `measure` measures those."""
+        self._largest.clear()
+
+    def of(self, records: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the largest magnitudes of `records`, float32; a collective where `measure` was not called since `forget`."""
+        if any(record not in self._largest for record in records):
+            self._measure(records)
+        return [self._largest[record] for record in records]
+
+    @torch.no_grad()
+    def _measure(self, records: Sequence[Any]) -> None:
+        shards = [local_of(record.sharded_param) for record in records]
+        each = [torch.linalg.vector_norm(shard, math.inf) if shard.numel() else shard.new_zeros(()) for shard in shards]
+        largest = torch.stack([size.float() for size in each])
+        largest = largest.where(~largest.isnan(), torch.inf)  # a maximum over ranks may lose a NaN
+        largest = largest.to(communication_device(largest.device, self._group))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        self._largest.update(zip(records, largest.unbind(), strict=True))
+
+
+class FP8Gather:
+    """How one group of `fully_shard` gathers: `low` as e4m3 under the scale of the whole weight, all others as they are.
+
+    records: of all parameters of the group, in its order; low: those of them that are sent in one byte a number. What arrives
+    is in the dtype of the group, and what rounds it to e4m3 under one scale gets the bytes and the scale that it would have
+    got from the weight itself, see `decode_tensorwise`. Collectives: one all-gather, and see `WeightScales`.
+    """
+
+    def __init__(self, records: Sequence[Any], low: Collection[Any], scales: WeightScales) -> None:
+        self.scales = scales
+        self._records = list(records)
+        self._low = [record for record in records if record in low]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for what is gathered, as torch's own gathers do."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather the group; both tensors are flat, and uint8 where its parameters have several dtypes."""
+        dtypes = [dtype_in_gather(record) for record in self._records]
+        lengths = [
+            padded_length(record) * dtype.itemsize // input_tensor.dtype.itemsize
+            for record, dtype in zip(self._records, dtypes, strict=True)
+        ]
+        largest = dict(zip(self._low, self.scales.of(self._low), strict=True))
+        sent = []
+        for record, part, dtype in zip(self._records, input_tensor.split(lengths), dtypes, strict=True):
+            if record in largest:
+                values = part.clone().view(dtype)  # in memory of its own, for which the dtype is aligned
+                part = encode_tensorwise(values, _in_dtype(largest[record], values))
+            sent.append(part.view(torch.uint8))
+        message = torch.cat(sent)
+        ranks = dist.get_world_size(group)
+        received = message.new_empty(ranks * len(message))
+        _all_gather(received, message, group=group)
+        parts = received.view(ranks, -1).split([len(part) for part in sent], dim=1)
+        places = output_tensor.view(ranks, -1).split(lengths, dim=1)
+        for record, part, place, dtype in zip(self._records, parts, places, dtypes, strict=True):
+            part = part.contiguous()
+            if record in largest:
+                values = part.view(torch.float8_e4m3fn)
+                part = decode_tensorwise(values, _in_dtype(largest[record], place, dtype), dtype)
+            place.copy_(part.view(place.dtype))
+
+    def as_gathered(self, record: Any, values: torch.Tensor) -> torch.Tensor:
+        """Return `values`, a part of the weight of `record` in the dtype of the group, as it was gathered the last time."""
+        if record not in self._low:
+            return values
+        largest = _in_dtype(self.scales.of([record])[0], values)
+        return decode_tensorwise(encode_tensorwise(values, largest), largest, values.dtype)
+
+
+def _in_dtype(largest: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The largest magnitude of a weight, of which `values` are a part, after its rounding to their dtype."""
+    return largest.to(values.device).to(dtype or values.dtype).float()
