@@ -253,6 +253,25 @@ def test_a_forward_of_the_users_own_runs_on_every_stage(ranks2, style):
     ranks2(own_kinds, style)
 
 
+class Flat(Block):
+    """Returns a view of what it computed, as OPT's layers do."""
+
+    def forward(self, x, mask):
+        return super().forward(x, mask).flatten(0, 1).view_as(x)
+
+
+def views(rank, world_size):
+    torch.manual_seed(0)
+    for style in STYLES:
+        model = GPT(num_blocks=2 * world_size)
+        model.blocks = nn.ModuleList(Flat() for _ in model.blocks)
+        compare(model, text(), rank, world_size, style, lambda logits, target: loss_of(logits, target)[None].view(()))
+
+
+def test_blocks_and_losses_that_are_views_cross_stages_in_every_schedule(ranks2):
+    ranks2(views)
+
+
 def statistics(rank, world_size):
     torch.manual_seed(0)
     model = Convolutions()

@@ -21,7 +21,7 @@ from booster import arguments
 from booster.micro_batch import at_stage
 from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
-from booster.torch_internals import engine_backward, num_function_modes
+from booster.torch_internals import engine_backward, is_view, num_function_modes
 
 Shape = tuple[int, ...]
 STYLES: dict[str, Any] = {
@@ -153,9 +153,9 @@ class _Chunk(PipelineStage):
     def forward_maybe_with_nosync(self, *received: torch.Tensor) -> Any:
         stage, number = self._own.index, self._own.current
         output = at_stage(stage, number, False, self._own.compute, received)
-        if not self.is_last:
-            return output
-        return at_stage(stage, number, True, self._loss_of, output, self._own.target)
+        if self.is_last:
+            return _apart(at_stage(stage, number, True, self._loss_of, output, self._own.target))
+        return tuple(_apart(value) for value in output)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -180,6 +180,11 @@ class _Chunk(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, no view: where gradients of inputs and weights come apart, torch detaches what a stage returned in place."""
+    return tensor.clone() if is_view(tensor) else tensor
 
 
 class _GradientsInModes(TorchFunctionMode):
