@@ -127,7 +127,7 @@ def shard_module(
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
-    shards = mesh["shard"].get_group() if mesh.ndim == 2 else mesh.get_group()
+    shards = mesh.get_group(mesh.ndim - 1)
     if policy.fp8_weights and shards.size() > 1:
         _gather_in_fp8(model, policy.fp8_weights, groups, shards)
     if left is not None:

@@ -204,7 +204,7 @@ def test_forward_waits_for_a_weight_when_it_is_first_used(ranks2):
 def compiled(rank, world_size):
     torch.manual_seed(0)
     net = torch.compile(Net(), backend="eager")
-    booster = Booster("cpu", "fp32", LowLevelZeroPlugin(bucket_cap_mb=1e-3, overlap_allgather=True))
+    booster = Booster("cpu", "fp32", LowLevelZeroPlugin(overlap_allgather=True))
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
     plain = Job("fp32")
     with late():
