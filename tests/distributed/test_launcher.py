@@ -146,6 +146,7 @@ def test_a_module_runs_as_with_python_dash_m(tmp_path):
     assert line["path"] == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_script_may_end_with_an_open_process_group(tmp_path):
     text = """
 real = dist.destroy_process_group
@@ -160,6 +161,7 @@ dist.destroy_process_group = say_so
     assert launch(tmp_path, "--nproc_per_node", "1", "train.py") == (0, "1.0 False\nclosed\n", "")
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_meet_within_but_not_between_them_and_end_without_a_word(tmp_path):
     write(tmp_path, "train.py", TRAIN)
     jobs = [start(tmp_path, "--nproc_per_node", "2", "train.py") for _ in range(2)]

@@ -366,6 +366,7 @@ def library_models(rank, world_size):
     compare(transformers.GPT2LMHeadModel(gpt2), batch, rank, world_size, "zbv", own_loss)
 
 
+@pytest.mark.slow
 def test_models_of_timm_and_transformers_need_no_change(ranks2, timm, transformers):
     ranks2(library_models)
 

@@ -79,6 +79,7 @@ def check_disagreement(rank, world_size):
         scaling_bytes.check_case(case)
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_not_what_the_plugin_does_is_noticed(ranks2):
     ranks2(check_disagreement)
 

@@ -125,6 +125,7 @@ def test_both_players_of_the_gan_take_nearly_all_steps(runs: dict[str, Future[Ru
     assert max(map(int, skipped)) < 20
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_every_image_once(runs: dict[str, Future[Run]]) -> None:
     output = output_of(runs, "evaluation on two processes")
     assert output.count("3999 images") == 1
