@@ -182,7 +182,7 @@ def both(
         for _ in range(2):
             step()
             stepped.zero_grad()
-        with Counting() as counting:
+        with Counting(frees_gradients=True) as counting:
             step()
         buffers.extend(counting.buffers)
 

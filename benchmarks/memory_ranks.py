@@ -97,7 +97,7 @@ def on_this_rank(plugin: str, name: str, options: dict[str, Any]) -> torch.Tenso
         kept.extend([booster, model, optimizer, data("cpu", BATCH)])
         step()
         optimizer.zero_grad()
-        with Counting() as counting:
+        with Counting(frees_gradients=True) as counting:
             step()
         buffers.extend(counting.buffers)
 

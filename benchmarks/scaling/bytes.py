@@ -39,11 +39,12 @@ class Counting(TorchDispatchMode):
     """Counts what this rank hands to process groups while it is active: (kind, ranks of the group) -> bytes.
 
     Bytes are those of the whole tensor, as in `scaling_formulas.Message`. short: messages under `NOISE`, left out.
-    buffers: storages that all-reduces worked in, and that gradients were copied from to be sent.
+    buffers: storages that all-reduces worked in, and, unless `frees_gradients`, that gradients were copied from to be sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, frees_gradients: bool = False) -> None:
         super().__init__()
+        self._frees_gradients = frees_gradients
         self.bytes: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.short = 0
         self.buffers: list[torch.UntypedStorage] = []
@@ -51,7 +52,7 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.overloadpacket.__name__, args)
-        elif func is torch.ops.aten.mul.out:  # gradients on their way into what is sent
+        elif func is torch.ops.aten.mul.out and not self._frees_gradients:  # gradients on their way into what is sent
             self.buffers.append(args[0].untyped_storage())
         return func(*args, **(kwargs or {}))
 
