@@ -11,12 +11,13 @@ from torch import nn
 
 from booster.modules import PlacedModule
 from booster.plugin.gradient_reducer import GradientReducer
+from booster.plugin.laid_out import LaidOut
 from booster.shards.zero_buckets import Layout
 from booster.torch_internals import graph_task
 from booster.trees import tensors
 
 
-class ReducedModule(PlacedModule):
+class ReducedModule(LaidOut, PlacedModule):
     """A module whose gradients `reducer` averages over `group`.
 
     layout: how ranks divide the parameters; None where they do not. synchronise_buffers: give rank 0's
@@ -46,16 +47,6 @@ class ReducedModule(PlacedModule):
             if output.requires_grad:
                 output.register_hook(self.reducer.begin)
         return outputs
-
-    def wait_for_weights(self) -> None:
-        """Wait for weights that a step left on their way."""
-        if self.layout is not None:
-            self.layout.arriving.wait()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        if self.layout is not None:
-            self.layout.clear_gradients(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

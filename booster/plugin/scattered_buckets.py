@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from booster.plugin.laid_out import LaidOut
 from booster.plugin.sliced_gradients import SliceReducer
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
@@ -84,13 +85,12 @@ class BucketReducer(SliceReducer):
             param.grad = None
 
 
-class ZeroDDP(DistributedDataParallel):
+class ZeroDDP(LaidOut, DistributedDataParallel):
     """`DistributedDataParallel` that waits for weights on their way, and may keep slices of gradients, see `lay_out`.
 
     A copy, by `copy` or pickle, is as `DistributedDataParallel` leaves it: gradients whole on every rank.
     """
 
-    layout: Layout | None = None
     slices: BucketReducer | None = None
 
     def lay_out(self, layout: Layout, reducer: BucketReducer | None) -> None:
@@ -106,16 +106,6 @@ class ZeroDDP(DistributedDataParallel):
             self.slices.abandon()
         with self.layout.arriving.in_forward(self.module):
             return super().forward(*inputs, **kwargs)
-
-    def wait_for_weights(self) -> None:
-        """Wait for weights that a step left on their way."""
-        if self.layout is not None:
-            self.layout.arriving.wait()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        if self.layout is not None:
-            self.layout.clear_gradients(set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
         self.wait_for_weights()
