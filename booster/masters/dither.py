@@ -7,6 +7,7 @@ import zlib
 import torch
 
 from booster.flat import ALIGNMENT
+from booster.masters.packed import Chances
 
 _BITS = 16
 
@@ -24,7 +25,7 @@ class Dither:
     def __init__(self, seed: int = 1024) -> None:
         self.count = 0
         self._seed = seed
-        self._known: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._known: dict[tuple[str, torch.device], Chances] = {}
 
     def next(self) -> None:
         """Go on to the next step."""
@@ -38,6 +39,10 @@ class Dither:
 
     def lanes(self, name: str, device: torch.device) -> torch.Tensor:
         """Return 64 numbers from 0 to 65535, int32."""
+        return self.chances(name, device).lanes
+
+    def chances(self, name: str, device: torch.device) -> Chances:
+        """Return the same, with what is made of them."""
         key = (name, device)
         if key not in self._known:
             # Torch's generator for CPUs takes 32 bits of a seed.
@@ -46,5 +51,5 @@ class Dither:
             drawn = torch.randint(0, 2**_BITS, (ALIGNMENT,), dtype=torch.int32, generator=generator)
             if device.type == "cuda":  # memory of its own kind, so that nothing waits for the copy
                 drawn = drawn.pin_memory()
-            self._known[key] = drawn.to(device, non_blocking=True)
+            self._known[key] = Chances(drawn.to(device, non_blocking=True))
         return self._known[key]

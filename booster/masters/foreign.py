@@ -15,10 +15,10 @@ from booster.masters.rounding import CHUNK, Views, high_bits, pieces_like
 def take_zeros(working: Views, values: torch.Tensor, spare: torch.Tensor) -> None:
     """Of joined bfloat16 masters: take over zeros that somebody else wrote. Overwrites `spare`.
 
-    With the remainder of another weight they can read as a NaN. On the CPU one number tells whether there is any; elsewhere
+    With the remainder of another weight they can read as a NaN. On the CPU the sum tells whether there may be any; elsewhere
     reading it would wait for the device.
     """
-    if not values.is_cpu or math.isnan(values.amax()):
+    if not values.is_cpu or math.isnan(values.sum()):
         torch._foreach_copy_(pieces_like(spare, working), list(working))
         torch.where(values.isnan().logical_and_(spare == 0), spare, values, out=values)
 

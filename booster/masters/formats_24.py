@@ -24,7 +24,7 @@ import torch
 from booster.masters.dither import Dither
 from booster.masters.foreign import take_foreign, take_zeros
 from booster.masters.formats import Format
-from booster.masters.packed import fractions
+from booster.masters.packed import Chances
 from booster.masters.rounding import Views, pieces_like, plain_nan_, to_ulp
 
 WEIGHTS = "weights"  # what `Dither` gives them random numbers by
@@ -39,9 +39,9 @@ class Split24(Format):
     def __init__(self, dither: Dither) -> None:
         self._dither = dither
 
-    def lanes(self, device: torch.device) -> torch.Tensor:
+    def chances(self, device: torch.device) -> Chances:
         """Return the random numbers of this step."""
-        return self._dither.lanes(WEIGHTS, device)
+        return self._dither.chances(WEIGHTS, device)
 
     def allocate(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int8, device=device)
@@ -59,10 +59,13 @@ class Split24BFloat16(Split24):
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         plain_nan_(values)
-        bits = values.view(torch.int32)
-        bits.view(-1, 64).add_(self.lanes(values.device).bitwise_right_shift(8))
-        rest.copy_(bits.bitwise_right_shift_(8))  # the lower eight of 24 bits
-        bits.add_(0x80).bitwise_right_shift_(8)
+        # Pairs are shifted together, which is faster: what one takes over from the other lies above the bits that are read.
+        bits, pairs = values.view(torch.int32), values.view(torch.int64)
+        bits.view(-1, 64).add_(self.chances(values.device).upper)
+        pairs.bitwise_right_shift_(8)
+        rest.copy_(bits)  # the lower eight of 24 bits
+        bits.add_(0x80)
+        pairs.bitwise_right_shift_(8)
         torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
 
 
@@ -85,5 +88,5 @@ class Split24Float16(Split24):
         # The difference to an overflown weight is not a number; nothing is left over then. Two numbers tell whether there is.
         if not values.is_cpu or not all(map(math.isfinite, torch.aminmax(values))):
             values.nan_to_num_(0.0, 0.0, 0.0)
-        values.view(-1, 64).add_(fractions(self.lanes(values.device)))
+        values.view(-1, 64).add_(self.chances(values.device).fractions)
         rest.copy_(values.floor_().clamp_(-LARGEST, LARGEST))

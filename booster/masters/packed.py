@@ -49,6 +49,7 @@ resumed from one goes on bit for bit.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -107,36 +108,44 @@ class Packed:
         factors = self.factors()
         if factors is None:
             return values.copy_(self.codes)
-        values.copy_(self.codes)
-        values.mul_(values if self.way == "unsigned" else torch.abs(values, out=spare))
+        if self.way == "unsigned":
+            values.copy_(self.codes)
+            values.mul_(values)
+        else:  # at most 127 * 127, in half as many bytes as float32 takes
+            spare = torch.empty_like(values) if spare is None else spare
+            codes, sizes = spare.view(torch.int16).split(len(values))
+            codes.copy_(self.codes)
+            values.copy_(codes.mul_(torch.abs(codes, out=sizes)))
         values.view(-1, GROUP).mul_(factors[:, None])
         return values.mul_(values) if self.way == "unsigned" else values
 
-    def pack(self, values: torch.Tensor, lanes: torch.Tensor, spare: torch.Tensor | None = None) -> None:
-        """Keep float32 `values`, which are overwritten. lanes: 64 random numbers below 2**16, int32. spare: as of `unpack`."""
+    def pack(self, values: torch.Tensor, chances: Chances, spare: torch.Tensor | None = None) -> None:
+        """Keep float32 `values`, which are overwritten. spare: as of `unpack`."""
         if self.scales is None:
             plain_nan_(values)  # any other could round to infinity, or to zero
             bits = values.view(torch.int32)
-            bits.view(-1, 64).add_(lanes)
+            bits.view(-1, 64).add_(chances.lanes)
             self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
             return
         if spare is None:
             spare = torch.empty(len(values), device=values.device)
         signed = self.way == "signed"
-        sizes = torch.abs(values, out=spare) if signed else values
+        sizes = torch.abs(values, out=spare) if signed else values.abs_()  # no NaN is negative then
         groups = sizes.view(-1, GROUP)
-        largest = torch.amax(groups, 1)
+        # Bits of positive numbers are in the order of the numbers, NaN last; for integers torch's CPU kernel is faster.
+        largest = torch.amax(groups.view(torch.int32), 1).view(torch.float32)
         least = largest.clamp(min=SMALLEST)
-        self.scales.copy_(narrow_scales(largest, least, lanes))
+        self.scales.copy_(narrow_scales(largest, least, chances.of_scales(len(least))))
         # The levels go into the factor of a group, under the root: a pass less over the elements.
         groups.mul_(least.reciprocal_().mul_(LEVELS[self.way] ** (2 if signed else 4))[:, None])
         sizes = sizes.sqrt_() if signed else sizes.sqrt_().sqrt_()
-        sizes.view(-1, 64).add_(fractions(lanes))
+        sizes.view(-1, 64).add_(chances.fractions)
         if signed:
             self.codes.copy_(sizes.copysign_(values))
         else:
-            whole = spare.view(torch.int32).copy_(sizes.clamp_(min=1.0))
+            whole = spare.view(torch.int16)[: len(sizes)].copy_(sizes)
             self.codes.view(torch.int8).copy_(whole)  # the lower eight bits
+            self.codes.clamp_(min=1)
 
 
 def fractions(lanes: torch.Tensor) -> torch.Tensor:
@@ -144,14 +153,49 @@ def fractions(lanes: torch.Tensor) -> torch.Tensor:
     return (lanes.bitwise_right_shift(4).float() + 0.5) * 2.0**-12
 
 
-def narrow_scales(largest: torch.Tensor, least: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
+def scale_chances(lanes: torch.Tensor) -> torch.Tensor:
+    """Return what is added to the bits of every first and every second scale, int32."""
+    # What was unpacked is off by some of its last bits; no random number may carry that further.
+    return lanes[:2].bitwise_right_shift(1).clamp_(_MARGIN, 2**15 - 1 - _MARGIN)
+
+
+def narrow_scales(largest: torch.Tensor, least: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Return the bits 15 to 30 of scales, rounded by chance, as int32.
 
-    largest: of each group, float32, not negative; zero stays zero. least: the same, but at least `SMALLEST`.
+    largest: of each group, float32, not negative; zero stays zero. least: the same, but at least `SMALLEST`. chances: those of
+    `scale_chances`, for each group.
     """
-    found = least * (largest != 0)
+    found = least * largest.sign()  # zero or one
     if not found.is_cpu:  # see `rounding.plain_nan_`
         found = torch.where(found != found, math.nan, found)
-    # What was unpacked is off by some of its last bits; no random number may carry that further.
-    chance = lanes[:2].bitwise_right_shift(1).clamp_(_MARGIN, 2**15 - 1 - _MARGIN)
-    return (found.view(torch.int32).view(-1, 2) + chance).view(-1).bitwise_right_shift_(15)
+    return (found.view(torch.int32) + chances).bitwise_right_shift_(15)
+
+
+class Chances:
+    """The random numbers of one state in one step, and what is made of them, once for all buckets.
+
+    lanes: 64 random numbers below 2**16, int32, for elements 64 apart.
+    """
+
+    def __init__(self, lanes: torch.Tensor) -> None:
+        self.lanes = lanes
+        self._repeated = lanes[:0]
+
+    @cached_property
+    def fractions(self) -> torch.Tensor:
+        return fractions(self.lanes)
+
+    @cached_property
+    def upper(self) -> torch.Tensor:
+        """Their upper eight bits."""
+        return self.lanes.bitwise_right_shift(8)
+
+    @cached_property
+    def _pair(self) -> torch.Tensor:
+        return scale_chances(self.lanes)
+
+    def of_scales(self, groups: int) -> torch.Tensor:
+        """Return `scale_chances` of so many groups, an even number."""
+        if groups > len(self._repeated):
+            self._repeated = self._pair.repeat(groups // 2)
+        return self._repeated[:groups]

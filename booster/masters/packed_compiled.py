@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from booster.masters.packed import GROUP, LEVELS, SMALLEST, Way, fractions, narrow_scales
+from booster.masters.packed import GROUP, LEVELS, SMALLEST, Way, fractions, narrow_scales, scale_chances
 
 
 def unpack(way: Way, codes: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
@@ -50,5 +50,6 @@ def pack(
     if way == "signed":
         codes = torch.copysign((sizes * factors).sqrt() + noise, grouped).to(torch.int8)
     else:
-        codes = ((sizes * factors).sqrt().sqrt() + noise).clamp(min=1.0).to(torch.int32).to(torch.uint8)
-    return codes.view(-1), narrow_scales(largest.view(-1), least.view(-1), lanes)
+        codes = ((sizes * factors).sqrt().sqrt() + noise).to(torch.int32).clamp(min=1).to(torch.uint8)
+    scales = narrow_scales(largest.view(-1, 2), least.view(-1, 2), scale_chances(lanes))
+    return codes.view(-1), scales.view(-1)

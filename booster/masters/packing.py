@@ -39,10 +39,6 @@ class Packing:
         self._dither = dither
         self._name = type(optimizer).__name__
 
-    def lanes(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return the random numbers that the state `name` is rounded with in this step."""
-        return self._dither.lanes(name, device)
-
     def way_of(self, name: str, value: Any, bucket: FlatBucket) -> Way | None:
         """Return how `value`, the entry `name` of the state of `bucket`, is packed; None: it stays as it is."""
         flat = isinstance(value, torch.Tensor) and value.shape == (bucket.size,) and value.dtype == torch.float32
@@ -75,7 +71,7 @@ class Packing:
                 )
             kept = (packed or {}).get(name)
             kept = Packed(way, bucket.size, value.device) if kept is None else kept
-            kept.pack(value, self.lanes(name, value.device), spare)
+            kept.pack(value, self._dither.chances(name, value.device), spare)
             state[name] = kept
 
     @contextmanager

@@ -323,7 +323,9 @@ def test_packing_without_side_effects_is_that_in_place(way, present):
     values[64:128], values[200] = 0.0, 1e-38
     here = torch.rand(2**14, generator=generator) < 0.9 if present else None
     kept = Packed(way, len(values), torch.device("cpu"))
-    kept.pack(values.clone() if here is None else torch.where(here, values, 0.0), lanes)
+    kept.pack(
+        values.clone() if here is None else torch.where(here, values, 0.0), dither.chances("state", torch.device("cpu"))
+    )
     codes, scales = pack(way, values, lanes, here)
     assert torch.equal(codes.to(kept.codes.dtype).view(torch.uint8), kept.codes.view(torch.uint8))
     again = Packed(way, len(values), torch.device("cpu"))
