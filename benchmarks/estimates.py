@@ -27,7 +27,7 @@ from benchmarks.scaling.bytes import Counting, alive_storages
 from benchmarks.timing import describe_machine
 from booster import Booster
 from booster.memory import Estimate, Measured, estimate, measure
-from booster.mixed_precision import BF16NaiveMixedPrecision, MixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, MixedPrecision
 from booster.plugin import LowLevelZeroPlugin, Plugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 cross_entropy = nn.functional.cross_entropy
@@ -125,7 +125,11 @@ PRECISIONS: dict[str, Callable[[], str | MixedPrecision]] = {
     "fp16": lambda: "fp16",
     "bf16_naive": lambda: "bf16_naive",
     "seven bytes": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
+    "fp8": lambda: FP8MixedPrecision(emulate=True),
+    "fp8, gathered so": lambda: FP8MixedPrecision(emulate=True, gather_in_fp8=True),
+    "fp8, bf16 weights gathered so": lambda: FP8MixedPrecision(emulate=True, weights="bf16", gather_in_fp8=True),
 }
+HAVE_LINEARS = ("vit", "gpt")  # beside the first and the last one
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "single": SingleDevice,
     "ddp": TorchDDPPlugin,
@@ -242,9 +246,10 @@ def cases(names: list[str], plugins: list[str]) -> Iterator[tuple[str, str, str]
         for plugin in plugins:
             for precision in PRECISIONS:
                 label = f"{name} {precision} {plugin}"
-                if (not names or any(part in label for part in names)) and not (
-                    plugin != "single" and precision == "fp16"
-                ):
+                left_out = plugin != "single" and precision == "fp16"
+                left_out |= precision.startswith("fp8") and name not in HAVE_LINEARS
+                left_out |= "gathered" in precision and plugin != "fsdp"
+                if not left_out and (not names or any(part in label for part in names)):
                     yield name, precision, plugin
 
 

@@ -71,6 +71,12 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
+def compiled_like(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return `function` compiled by the options with which torch.compile wrapped `module`; None where it did not."""
+    options: Any = getattr(module, "dynamo_ctx", None) if "_orig_mod" in module._modules else None
+    return None if options is None else options(function)
+
+
 def graph_task() -> int:
     """Return the number of the backward pass that runs in this thread, or -1."""
     return torch._C._current_graph_task_id()

@@ -20,6 +20,7 @@ from booster.memory.passes import Passes, Released, Sizes, run_passes
 from booster.memory.stepped import Stepped, stepped
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin.base import Plugin as Placement
+from booster.plugin.low_level_zero import check_gathers
 from booster.update.options import UpdateOptions
 
 Plugin = Literal["single", "ddp", "zero1", "zero2", "fsdp"]
@@ -124,6 +125,8 @@ def estimate(
         released = Released(twice, PIECE, lambda sizes: (step_of(sizes).temporaries, step_of(sizes).part))
     passes = run_passes(model, own, batch, criterion, device, world_size if sharded else None, released)
     policy = own.policy_for(model)
+    if plugin in ("zero1", "zero2"):
+        check_gathers(policy)
     name = precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")

@@ -7,6 +7,7 @@ Of a group of parameters that travels together, in the order of time::
     after its forward     the whole weights are freed, but for those of the model's own group
     before its backward   as before its forward, but the flat result is freed at once, and that of the group which backward
                           wants next is made
+    in a gather in fp8    also the rank's message, what came from all, and one weight on its way from that to the flat result
     after its backward    the whole weights are freed; gradients are copied into the flat input of the reduce-scatter, which the
                           next group's frees, and freed; the shard's gradient stays
 
@@ -15,7 +16,7 @@ As in torch 2.11 to 2.13, `torch/distributed/fsdp/_fully_shard`; gloo copies the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from booster.mixed_precision.policy import DtypePolicy, gathered_modules
 from booster.plugin.fsdp_blocks import block_names
 from booster.plugin.fsdp_groups import Group, plan_groups
 from booster.plugin.fully_sharded import dtype_at_rest
+from booster.shards.fp8_gather import pack, unpack
 
 
 class Sharding:
@@ -49,7 +51,8 @@ class Sharding:
         self._sent: torch.Tensor | None = None  # into a reduce-scatter
         self._backward = False
         self._world_size, self._device = world_size, device
-        self._groups = [_Travelling(group, policy, world_size) for group in groups]
+        low = {id(model.get_submodule(name).weight) for name in policy.fp8_weights} if world_size > 1 else set()
+        self._groups = [_Travelling(group, policy, world_size, low) for group in groups]
         for group in self._groups:
             for index, module in enumerate(group.modules):
                 module.register_forward_pre_hook(self._before(group), with_kwargs=True)
@@ -116,7 +119,18 @@ class Sharding:
             group.arrived = self._empty(group.elements * self._world_size, group.gathered)
         else:
             group.arrived = self._empty(0, group.gathered)
+        if any(group.low):
+            self._send_low(group)
         del copy
+
+    def _send_low(self, group: _Travelling) -> None:
+        """What `FP8Gather` does, but for the collective."""
+        places = group.arrived.view(self._world_size, -1).split(group.shards, dim=1)  # type: ignore[union-attr]
+        largest = [self._empty(1, torch.float32).view(()) if low else None for low in group.low]
+        dtypes = [group.gathered] * len(places)
+        message, sizes = pack([place[0] for place in places], dtypes, largest)
+        received = self._empty(self._world_size * len(message), torch.uint8).view(self._world_size, -1)
+        unpack(received, sizes, places, dtypes, largest)
 
     def _copy_out(self, group: _Travelling, *, forward: bool) -> None:
         if group.arrived is None:
@@ -154,14 +168,15 @@ class Sharding:
 
 
 class _Travelling:
-    """One group of parameters: elements of the shards, dtypes, and what of it is whole now."""
+    """One group of parameters: elements of the shards, dtypes, which are sent in e4m3, and what of it is whole now."""
 
-    def __init__(self, group: Group, policy: DtypePolicy, world_size: int) -> None:
+    def __init__(self, group: Group, policy: DtypePolicy, world_size: int, low: Collection[int]) -> None:
         own = {id(p): p for module in group.members for p in module.parameters(recurse=False)}
         self.modules, self.stays = group.modules, group.stays
         self.params = list(own.values())
         self.shards = [-(-p.shape[0] // world_size) * p.shape[1:].numel() for p in self.params]
         self.elements = sum(self.shards)
+        self.low = [id(param) in low for param in self.params]
         trained = [p for p in self.params if p.requires_grad] or self.params
         computed = trained[0].dtype if trained else torch.float32
         self.rest = dtype_at_rest(trained[0], policy, group.pinned) if trained else computed

@@ -69,7 +69,9 @@ class Scaled:
             return self.scale
         rows, columns = self.values.shape
         down, across = self.block
-        return self.scale.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :columns]
+        high, wide = self.scale.shape
+        each = self.scale[:, None, :, None].expand(-1, down, -1, across)
+        return each.reshape(high * down, wide * across)[:rows, :columns]
 
     def wide(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are meant, without `outer`: bfloat16 holds them exactly for scales of blocks and powers of two."""
@@ -130,8 +132,10 @@ def largest_under(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, i
     size = x.abs()
     if isinstance(over, tuple):
         (rows, columns), (down, across) = x.shape, over
-        padded = F.pad(size, (0, -columns % across, 0, -rows % down))
-        return padded.view(-(-rows // down), down, -(-columns // across), across).amax((1, 3))
+        padded = size
+        if rows % down or columns % across:
+            padded = F.pad(size, (0, -columns % across, 0, -rows % down))
+        return padded.reshape(-(-rows // down), down, -(-columns // across), across).amax((1, 3))
     if not x.numel():
         return x.new_zeros(() if over == "tensor" else (x.shape[0], 1))
     return size.amax() if over == "tensor" else size.amax(1, keepdim=True)

@@ -24,4 +24,4 @@ def decode_tensorwise(values: torch.Tensor, largest: torch.Tensor, dtype: torch.
     numbers, but such an s is no quotient by 448.
     dtype: float32, or bfloat16 where it holds `largest`; `largest` above 2**-110, below which products with a scale underflow.
     """
-    return (values.float() * scale_of(largest / E4M3.largest)).to(dtype)
+    return values.float().mul_(scale_of(largest / E4M3.largest)).to(dtype)

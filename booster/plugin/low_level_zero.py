@@ -108,16 +108,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         self._layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
-        if policy.gather not in (None, policy.store or policy.param):
-            raise ValueError(
-                f"LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather={policy.gather} "
-                "would round the weights themselves; leave it None (gather_in_half=False), or use TorchFSDPPlugin"
-            )
-        if policy.fp8_weights:
-            raise ValueError(
-                "LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather_in_fp8=True "
-                "would round the weights themselves; leave it False, or use TorchFSDPPlugin"
-            )
+        check_gathers(policy)
         if self._stage == 1 or self.group is None:
             placed = super().place(module, policy, device)
         else:
@@ -183,3 +174,17 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         return super().no_sync(module)
+
+
+def check_gathers(policy: DtypePolicy) -> None:
+    """Raise ValueError for a policy by which weights would be rounded on their way between ranks, and kept so."""
+    if policy.gather not in (None, policy.store or policy.param):
+        raise ValueError(
+            f"LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather={policy.gather} "
+            "would round the weights themselves; leave it None (gather_in_half=False), or use TorchFSDPPlugin"
+        )
+    if policy.fp8_weights:
+        raise ValueError(
+            "LowLevelZeroPlugin gathers updated weights once a step and keeps what it gathered, so gather_in_fp8=True "
+            "would round the weights themselves; leave it False, or use TorchFSDPPlugin"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -82,25 +82,13 @@ class FP8Gather:
             padded_length(record) * dtype.itemsize // input_tensor.dtype.itemsize
             for record, dtype in zip(self._records, dtypes, strict=True)
         ]
-        largest = dict(zip(self._low, self.scales.of(self._low), strict=True))
-        sent = []
-        for record, part, dtype in zip(self._records, input_tensor.split(lengths), dtypes, strict=True):
-            if record in largest:
-                values = part.clone().view(dtype)  # in memory of its own, for which the dtype is aligned
-                part = encode_tensorwise(values, _in_dtype(largest[record], values))
-            sent.append(part.view(torch.uint8))
-        message = torch.cat(sent)
+        low = dict(zip(self._low, self.scales.of(self._low), strict=True))
+        largest = [low.get(record) for record in self._records]
+        message, sizes = pack(input_tensor.split(lengths), dtypes, largest)
         ranks = dist.get_world_size(group)
         received = message.new_empty(ranks * len(message))
         _all_gather(received, message, group=group)
-        parts = received.view(ranks, -1).split([len(part) for part in sent], dim=1)
-        places = output_tensor.view(ranks, -1).split(lengths, dim=1)
-        for record, part, place, dtype in zip(self._records, parts, places, dtypes, strict=True):
-            part = part.contiguous()
-            if record in largest:
-                values = part.view(torch.float8_e4m3fn)
-                part = decode_tensorwise(values, _in_dtype(largest[record], place, dtype), dtype)
-            place.copy_(part.view(place.dtype))
+        unpack(received.view(ranks, -1), sizes, output_tensor.view(ranks, -1).split(lengths, dim=1), dtypes, largest)
 
     def as_gathered(self, record: Any, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, a part of the weight of `record` in the dtype of the group, as it was gathered the last time."""
@@ -108,6 +96,41 @@ class FP8Gather:
             return values
         largest = _in_dtype(self.scales.of([record])[0], values)
         return decode_tensorwise(encode_tensorwise(values, largest), largest, values.dtype)
+
+
+def pack(
+    parts: Iterable[torch.Tensor], dtypes: Sequence[torch.dtype], largest: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, list[int]]:
+    """Return what a rank sends of its `parts` of weights, 1-dim and uint8, and how many bytes of it are of each.
+
+    parts: flat numbers of `dtypes`, or their bytes. largest: of a weight that is sent in e4m3 the largest magnitude, float32
+    of shape (); None sends what there is.
+    """
+    sent = []
+    for part, dtype, size in zip(parts, dtypes, largest, strict=True):
+        if size is not None:
+            values = part.clone().view(dtype)  # in memory of its own, for which the dtype is aligned
+            part = encode_tensorwise(values, _in_dtype(size, values))
+        sent.append(part.view(torch.uint8))
+    return torch.cat(sent), [len(part) for part in sent]
+
+
+def unpack(
+    received: torch.Tensor,
+    sizes: Sequence[int],
+    places: Iterable[torch.Tensor],
+    dtypes: Sequence[torch.dtype],
+    largest: Sequence[torch.Tensor | None],
+) -> None:
+    """Write what all ranks packed to `places`, one for each weight: (ranks, its length), of its dtype or in bytes.
+
+    received: uint8, a row for each rank, whose parts have `sizes` bytes.
+    """
+    for part, place, dtype, size in zip(received.split(sizes, dim=1), places, dtypes, largest, strict=True):
+        part = part.contiguous()
+        if size is not None:
+            part = decode_tensorwise(part.view(torch.float8_e4m3fn), _in_dtype(size, place, dtype), dtype)
+        place.copy_(part.view(place.dtype))
 
 
 def _in_dtype(largest: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

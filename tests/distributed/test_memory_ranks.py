@@ -4,14 +4,21 @@ import pytest
 
 from benchmarks.estimates import both
 
-QUICK = [("gpt", "bf16_naive", "fsdp")]
+QUICK = [("gpt", "bf16_naive", "fsdp"), ("gpt", "fp8, gathered so", "fsdp")]
 CASES = [
     pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
     for case in [
-        (model, precision, plugin)
-        for model in ("vit", "gpt", "cnn", "resnet10t")
-        for plugin in ("ddp", "zero1", "zero2", "fsdp")
-        for precision in ("fp32", "bf16", "bf16_naive", "seven bytes")
+        *(
+            (model, precision, plugin)
+            for model in ("vit", "gpt", "cnn", "resnet10t")
+            for plugin in ("ddp", "zero1", "zero2", "fsdp")
+            for precision in ("fp32", "bf16", "bf16_naive", "seven bytes")
+        ),
+        *(
+            (model, precision, "fsdp")
+            for model in ("vit", "gpt")
+            for precision in ("fp8", "fp8, gathered so", "fp8, bf16 weights gathered so")
+        ),
     ]
 ]
 

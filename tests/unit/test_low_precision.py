@@ -2,12 +2,16 @@
 
 import copy
 import logging
+import re
+from contextlib import nullcontext
+from pathlib import Path
 
 import low_reference
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
@@ -17,6 +21,7 @@ from booster.mixed_precision import (
     FP8MixedPrecision,
     Int8MixedPrecision,
     LowPrecision,
+    MixedPrecision,
     MXFP8MixedPrecision,
     NVFP4MixedPrecision,
     TF32MixedPrecision,
@@ -226,6 +231,17 @@ def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name):
     assert layer.weight.grad is None
 
 
+@EVERY_RECIPE
+def test_a_single_vector_is_a_batch_of_one(name):
+    linear, x, g = data((1,))
+    one, alone = (
+        passes(LowPrecisionLinear.of(copy.deepcopy(linear), RECIPES[name], kernels=False), *args)
+        for args in ((x, g), (x[0], g[0]))
+    )
+    assert alone["y"].shape == (64,)
+    assert all(torch.equal(alone[key].flatten(), one[key].flatten()) for key in one)
+
+
 def test_gradients_of_gradients_are_refused():
     linear, x, _ = data()
     y = LowPrecisionLinear.of(linear, MXFP8, kernels=False)(x.requires_grad_())
@@ -263,6 +279,46 @@ def test_what_a_gpu_has_goes_by_its_compute_capability(monkeypatch, capability, 
     )
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD's" in kernels.lacks(RECIPES["fp8"], device)
+
+
+def hardware_table():
+    """Rows of "Where they run" in docs/low_precision.md: what is in the first column, and a cell for each precision."""
+    text = (Path(__file__).parents[2] / "docs" / "low_precision.md").read_text()
+    lines = text.split("## Where they run")[1].split("##")[0].splitlines()
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|"))
+    return [
+        pytest.param(
+            row[0],
+            {name: cell for names, cell in zip(head[1:], row[1:], strict=True) for name in names.split(", ")},
+            id=row[0].split(" (")[0],
+        )
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(("hardware", "cells"), hardware_table())
+def test_the_table_of_hardware_says_what_precisions_do_there(monkeypatch, hardware, cells):
+    makes = {
+        "fp8": FP8MixedPrecision,
+        "mxfp8": MXFP8MixedPrecision,
+        "nvfp4": NVFP4MixedPrecision,
+        "int8": Int8MixedPrecision,
+        "tf32": TF32MixedPrecision,
+    }
+    assert cells.keys() == makes.keys()
+    capabilities = [tuple(map(int, each.split("."))) for each in re.findall(r"\d+\.\d", hardware)]
+    monkeypatch.setattr(torch.version, "hip", "6.4" if hardware == "AMD" else None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: hardware)
+    monkeypatch.setattr(BF16MixedPrecision, "bind", MixedPrecision.bind)  # it asks the device itself
+    for capability in capabilities or [(9, 9)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        device = torch.device("cpu" if hardware == "CPU" else "cuda:0")
+        for name, make in makes.items():
+            allowed = make(emulate="auto")
+            allowed.bind(device)
+            assert ("rehearses" if allowed.is_rehearsal else "runs") == cells[name], name
+            with pytest.raises(ValueError, match="emulate=True") if allowed.is_rehearsal else nullcontext():
+                make().bind(device)
 
 
 def test_options_that_contradict_each_other_are_refused(monkeypatch):
@@ -539,6 +595,31 @@ def test_nan_in_a_gradient_is_found(monkeypatch):
         RuntimeError, match="'blocks.0.down' and 1 of its shape.*the gradient of the weight has inf or NaN"
     ):
         boosted(STRATEGIES["mxfp8"](), model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
+def test_nan_that_only_a_compiled_layer_gives_is_found(monkeypatch):
+    right = product.product
+
+    def nan_where_compiled(*args, **options):
+        return right(*args, **options) * (torch.nan if torch.compiler.is_compiling() else 1.0)
+
+    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.product", nan_where_compiled)
+    boosted(STRATEGIES["fp8 rowwise"]())
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="'blocks.0.up' and 1 of its shape.*the output, compiled, has inf or NaN"):
+        boosted(STRATEGIES["fp8 rowwise"](), torch.compile(net(), backend="aot_eager"))
+    torch.compiler.reset()
+
+
+def test_a_pruned_layer_is_converted_with_its_mask():
+    model = net()
+    prune.l1_unstructured(model.blocks[0]["up"], "weight", 0.5)
+    mask = model.blocks[0]["up"].weight_mask.clone()
+    run = boosted(STRATEGIES["fp8"](), model)
+    assert converted(run[1]) == INNER
+    train(run, 2)
+    assert torch.equal(run[1].blocks[0]["up"].weight == 0, mask == 0)
 
 
 @EVERY_RECIPE

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.estimates import MODELS, PRECISIONS, both
+from benchmarks.estimates import both, cases
 from booster import Booster
 from booster.memory import (
     compare,
@@ -16,7 +16,10 @@ from booster.memory import (
     show,
     what_to_change,
 )
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision
+from booster.memory.sharding import Sharding
+from booster.memory.tracker import StorageTracker
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision
+from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin import SingleDevice
 
 cross_entropy = nn.functional.cross_entropy
@@ -24,9 +27,8 @@ cross_entropy = nn.functional.cross_entropy
 QUICK = [("vit", "bf16"), ("gpt", "seven bytes"), ("resnet10t", "fp32")]
 CASES = [
     pytest.param(name, precision, torch.optim.AdamW, marks=[] if (name, precision) in QUICK else [pytest.mark.slow])
-    for name in MODELS
+    for name, precision, _ in cases([], ["single"])
     if name != "convnext_atto"  # of its convolutions channel by channel, the peak is not known, see docs/memory.md
-    for precision in PRECISIONS
 ]
 CASES += [
     pytest.param("gpt", "bf16_naive", torch.optim.RMSprop, marks=pytest.mark.slow),
@@ -88,6 +90,29 @@ def test_ranks_divide_what_their_plugin_divides():
     assert [each.world_size for each in found] == [1, 4, 4, 4, 4]
 
 
+def test_a_gather_in_fp8_takes_more_for_a_while_and_nothing_that_stays():
+    """The rank's message, those of all ranks, and of one weight the bytes and the numbers that they are decoded to."""
+    model, found = nn.Sequential(nn.Linear(64, 2048), nn.Linear(2048, 10)), {}
+    for layers in (frozenset(), frozenset({"0"})):
+        sharding = Sharding(model, DtypePolicy(fp8_weights=layers), 4, torch.device("cpu"))
+        (group,) = sharding._groups
+        with StorageTracker(model.parameters()) as tracker:
+            sharding._gather(group)
+        found[layers] = tracker.now, tracker.highest
+    (wide, wide_highest), (low, low_highest) = found.values()
+    number, rest = 64 * 2048, 2048 + 3 * 2048 * 4 + 3 * 4  # ten rows on four ranks are three on each
+    message = number // 4 + rest
+    assert low == wide == wide_highest == 4 * (number + rest)
+    assert low_highest - wide == pytest.approx(message + 4 * message + number + 4 * number, abs=64)  # and scales
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_low_precision_keeps_what_the_precision_around_its_layers_keeps(weights):
+    low = estimate(*small(), precision=FP8MixedPrecision(emulate=True, keep="2", weights=weights))
+    wide = estimate(*small(), precision="bf16" if weights == "fp32" else "bf16_naive")
+    assert (low.held, low.masters, low.states) == (wide.held, wide.masters, wide.states)
+
+
 def test_what_cannot_be_estimated_says_why():
     class Reads(nn.Module):
         def __init__(self):
@@ -107,6 +132,10 @@ def test_what_cannot_be_estimated_says_why():
         estimate(*small(), plugin="tp")
     with pytest.raises(ValueError, match="what FP16ApexMixedPrecision keeps beside weights is not known"):
         estimate(*small(), precision=FP16ApexMixedPrecision("O2"))
+    gathers = FP8MixedPrecision(emulate=True, gather_in_fp8=True, keep="2")
+    for plugin in ("zero1", "zero2"):
+        with pytest.raises(ValueError, match="gather_in_fp8=True would round the weights themselves"):
+            estimate(*small(), precision=gathers, plugin=plugin, world_size=2)
 
 
 # ---------------------------------------------------------------------- what fits

@@ -47,7 +47,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.recipe, ctx.kernels = recipe, kernels
         with torch.autocast(x.device.type, enabled=False):  # which would round scales to half
-            y = product(x.flatten(0, -2), weight, recipe.output, recipe, dtype=x.dtype, kernels=kernels)
+            tokens = x.reshape(-1, weight.shape[1])
+            y = product(tokens, weight, recipe.output, recipe, dtype=x.dtype, kernels=kernels)
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod

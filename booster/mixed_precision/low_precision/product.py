@@ -29,7 +29,9 @@ def product(
         return a.to(dtype) @ b.to(dtype).t()
     if not (a.numel() and b.numel()):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-    a, b = (F.pad(each.float(), (0, -each.shape[1] % recipe.multiple)) for each in (a, b))
+    a, b = a.contiguous().float(), b.contiguous().float()
+    if a.shape[1] % recipe.multiple:
+        a, b = (F.pad(each, (0, -each.shape[1] % recipe.multiple)) for each in (a, b))
     if how.hadamard:
         a, b = rotated(a), rotated(b)
     if kernels:

@@ -15,12 +15,21 @@ _TOKENS = 64
 _PRODUCTS = ("output", "gradient of the input", "gradient of the weight")
 
 
-def complaint(layer: LowPrecisionLinear, device: torch.device, dtype: torch.dtype) -> str:
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+def complaint(
+    layer: LowPrecisionLinear,
+    device: torch.device,
+    dtype: torch.dtype,
+    compiled: Callable[[Forward], Forward | None] = lambda forward: None,
+) -> str:
     """Say what is wrong with `layer` on `device`, its input in `dtype`; empty where nothing is.
 
     Its forward, its two gradients and that of the bias are compared with those of a plain linear layer of the same shape in
     float32, on normally distributed numbers. Right is: every parameter has a gradient, nothing is NaN or inf, and the error
     of each product is above zero, since rounding that does nothing did not happen, and below the recipe's bound.
+    compiled: compiles a forward; where it returns one, that is compared, too.
     Cost: forward and backward of 64 rows, and two weights more for as long. No generator of torch moves.
     """
     draw = torch.Generator().manual_seed(0)
@@ -34,35 +43,49 @@ def complaint(layer: LowPrecisionLinear, device: torch.device, dtype: torch.dtyp
         params["bias"] = normal(layer.out_features)
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
         probe = layer.__class__.__new__(layer.__class__)
-        probe.__dict__.update(layer.__dict__)
+        # Not those that hooks compute before each forward, of pruned layers.
+        own = {name: value for name, value in layer.__dict__.items() if name not in ("weight", "bias")}
+        probe.__dict__.update(own)
         probe._parameters = {"bias": None, **{name: nn.Parameter(value.clone()) for name, value in params.items()}}
-        low = _results(probe.forward, x, g, probe._parameters)  # without the hooks of the user's layer
+        forwards = {"": probe.forward, ", compiled,": compiled(probe.forward)}  # without the hooks of the user's layer
+        lows = {how: _results(run, x, g, probe._parameters) for how, run in forwards.items() if run is not None}
         plain = {name: nn.Parameter(value) for name, value in params.items()}
         wide = _results(lambda x: F.linear(x, plain["weight"], plain.get("bias")), x.float(), g.float(), plain)
+    for how, low in lows.items():
+        wrong = _differs(layer, low, wide, how)
+        if wrong:
+            return wrong
+    return ""
+
+
+def _differs(layer: LowPrecisionLinear, low: Mapping[str, Any], wide: Mapping[str, Any], how: str) -> str:
     recipe = layer.recipe
     bounds = dict(zip(_PRODUCTS, recipe.bounds, strict=True))
     low_ones = dict(zip(_PRODUCTS, (recipe.output, recipe.input_gradient, recipe.weight_gradient), strict=True))
     for name, expected in wide.items():
         got = low[name]
         if got is None:
-            return f"no {name}"
+            return f"no {name}{how.rstrip(',')}"
         if not bool(torch.isfinite(got).all()):
-            return f"the {name} has inf or NaN"
+            return f"the {name}{how} has inf or NaN"
         error = float((got.float() - expected).norm() / expected.norm())
         rounding = 2.0**-7  # of sums in bfloat16, for the bias, whose gradient no recipe rounds
         if error > bounds.get(name, rounding):
-            return f"the {name} is off by {error:.2g}, and at most {bounds.get(name, rounding):.2g} is right"
+            return f"the {name}{how} is off by {error:.2g}, and at most {bounds.get(name, rounding):.2g} is right"
         if low_ones.get(name) is not None and error == 0:
-            return f"the {name} is not rounded at all"
+            return f"the {name}{how} is not rounded at all"
     return ""
 
 
 def _results(
-    forward: Callable[[torch.Tensor], torch.Tensor],
+    forward: Forward,
     x: torch.Tensor,
     g: torch.Tensor,
     params: Mapping[str, nn.Parameter | None],
 ) -> dict[str, Any]:
+    for param in params.values():
+        if param is not None:
+            param.grad = None
     x = x.clone().requires_grad_()
     y = forward(x)
     y.backward(g.to(y.dtype))

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster import arguments
+from booster.masters.options import MasterOptions
 from booster.masters.packing import States
 from booster.mixed_precision.amp import BF16MixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision
@@ -21,12 +23,13 @@ from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, normalise_k
 from booster.mixed_precision.low_precision.kernels import lacks
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, Recipe, nvfp4_recipe
-from booster.mixed_precision.low_precision.self_check import complaint
+from booster.mixed_precision.low_precision.self_check import Forward, complaint
 from booster.mixed_precision.naive import BF16NaiveMixedPrecision
 from booster.mixed_precision.placement import Placement
 from booster.mixed_precision.policy import DtypePolicy
 from booster.modules import bare
 from booster.tied import places_of
+from booster.torch_internals import compiled_like
 from booster.update.base import Job, Update
 
 _logger = logging.getLogger(__name__)
@@ -160,6 +163,13 @@ class LowPrecision(MixedPrecision):
         return self._wide.make_update(optimizer, names, weights, compiled=compiled)
 
     @property
+    def has_own_update(self) -> bool:
+        return self._wide.has_own_update
+
+    def master_options_on(self, device: torch.device) -> MasterOptions | None:
+        return self._wide.master_options_on(device)
+
+    @property
     def states(self) -> States:
         return self._wide.states
 
@@ -204,7 +214,9 @@ class LowPrecision(MixedPrecision):
         for name in names:
             old = inner.get_submodule(name)
             layers[id(old)] = LowPrecisionLinear.of(old, self.recipe, kernels=kernels)  # type: ignore[arg-type]
-        self._check_layers({name: layers[id(inner.get_submodule(name))] for name in names})
+        self._check_layers(
+            {name: layers[id(inner.get_submodule(name))] for name in names}, partial(compiled_like, model)
+        )
         for name, module in [*inner.named_modules(remove_duplicate=False)]:
             if id(module) in layers:
                 inner.set_submodule(name, layers[id(module)])
@@ -258,13 +270,15 @@ class LowPrecision(MixedPrecision):
             )
         return names, wide
 
-    def _check_layers(self, layers: Mapping[str, LowPrecisionLinear]) -> None:
+    def _check_layers(
+        self, layers: Mapping[str, LowPrecisionLinear], compiled: Callable[[Forward], Forward | None]
+    ) -> None:
         """Check one layer of each shape: the data of a check depends on nothing else."""
         shapes: dict[tuple[Any, ...], list[str]] = {}
         for name, layer in layers.items():
             shapes.setdefault((layer.in_features, layer.out_features, layer.bias is None), []).append(name)
         for alike in shapes.values():
-            wrong = complaint(layers[alike[0]], self.device, self._dtype)
+            wrong = complaint(layers[alike[0]], self.device, self._dtype, compiled)
             if wrong:
                 more = f" and {len(alike) - 1} of its shape" if len(alike) > 1 else ""
                 raise RuntimeError(
