@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}  # file: page
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
+LONG_CODE = re.compile(r"<code>([^<]{25,})</code>")
 FIGURE = re.compile(r"^!\[([^\]]*)\]\((\S+)\.svg\)$", re.MULTILINE)
 
 
@@ -38,7 +39,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         text = (ROOT / file).read_text()
         if not file.endswith(".md"):
             language = "python" if file.endswith(".py") else "text"
-            text = f"---\nsearch: {{boost: 0.5}}\n---\n# {file}\n\n```{language}\n{text}```\n"
+            text = f"---\nsearch: {{boost: 0.5}}\nhide: [navigation, toc]\n---\n# {file}\n\n```{language}\n{text}```\n"
         files.append(File.generated(config, name, content=text))
         waiting += _linked(name, text)
     return files
@@ -59,6 +60,15 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return f"![{found[1]}]({found[2]}.svg#only-light)\n![{found[1]}]({found[2]}-dark.svg#only-dark)"
 
     return LINK.sub(turned, FIGURE.sub(in_both, markdown))
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let long names and messages in tables break, so that the columns beside them are not pushed out of sight."""
+
+    def breakable(found: re.Match[str]) -> str:
+        return '<code class="long">' + re.sub(r"([/_.,(]+)", r"\1<wbr>", found[1]) + "</code>"
+
+    return re.sub(r"<td.*?</td>", lambda cell: LONG_CODE.sub(breakable, cell[0]), html, flags=re.DOTALL)
 
 
 def _in_repository(page: str, target: str) -> str:

@@ -5,6 +5,7 @@ All are slow, and skip with what to install where a part is absent.
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -173,15 +174,67 @@ def test_workers_of_ray_train_train_to_the_losses_of_torchrun(tmp_path, of_torch
     assert (world_size, [loss.hex() for loss in losses]) == of_torchrun
 
 
+def made(kind, value, modules):
+    """`value`, as read from a file, as the model that a schema names; what the schema does not know raises."""
+    outer = re.fullmatch(r"(list|dict)(?:\[|\(str, )(.+)[\])]", kind)
+    if outer:
+        assert isinstance(value, {"list": list, "dict": dict}[outer[1]]), f"{value!r} is no {outer[1]}"
+    if outer and outer[1] == "list":
+        return [made(outer[2], each, modules) for each in value]
+    if outer:
+        return {key: made(outer[2], each, modules) for key, each in value.items()}
+    model = next((getattr(module, kind) for module in modules if hasattr(module, kind)), None)
+    if model is None:
+        assert isinstance(value, {"str": str, "int": int, "bool": bool}.get(kind, object)), f"{value!r} is no {kind}"
+        return value
+    names = {written: name for name, written in model.attribute_map.items()}
+    assert set(value) <= set(names), f"{kind} has no {set(value) - set(names)}"
+    return model(**{names[key]: made(model.openapi_types[names[key]], each, modules) for key, each in value.items()})
+
+
+def job_of_kubernetes():
+    return yaml.safe_load((ROOT / "examples" / "launchers" / "pytorchjob.yaml").read_text())
+
+
 def test_the_job_of_kubernetes_is_one_that_its_operator_reads():
+    """Every name down to the mounts of a container is one of the schema, of its type, and nothing required is missing."""
     models = pytest.importorskip("kubeflow.training.models", reason="needs kubeflow-training: pip install it")
-    job = yaml.safe_load((ROOT / "examples" / "launchers" / "pytorchjob.yaml").read_text())
-    known = {"apiVersion", "kind", *models.KubeflowOrgV1PyTorchJob.attribute_map.values()}
-    assert set(job) <= known
-    assert set(job["spec"]) <= set(models.KubeflowOrgV1PyTorchJobSpec.attribute_map.values())
-    for role, replica in job["spec"]["pytorchReplicaSpecs"].items():
+    job = made("KubeflowOrgV1PyTorchJob", job_of_kubernetes(), (models, pytest.importorskip("kubernetes.client")))
+    for role, replica in job.spec.pytorch_replica_specs.items():
         assert role in ("Master", "Worker")
-        assert set(replica) <= set(models.KubeflowOrgV1ReplicaSpec.attribute_map.values())
-        assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        assert replica.restart_policy in ("Always", "OnFailure", "Never", "ExitCode")
         # The operator puts its variables into the container of this name.
-        assert [container["name"] for container in replica["template"]["spec"]["containers"]] == ["pytorch"]
+        (container,) = replica.template.spec.containers
+        assert container.name == "pytorch"
+        assert {mount.name for mount in container.volume_mounts} == {
+            each.name for each in replica.template.spec.volumes
+        }
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "value", "message"),
+    [
+        (("spec",), "pytorchReplicaSpec", {}, "KubeflowOrgV1PyTorchJobSpec has no"),
+        (
+            ("spec", "pytorchReplicaSpecs", "Master", "template", "spec", "containers", 0),
+            "args",
+            "--lr 1",
+            "'--lr 1' is no list",
+        ),
+        (
+            ("spec", "pytorchReplicaSpecs", "Master", "template", "spec", "containers", 0),
+            "volumeMount",
+            [],
+            "V1Container has no",
+        ),
+        (("spec", "pytorchReplicaSpecs", "Master"), "replicas", "one", "'one' is no int"),
+    ],
+)
+def test_a_wrong_job_of_kubernetes_is_found(path, key, value, message):
+    models = pytest.importorskip("kubeflow.training.models", reason="needs kubeflow-training: pip install it")
+    job = inner = job_of_kubernetes()
+    for name in path:
+        inner = inner[name]
+    inner[key] = value
+    with pytest.raises((AssertionError, ValueError, TypeError), match=message):
+        made("KubeflowOrgV1PyTorchJob", job, (models, pytest.importorskip("kubernetes.client")))

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,11 +19,14 @@ FOLDER = ROOT / "examples" / "integrations"
 # By example: what must be installed, and what is compared of what it prints.
 NEEDS = {
     "averaged_weights": [],
+    "compile_model_and_step": [],
     "hf_datasets": ["datasets"],
     "iterable_dataset": ["webdataset"],
     "jsonargparse_config": ["jsonargparse"],
+    "optuna_search": ["optuna"],
     "peft_lora": ["peft", "transformers"],
     "third_party_optimizers": ["schedulefree", "lion-pytorch", "timm"],
+    "timm_recipe": ["timm"],
     "torchmetrics_accuracy": ["torchmetrics"],
     "transformers_models": ["transformers"],
 }
@@ -64,6 +68,7 @@ def example(import_package, capsys, monkeypatch):
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
+    torch.compiler.reset()
 
 
 def losses(text):
@@ -101,6 +106,15 @@ def test_adapters_of_peft_train_alone_and_merge(example, precision):
     fell(out, ["lora"], by=0.8)
     assert "frozen weights unchanged: True" in out
     assert abs(float(re.search(r"merged: loss ([\d.]+)", out)[1]) - losses(out)["lora"][1]) < 0.5
+
+
+@slow
+@quiet
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_recipe_of_timm_trains_and_its_average_knows_the_classes(example, precision):
+    out = example("timm_recipe", precision)
+    fell(out, ["timm"], by=0.9)
+    assert float(re.search(r"accuracy of the average: ([\d.]+)", out)[1]) > 0.6
 
 
 @slow
@@ -163,3 +177,19 @@ def test_split_masters_refuse_optimizers_that_look_at_whole_tensors_and_say_what
     )
     assert "Lion" not in {name for name, _ in refused}
     assert all("register_elementwise" in reason for _, reason in refused)
+
+
+@slow
+@quiet
+@pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
+def test_a_compiled_model_and_step_train_to_the_losses_of_eager_ones(example, precision):
+    out = example("compile_model_and_step", precision)
+    fell(out, ["eager", "compiled"], by=0.9)
+    assert float(re.search(r"at most ([\d.]+) apart", out)[1]) < 0.02
+
+
+@slow
+@quiet
+def test_trials_of_optuna_search_rate_and_precision(example):
+    out = example("optuna_search")
+    assert float(re.search(r"best loss ([\d.]+)", out)[1]) < 0.7
