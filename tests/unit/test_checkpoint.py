@@ -147,6 +147,20 @@ def test_a_run_that_accumulates_goes_on_with_the_short_last_group(tmp_path, prec
     assert same(first.state(), second.state())
 
 
+def test_a_run_is_saved_and_loaded_where_numpy_is_absent(tmp_path, monkeypatch):
+    def absent(*args, **kwargs):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", absent)
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    first = job()
+    first.train(3)
+    first.booster.save(tmp_path, *first.parts, step=3)
+    second = job(seed=1)
+    second.booster.load(tmp_path, *second.parts)
+    assert same(first.state(), second.state())
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_gradients_that_wait_for_a_step_are_not_lost_in_silence(tmp_path, precision):
     refused = pytest.raises(
