@@ -140,7 +140,7 @@ class _Stream:
     def read_into(self, memory: memoryview) -> None:
         done = 0
         while done < len(memory):
-            num = self._file.readinto(memory[done : done + BLOCK])
+            num = self._file.readinto(memory[done : done + BLOCK])  # type: ignore[attr-defined]
             if not num:
                 raise ValueError("it ends early")
             self.digest.update(memory[done : done + num])
