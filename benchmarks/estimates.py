@@ -1,10 +1,11 @@
 """Estimates of memory beside the allocator's record of the same steps, on CPU.
 
-    python -m benchmarks.estimates [--ranks 2] [--only NAME,...]
+    python -m benchmarks.estimates [--ranks 2] [--release] [--only NAME,...]
 
 Without --ranks one process trains each case; with it, so many gloo ranks do, under DDP, ZeRO and FSDP. Held: what the job
 leaves after a step, gradients and batch included, from the allocator's events since before the model was made. Peak: the
-highest point of the next step. The rules of `booster.memory` were fitted to "cnn"; they were not to the models of timm.
+highest point of the next step. --release: with release_gradients="exact", with and without a clip. The rules of
+`booster.memory` were fitted to "cnn"; they were not to the models of timm.
 """
 
 from __future__ import annotations
@@ -130,12 +131,18 @@ PRECISIONS: dict[str, Callable[[], str | MixedPrecision]] = {
     "fp8, bf16 weights gathered so": lambda: FP8MixedPrecision(emulate=True, weights="bf16", gather_in_fp8=True),
 }
 HAVE_LINEARS = ("vit", "gpt")  # beside the first and the last one
-PLUGINS: dict[str, Callable[[], Plugin]] = {
+PLUGINS: dict[str, Callable[..., Plugin]] = {
     "single": SingleDevice,
     "ddp": TorchDDPPlugin,
-    "zero1": lambda: LowLevelZeroPlugin(stage=1),
-    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+    "zero1": lambda **options: LowLevelZeroPlugin(stage=1, **options),
+    "zero2": lambda **options: LowLevelZeroPlugin(stage=2, **options),
     "fsdp": TorchFSDPPlugin,
+}
+RELEASED_BUCKET = 0.5
+PLAIN: dict[str, dict[str, Any]] = {"": {}}
+RELEASES: dict[str, dict[str, Any]] = {
+    ", release": {"release": "exact"},
+    ", release, clip": {"release": "exact", "clip": 1.0},
 }
 
 
@@ -161,14 +168,27 @@ def parts(name: str, make: Any = torch.optim.AdamW) -> tuple[nn.Module, torch.op
 
 
 def both(
-    name: str, precision: str, plugin: str = "single", make: Any = torch.optim.AdamW, world_size: int = 1
+    name: str,
+    precision: str,
+    plugin: str = "single",
+    make: Any = torch.optim.AdamW,
+    world_size: int = 1,
+    release: Any = False,
+    clip: float = 0.0,
 ) -> Found:
-    """Estimate a case, then train it for three steps and record the fourth. With a plugin of ranks: a collective."""
+    """Estimate a case, then train it for three steps and record the fourth. With a plugin of ranks: a collective.
+
+    release, clip: release_gradients and clip_grad_norm, with buckets of `RELEASED_BUCKET` MiB, of which a model fills several.
+    """
+    of_buckets = {"bucket_cap_mb": RELEASED_BUCKET} if release else {}
     expected = estimate(
         *parts(name, make),
         precision=PRECISIONS[precision](),
-        plugin=plugin,
-        world_size=world_size,  # type: ignore[arg-type]
+        plugin=plugin,  # type: ignore[arg-type]
+        world_size=world_size,
+        release_gradients=release,
+        clips=bool(clip),
+        **of_buckets,  # type: ignore[arg-type]
     )
     kept: list[Any] = []
 
@@ -179,7 +199,9 @@ def both(
 
     def begin() -> None:
         model, optimizer, batch, criterion = parts(name, make)
-        booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin]())
+        options = {"release_gradients": release, "clip_grad_norm": clip}
+        divides = of_buckets if plugin in ("ddp", "zero1", "zero2") else {}
+        booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[plugin](**divides), **options)
         boosted, stepped, loss_of, *_ = booster.boost(model, optimizer, criterion)
         del model, optimizer
         kept.extend([booster, boosted, stepped, loss_of, batch])
@@ -188,7 +210,8 @@ def both(
             stepped.zero_grad()
         with Counting(frees_gradients=True) as counting:
             step()
-        buffers.extend(counting.buffers)
+        if not release:  # otherwise nobody keeps them
+            buffers.extend(counting.buffers)
 
     buffers: list[torch.UntypedStorage] = []  # of DDP, which no Python object holds
     gc.collect()  # what is freed while it is recorded is what the step frees
@@ -253,15 +276,16 @@ def cases(names: list[str], plugins: list[str]) -> Iterator[tuple[str, str, str]
                     yield name, precision, plugin
 
 
-def on_rank(rank: int, world_size: int, meeting: str, names: list[str]) -> None:
+def on_rank(rank: int, world_size: int, meeting: str, names: list[str], releases: bool) -> None:
     """Run all cases of ranks; rank 0 prints."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
     for name, precision, plugin in cases(names, [p for p in PLUGINS if p != "single"]):
-        found = both(name, precision, plugin, world_size=world_size)
-        if rank == 0:
-            print(row(name, precision, found), flush=True)
+        for label, options in RELEASES.items() if releases else PLAIN.items():
+            found = both(name, precision, plugin, world_size=world_size, **options)
+            if rank == 0:
+                print(row(name, f"{precision}{label}", found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -269,18 +293,20 @@ def on_rank(rank: int, world_size: int, meeting: str, names: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--release", action="store_true", help="gradients are released")
     parser.add_argument("--only", default="", help="comma-separated parts of 'model precision plugin'")
     options = parser.parse_args()
     names = [part for part in options.only.split(",") if part]
     print(f"{describe_machine()}; KiB on one rank\n\n{HEADER}")
     if options.ranks > 1:
         with tempfile.TemporaryDirectory() as folder:
-            arguments = (options.ranks, f"{folder}/meeting", names)
+            arguments = (options.ranks, f"{folder}/meeting", names, options.release)
             torch.multiprocessing.spawn(on_rank, arguments, nprocs=options.ranks)  # type: ignore[attr-defined]
         return
     torch.set_num_threads(1)
     for name, precision, plugin in cases(names, ["single"]):
-        print(row(name, precision, both(name, precision, plugin)), flush=True)
+        for label, chosen in RELEASES.items() if options.release else PLAIN.items():
+            print(row(name, f"{precision}{label}", both(name, precision, plugin, **chosen)), flush=True)
 
 
 if __name__ == "__main__":

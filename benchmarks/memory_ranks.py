@@ -99,7 +99,8 @@ def on_this_rank(plugin: str, name: str, options: dict[str, Any]) -> torch.Tenso
         optimizer.zero_grad()
         with Counting(frees_gradients=True) as counting:
             step()
-        buffers.extend(counting.buffers)
+        if "release_gradients" not in options:  # otherwise nobody keeps them
+            buffers.extend(counting.buffers)
 
     counts: list[int] = []
     gc.collect()

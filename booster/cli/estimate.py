@@ -38,7 +38,14 @@ def estimate(argv: Sequence[str]) -> int:
     add("world_size", type=_sizes, default="1", metavar="N,M", help="ranks, for all plugins but single")
     add("batch_size", type=values.whole(1), metavar="N", help="samples of one rank")
     add("memory", type=_gibibytes, metavar="GIB", help="say what fits into so much, the largest batch, what to change")
-    add("device", default="cpu", choices=["cpu", "cuda"], help="default: cpu; cuda needs none here")
+    add(
+        "device",
+        default="cpu",
+        choices=["cpu", "cuda"],
+        help="default: cpu; cuda needs a build of torch for CUDA, and no GPU",
+    )
+    add("release_gradients", choices=["exact", "previous_norm"], help="step within the backward pass")
+    add("clips", action="store_true", help="gradients are clipped; says something with --release_gradients")
     add(
         "offload_states",
         action="store_true",
@@ -73,24 +80,23 @@ def _answer(options: argparse.Namespace) -> str:
     job = named_job(options.job, options.batch_size)
     precisions = {name: _made(name) for name in options.precision}
     placements: dict[str, Any] = {"plugins": options.plugin, "world_sizes": options.world_size}
+    ways: dict[str, Any] = {
+        "device": options.device,
+        "release_gradients": options.release_gradients or False,
+        "clips": options.clips,
+        "offload_states": options.offload_states,
+    }
     parts = (job.model, job.optimizer, job.batch, job.criterion)
     found = [
         dataclasses.replace(each, precision=name)
         for name, precision in precisions.items()
-        for each in compare(
-            *parts,
-            precisions=[precision],
-            device=options.device,
-            offload_states=options.offload_states,
-            **placements,
-        )
+        for each in compare(*parts, precisions=[precision], **(ways | placements))
     ]
     batches = advice = None
     if options.memory is not None:
         batches = {}
         for each in found:
-            placed: dict[str, Any] = {"plugin": each.plugin, "world_size": each.world_size, "device": options.device}
-            placed["offload_states"] = options.offload_states
+            placed: dict[str, Any] = {"plugin": each.plugin, "world_size": each.world_size, **ways}
             chosen = {"precision": precisions[each.precision], **placed}
 
             def peak(size: int, chosen: Any = chosen) -> int:

@@ -16,7 +16,8 @@ from booster.grads import PIECE
 from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
 from booster.memory.decoder import Plan, ddp, fsdp, zero
-from booster.memory.passes import Passes, Released, Sizes, run_passes
+from booster.memory.passes import Passes, run_passes
+from booster.memory.released import Arrivals, Bucketed, Released, Sizes, Whole
 from booster.memory.stepped import Stepped, stepped
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin.base import Plugin as Placement
@@ -31,7 +32,7 @@ PLANS: dict[str, Callable[[int], Plan]] = {
     "zero2": lambda n: zero(n, 2),
     "fsdp": fsdp,
 }
-_ZERO_BUCKETS, _BUCKET = 3, 25 * 2**20  # whole gradients that ZeRO-2 has at once, in bytes
+_ZERO_BUCKETS = 3  # of whole gradients that ZeRO-2 has at once
 
 
 @dataclass(frozen=True)
@@ -88,60 +89,70 @@ def estimate(
     release_gradients: Literal[False, "exact", "previous_norm"] = False,
     clips: bool = False,
     offload_states: bool = False,
+    bucket_cap_mb: float = 25,
 ) -> Estimate:
     """Estimate what a training step takes on one rank, without taking it: no memory, no process group, no step of yours.
 
     batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole. Weights,
     states, masters and gradients are counted; activations come from a forward and backward pass on fake tensors. Under
     "zero1", "zero2" and "fsdp" what is gathered or reduced at a time comes from formulas, see docs/memory.md.
-    release_gradients, offload_states: as of `Booster`.
+    release_gradients, offload_states: as of `Booster`. bucket_cap_mb: as of `TorchDDPPlugin` and `LowLevelZeroPlugin`.
     clips: whether gradients are clipped, or looked at otherwise, which may take two passes.
     Memory that a kernel takes for itself while it runs is not seen. Raises ValueError where training would be refused, or
     where the forward reads numbers out of tensors.
     """
     plan = _plan(plugin, world_size)
-    own = make(precision, "precision")
-    device = torch.device(device)
+    device = checked_device(device)
+    own = make(precision, "precision").on(device)
     sharded = plan.engine == "fully_shard"
     arguments.choice("release_gradients", release_gradients, (False, "exact", "previous_norm"))
     arguments.flag("clips", clips)
-    if release_gradients and plugin != "single":
-        raise ValueError(
-            f"release_gradients={release_gradients!r} is estimated for plugin='single', not for {plugin!r}"
-        )
+    bucket_bytes = arguments.number("bucket_cap_mb", bucket_cap_mb, above=0) * 2**20
     if arguments.flag("offload_states", offload_states):
         own = own.offloading_states()
     if own.offloads_states:
         MasterOptions(offload=True).check(optimizer)
     options, fused = own.master_options_on(device), fused_optimizer
-
-    def step_of(sizes: Sizes) -> Stepped:
-        may_fuse = fused and own.may_fuse(optimizer)
-        return stepped(optimizer, sizes, options, fused=may_fuse, released=bool(release_gradients), device=device)
-
-    released = None
-    if release_gradients:
-        twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
-        released = Released(twice, PIECE, lambda sizes: (step_of(sizes).temporaries, step_of(sizes).part))
-    passes = run_passes(model, own, batch, criterion, device, world_size if sharded else None, released)
     policy = own.policy_for(model)
     if plugin in ("zero1", "zero2"):
         check_gathers(policy)
-    name = precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__
     if options is None and own.has_own_update:
         raise ValueError(f"what {type(own).__name__} keeps beside weights is not known to the estimate")
     if sharded and options is not None and policy.store is None:  # float32 shards are the masters
         kept_so = options.states != "fp32" or (options.offload and moves(device))
         options = dataclasses.replace(options, master_weights="auto") if kept_so else None
+
+    def step_of(sizes: Sizes) -> Stepped:
+        may_fuse = fused and own.may_fuse(optimizer)
+        return stepped(optimizer, sizes, options, fused=may_fuse, released=bool(release_gradients), device=device)
+
+    def arrivals_of(params: Sequence[torch.Tensor]) -> Arrivals:
+        if plan.dp == 1:
+            return Whole(params)
+        return Bucketed(
+            params,
+            world_size=plan.dp,
+            parts=plan.state_shards,
+            slices=plan.gradient_shards > 1,
+            bucket_bytes=bucket_bytes,
+        )
+
+    released = None
+    if release_gradients:
+        twice = release_gradients == "exact" and (clips or own.make_scaler().enabled)
+        released = Released(twice, PIECE, lambda sizes: (step_of(sizes).temporaries, step_of(sizes).part))
+    shards = world_size if sharded else None
+    passes = run_passes(model, own, batch, criterion, device, shards, released, arrivals_of)
+    name = precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__
     divisor = 1 if sharded else plan.state_shards
     sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
     step = step_of(sizes)
     if released is not None:  # what it takes was followed in time
         step = dataclasses.replace(step, temporaries=0)
-    return _estimate(name, plugin, plan, passes, step)
+    return _estimate(name, plugin, plan, passes, step, bucket_bytes)
 
 
-def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped) -> Estimate:
+def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped, bucket_bytes: float) -> Estimate:
     gradients = passes.gradients // (1 if plugin == "fsdp" else plan.gradient_shards)
     communication = passes.gradients if plugin in ("ddp", "zero1") and plan.dp > 1 else 0  # DDP's buckets
     weights = passes.weights + passes.buffers
@@ -161,8 +172,8 @@ def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped)
     )
     fixed = found.held - gradients
     during = passes.highest
-    if plugin == "zero2" and passes.gradients > _ZERO_BUCKETS * _BUCKET:
-        during = passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * _BUCKET
+    if plugin == "zero2" and passes.gradients > _ZERO_BUCKETS * bucket_bytes:
+        during = int(passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * bucket_bytes)
     elif plugin == "zero2" and plan.dp > 1:
         # At the end of a bucket: its gradients, the same laid one after another, and the rank's part of them.
         during = max(passes.highest, 2 * passes.gradients + gradients)
@@ -199,6 +210,7 @@ def estimate_placed(
         fused_optimizer=bool(options.fused_optimizer),
         release_gradients=options.release_gradients,  # type: ignore[arg-type]
         clips=bool(options.clip_grad_norm) or options.skip_nonfinite,
+        bucket_cap_mb=plugin.bucket_cap_mb,
     )
 
 
@@ -212,15 +224,38 @@ def compare(
     plugins: Sequence[Plugin] = ("single",),
     world_sizes: Sequence[int] = (1,),
     device: str | torch.device = "cpu",
+    release_gradients: Literal[False, "exact", "previous_norm"] = False,
+    clips: bool = False,
     offload_states: bool = False,
 ) -> list[Estimate]:
-    """Return the estimates for every precision under every plugin on every number of ranks; "single" counts once."""
-    where: dict[str, Any] = {"device": device, "offload_states": offload_states}
+    """Return the estimates for every precision under every plugin on every number of ranks; "single" counts once.
+
+    The other options are those of `estimate`.
+    """
+    where: dict[str, Any] = {
+        "device": device,
+        "release_gradients": release_gradients,
+        "clips": clips,
+        "offload_states": offload_states,
+    }
     return [
         estimate(model, optimizer, batch, criterion, precision=precision, plugin=plugin, world_size=size, **where)
         for precision in precisions
         for plugin, size in _placements(plugins, world_sizes)
     ]
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """Return `device`. Raises ValueError for one that tensors without memory cannot be on by name in this build of torch."""
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.backends.cuda.is_built():
+        raise ValueError(
+            f"device={str(device)!r} cannot be estimated by this build of torch, which is for CPUs: its autograd does not know "
+            "CUDA tensors, not even such without memory. Install a build of torch for CUDA, which needs no GPU here, or "
+            "estimate for device='cpu': weights, masters, gradients and states are the same, and of activations and "
+            "temporaries it says what kernels for CPUs take"
+        )
+    return found
 
 
 def _placements(plugins: Iterable[Plugin], world_sizes: Sequence[int]) -> Iterator[tuple[Plugin, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 from booster import torch_internals, trees
-from booster.casting import HALF_DTYPES
+from booster.memory.released import Arrivals, Released, Sizes, Whole
 from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker
 from booster.micro_batch import MicroBatch
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.policy import cast_parameters
-
-Sizes = tuple[tuple[torch.dtype, int], ...]
 
 
 @dataclass(frozen=True)
@@ -39,48 +37,6 @@ class Passes:
     sizes: Sizes
 
 
-@dataclass(frozen=True)
-class Released:
-    """How gradients are stepped on within backward. twice: the graph is gone through for their norm before. piece: elements
-    of half gradients that are widened at a time for it. step: bytes that stepping takes, and elements that are stepped at
-    once, of parameters of these dtypes and sizes."""
-
-    twice: bool
-    piece: int
-    step: Callable[[Sizes], tuple[int, int]]
-
-    def run(self, loss: torch.Tensor, params: list[Any], device: torch.device) -> None:
-        """Go through the graph of `loss`, on fake tensors, and free each gradient when it would be."""
-        trained = [param for param in params if param.requires_grad]
-        scratch, at_once = self.step(tuple((param.dtype, param.numel()) for param in trained))
-        waiting: list[Any] = []
-
-        def measure(param: Any) -> None:
-            wide = param.dtype in HALF_DTYPES and param.numel() > 0
-            taken = torch.empty(min(param.numel(), self.piece) * 4 * wide, dtype=torch.uint8, device=device)
-            param.grad = None
-            del taken
-
-        def step(param: Any) -> None:
-            waiting.append(param)
-            if sum(each.numel() for each in waiting) >= at_once:
-                step_all()
-
-        def step_all() -> None:
-            taken = torch.empty(scratch, dtype=torch.uint8, device=device)
-            for param in waiting:
-                param.grad = None
-            waiting.clear()
-            del taken
-
-        for action in (measure, step) if self.twice else (step,):
-            handles = [param.register_post_accumulate_grad_hook(action) for param in trained]
-            loss.backward(retain_graph=action is measure)
-            for handle in handles:
-                handle.remove()
-        step_all()
-
-
 def run_passes(
     model: nn.Module,
     precision: MixedPrecision,
@@ -89,11 +45,12 @@ def run_passes(
     device: torch.device,
     shards: int | None = None,
     released: Released | None = None,
+    arrivals_of: Callable[[Sequence[torch.Tensor]], Arrivals] = Whole,
 ) -> Passes:
     """Run `criterion(model(*inputs), target)` and its backward under `precision`, as on `device`, on copies without memory.
 
     shards: so many ranks divide the weights by `fully_shard`, and what is told is that of one rank. released: how gradients
-    are stepped on within backward.
+    are stepped on within backward. arrivals_of: when gradients of parameters that are whole are complete for that.
     Nothing of the arguments changes. Raises ValueError for a model that does not copy, or whose forward reads numbers out of
     tensors, which have none here.
     """
@@ -122,7 +79,7 @@ def run_passes(
                     if released is None:
                         loss.backward()
                     else:
-                        released.run(loss, params, device)
+                        released.run(loss, sharding or arrivals_of(params), device)
                 if sharding is not None:
                     sharding.finish()
         except errors as error:
@@ -144,9 +101,9 @@ def run_passes(
         return found
     return dataclasses.replace(
         found,
-        weights=sum(dtype.itemsize * size for dtype, size, _ in sharding.sizes),
+        weights=sum(dtype.itemsize * size for dtype, size, _ in sharding.stored),
         gradients=_bytes(sharding.gradients),
-        sizes=tuple((dtype, size) for dtype, size, trained in sharding.sizes if trained),
+        sizes=sharding.sizes,
     )
 
 

@@ -24,6 +24,7 @@ from torch import nn
 
 from booster import trees
 from booster.casting import HALF_DTYPES
+from booster.memory.released import Arrivals, Complete, Sizes, Take
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
 from booster.plugin.fsdp_blocks import block_names
 from booster.plugin.fsdp_groups import Group, plan_groups
@@ -31,10 +32,11 @@ from booster.plugin.fully_sharded import dtype_at_rest
 from booster.shards.fp8_gather import pack, unpack
 
 
-class Sharding:
+class Sharding(Arrivals):
     """Follows the passes of `model`, whose parameters are whole fake tensors in the dtypes that are computed in.
 
-    gradients: the shards' gradients so far. Made under the mode that tracks storages, or before it; `finish` after backward.
+    gradients: the shards' gradients so far, unless each is taken as it comes. Made under the mode that tracks storages, or
+    before it; `finish` after backward.
     """
 
     def __init__(self, model: nn.Module, policy: DtypePolicy, world_size: int, device: torch.device) -> None:
@@ -50,6 +52,7 @@ class Sharding:
         self._waiting: torch.Tensor | None = None  # of an all-gather in forward
         self._sent: torch.Tensor | None = None  # into a reduce-scatter
         self._backward = False
+        self._take: Take | None = None
         self._world_size, self._device = world_size, device
         low = {id(model.get_submodule(name).weight) for name in policy.fp8_weights} if world_size > 1 else set()
         self._groups = [_Travelling(group, policy, world_size, low) for group in groups]
@@ -60,9 +63,22 @@ class Sharding:
                     module.register_forward_hook(self._after(group))
 
     @property
-    def sizes(self) -> list[tuple[torch.dtype, int, bool]]:
+    def stored(self) -> list[tuple[torch.dtype, int, bool]]:
         """Of each parameter: the dtype at rest, the elements of its shard, and whether it is trained."""
         return [entry for group in self._groups for entry in group.sizes]
+
+    @property
+    def sizes(self) -> Sizes:
+        return tuple((dtype, size) for dtype, size, trained in self.stored if trained)
+
+    def begin(self, take: Take) -> None:
+        self._take = take
+
+    def end(self) -> None:
+        self.finish()
+        self._order.clear()  # a second pass gathers nothing ahead
+        for group in self._groups:
+            group.arrived, group.whole, group.wanted, group.reduced = None, [], False, False
 
     def finish(self) -> None:
         """Reduce what backward left, and free what waits."""
@@ -107,7 +123,7 @@ class Sharding:
         group.wanted = True
         self._gather(group)
         self._copy_out(group, forward=False)
-        place = self._order.index(group)
+        place = self._order.index(group) if group in self._order else 0
         if place:
             self._gather(self._order[place - 1])
 
@@ -161,7 +177,13 @@ class Sharding:
         shard = self._empty(size, group.reduce)
         if self._world_size > 1 and self._device.type == "cpu":
             self._empty(size * self._world_size, group.reduce)  # gloo's own
-        self.gradients.append(shard if group.reduce == group.rest else self._empty(size, group.rest))
+        if group.reduce != group.rest:
+            shard = self._empty(size, group.rest)
+        if self._take is None:
+            self.gradients.append(shard)
+            return
+        for _, own in trained:
+            self._take(Complete(group.rest, own, [shard]))
 
     def _empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)

@@ -81,6 +81,12 @@ class MixedPrecision:
             )
         self._device = device
 
+    def on(self, device: torch.device) -> MixedPrecision:
+        """A strategy like this one that reckons with `device`, which need not be there or able to run it."""
+        clone = copy.copy(self)
+        clone._device = device
+        return clone
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """A new context for one forward pass; what surrounds it, such as another precision's autocast, was left before."""
         return torch.autocast(self.device.type, self.policy.compute) if self.policy.compute else nullcontext()

@@ -90,6 +90,11 @@ class Plugin(ABC):
     """Whether placed parameters stay in their dtype where `policy.store` is None, as shards that serve as masters do."""
 
     @property
+    def bucket_cap_mb(self) -> float:
+        """Return of how many MiB the buckets are in which gradients are averaged, where there are any."""
+        return 25
+
+    @property
     def release_refusal(self) -> str | None:
         """Return why gradients cannot be stepped within backward here, as release_gradients asks; None: they can."""
         return f"{type(self).__name__} does not say when a gradient is complete on all ranks"

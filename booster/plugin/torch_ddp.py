@@ -103,6 +103,10 @@ class TorchDDPPlugin(Plugin):
         return world()
 
     @property
+    def bucket_cap_mb(self) -> float:
+        return float(self._ddp_options["bucket_cap_mb"])
+
+    @property
     def release_refusal(self) -> str | None:
         if self.group is None:
             return None

@@ -79,10 +79,10 @@ class Shards:
         """Free the gradient of `param`, wherever it is kept. Not inside `local()`."""
         param.grad = None
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether gradients of earlier passes wait somewhere to be added to those of the next."""
-        return False
+    def sparing(self) -> AbstractContextManager[Any]:
+        """Return a context after which gradients of earlier passes, which wait elsewhere than in `.grad` to be added to those
+        of the next, are what they were. A backward pass inside uses copies."""
+        return nullcontext()
 
     def part_of(self, param: torch.Tensor) -> torch.Tensor:
         """Return what stands for `param` inside `local()`."""

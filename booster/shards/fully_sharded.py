@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, MutableSet
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,24 @@ class FullyShardedShards(DTensorShards):
                 raise RuntimeError(UNSYNCHRONISED)
             self._unreduced.discard(module)
 
-    @property
-    def holds_back(self) -> bool:
-        return any(module in self._unreduced and has_unreduced_gradients(module) for module in self._alive())
+    @contextmanager
+    def sparing(self) -> Iterator[None]:
+        params = [param for module in self._alive() for param in _fsdp_params(module) if gathered(param) is not None]
+        before = [(param, param.unsharded_accumulated_grad, _grad_of_gathered(param)) for param in params]
+        handles = [
+            # Called before what comes is added, in place, so that there are copies of one group at a time.
+            gathered(param).register_hook(partial(_copy_held_back, param))  # type: ignore[union-attr]
+            for param, accumulated, grad in before
+            if (accumulated is not None or grad is not None) and gathered(param).requires_grad  # type: ignore[union-attr]
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for param, accumulated, grad in before:
+                param.unsharded_accumulated_grad = accumulated
+                gathered(param).grad = grad  # type: ignore[union-attr]
 
     def abandon_backward(self) -> None:
         super().abandon_backward()
@@ -209,6 +225,15 @@ def has_unreduced_gradients(module: nn.Module) -> bool:
         param.unsharded_accumulated_grad is not None or _grad_of_gathered(param) is not None
         for param in _fsdp_params(module)
     )
+
+
+def _copy_held_back(param: Any, grad: torch.Tensor) -> None:
+    """Let the gradient that comes to the gathered `param` be added to a copy of what it holds back."""
+    whole: Any = gathered(param)
+    if param.unsharded_accumulated_grad is not None:
+        param.unsharded_accumulated_grad = param.unsharded_accumulated_grad.clone()
+    if whole.grad is not None:
+        whole.grad = whole.grad.clone()
 
 
 def forget_unreduced_gradients(module: nn.Module) -> None:

@@ -27,12 +27,6 @@ from booster.torch_internals import graph_task, without_function_modes
 from booster.update.aside import REENTRANT, Aside, leaves, set_aside
 from booster.update.released_pass import ReleasedPass
 
-HELD_BACK = (
-    "release_gradients needs the norm of gradients before it uses them, which takes two backward passes, and the first would "
-    "use up the gradients of earlier micro-batches, which fully_shard holds back; accumulate without a clip and without a "
-    "loss scale, or leave release_gradients False"
-)
-
 
 def run_released(
     updates: Sequence[Any],
@@ -49,18 +43,19 @@ def run_released(
     """
     passes = [ReleasedPass(update) for update in updates]
     own = {param for each in passes for param in each.params}
-    foreign = [leaf for leaf in leaves(loss) if leaf not in own]
+    reached = leaves(loss)
+    for each in passes:
+        reached = each.update.shards.at_rest(reached)
     twice = any(each.measures_first for each in passes)
-    if twice and any(each.update.shards.holds_back for each in passes):
-        raise ValueError(HELD_BACK)
     if twice:
-        with set_aside(foreign) as others:
+        with set_aside(leaf for leaf in reached if leaf not in own) as others:
             _measure(passes, loss, engine, others)
             end()
             others.keep = skip = _decide(passes)
         if skip:
             for each in passes:
                 each.finish()
+                each.update.shards.clear_gradients(set_to_none=True)  # of earlier micro-batches, which were spared
             return
     for each in passes:
         each.begin()
@@ -94,6 +89,7 @@ def _measure(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callabl
 def _measure_once(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callable[[bool], None]) -> None:
     with ExitStack() as held:
         for each in passes:
+            held.enter_context(each.update.shards.sparing())
             held.enter_context(each.measuring())
         with _watching(passes, ReleasedPass.measure, loss, again=True):
             engine(True)

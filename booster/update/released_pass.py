@@ -19,7 +19,8 @@ class ReleasedPass:
     """One update in one backward pass. Where ranks hold shards all of them meet the same parameters in the same order.
 
     seen: parameters whose gradient came. norms, nonfinite: by parameter, of what this rank holds of it; it may hold nothing.
-    held: gradients of earlier passes that are set aside.
+    held: gradients of earlier passes that are set aside. _apart: gradients that wait in memory of their own, of what this rank
+    holds, which may be nothing.
     """
 
     def __init__(self, update: Any) -> None:
@@ -30,6 +31,7 @@ class ReleasedPass:
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
         self.nonfinite: set[torch.Tensor] = set()
         self.held: dict[torch.Tensor, torch.Tensor] = {}
+        self._apart: dict[torch.Tensor, torch.Tensor | None] = {}
         self.looks_again = False
         self._seen: set[torch.Tensor] = set()
         dtypes = {param.dtype for param in self.params}
@@ -93,7 +95,7 @@ class ReleasedPass:
     def _look(self, param: torch.Tensor) -> None:
         """Take the norm of this rank's part of the gradient of `param`, if it has one."""
         self._seen.add(param)
-        with self._shards.lent([param]) as (part,):
+        with self._lent([param]) as (part,):
             if part.grad is None:
                 return
             values = gradient_values([part])
@@ -106,7 +108,7 @@ class ReleasedPass:
         own = [param for param in params if param in self.norms]
         if not own:
             return False
-        with self._shards.lent(own) as parts:
+        with self._lent(own) as parts:
             norms = torch.stack([self.norms[param].to(self.norms[own[0]].device) for param in own])
             bad = nonfinite_indices(gradient_values(parts), norms)
         self.nonfinite.update(own[index] for index in bad)
@@ -167,19 +169,25 @@ class ReleasedPass:
         self._num_unjudged += param.numel()
         if self._num_unjudged >= self._most:
             self._judge()
+        else:
+            self._set_apart(param)
 
     def step_rest(self) -> None:
         """Step what has a gradient and was not stepped yet: what waited for others, and what had one before the pass."""
         if self.measures_along:
             for param in self.params:
-                if param not in self._seen and self._shards.has_gradient(param):
+                if param not in self._seen and self._has_gradient(param):
                     self.step_on(param)
             self._judge()
         self._step_loose()
-        rest = [param for param in self.params if self._shards.has_gradient(param)]
+        rest = [param for param in self.params if self._has_gradient(param)]
         if rest:
             with self._shards.local():
-                self._parts.rest([self._shards.part_of(param) for param in rest])
+                parts = {param: self._shards.part_of(param) for param in rest}
+                for param in self._apart:
+                    parts[param].grad = self._apart[param]
+                self._parts.rest(list(parts.values()))
+            self._apart.clear()
             self._step(rest)
         if self._began:
             self._parts.end()
@@ -196,7 +204,7 @@ class ReleasedPass:
         self._stopped = self._stopped or self.update.found_anywhere(self._doubt(params))
         for param in params:
             if self._stopped:
-                self._shards.drop_gradient(param)
+                self._drop(param)
             else:
                 self._admit(param)
 
@@ -204,13 +212,17 @@ class ReleasedPass:
         index = self._unit.get(param)
         if index is not None:
             self._missing[index] -= 1
-            if not self._missing[index] and all(self._shards.has_gradient(p) for p in self._units[index]):
+            if not self._missing[index] and all(map(self._has_gradient, self._units[index])):
                 self._step(self._units[index])
+            else:
+                self._set_apart(param)
             return
         self._loose.append(param)
         self._num_loose += param.numel()
         if self._num_loose >= self._most:
             self._step_loose()
+        else:
+            self._set_apart(param)
 
     def _step_loose(self) -> None:
         loose, self._loose, self._num_loose = self._loose, [], 0
@@ -221,14 +233,48 @@ class ReleasedPass:
         if not self._began:
             self._began = True
             self._parts.begin()
-        with self._shards.lent(params) as lent:
+        with self._lent(params) as lent:
             parts = [part for part in lent if part.grad is not None]
             if parts:
                 self.update.look_at_part(parts)
                 self._parts.step(parts, self._grad_scale)
         self._num_stepped += len(params)
         for param in params:
-            self._shards.drop_gradient(param)
+            self._drop(param)
+
+    # ------------------------------------------------------------------ gradients that wait
+
+    def _set_apart(self, param: torch.Tensor) -> None:
+        """Copy the gradient of `param`, which waits, where it is a view of memory that others share, and let go of that.
+
+        Those of a bucket, or of what `fully_shard` reduces together, lie in one piece, which lives as long as any of them.
+        """
+        if param in self._apart:
+            return
+        with self._shards.lent([param]) as (part,):
+            grad = part.grad
+            if grad is not None:
+                if grad.is_sparse or grad.untyped_storage().nbytes() <= grad.nbytes:
+                    return
+                grad = grad.clone()
+            self._apart[param] = grad
+        self._shards.drop_gradient(param)
+
+    @contextmanager
+    def _lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+        """As `lent` of the shards, with what was set apart."""
+        with self._shards.lent(params) as parts:
+            for param, part in zip(params, parts, strict=True):
+                if self._apart.get(param) is not None:
+                    part.grad = self._apart[param]
+            yield parts
+
+    def _has_gradient(self, param: torch.Tensor) -> bool:
+        return param in self._apart or self._shards.has_gradient(param)
+
+    def _drop(self, param: torch.Tensor) -> None:
+        self._apart.pop(param, None)
+        self._shards.drop_gradient(param)
 
     # ------------------------------------------------------------------ the end
 

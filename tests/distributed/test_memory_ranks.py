@@ -23,13 +23,37 @@ CASES = [
 ]
 
 
-def found_on(rank, world_size, name, precision, plugin):
-    found = both(name, precision, plugin, world_size=world_size)
+def found_on(rank, world_size, name, precision, plugin, **options):
+    found = both(name, precision, plugin, world_size=world_size, **options)
     return found.estimate.held, found.held, found.estimate.peak, found.peak
 
 
 @pytest.mark.parametrize(("name", "precision", "plugin"), CASES)
 def test_an_estimate_is_what_the_allocator_of_each_rank_records(ranks2, name, precision, plugin):
     for held, recorded_held, peak, recorded_peak in ranks2(found_on, name, precision, plugin):
+        assert held == pytest.approx(recorded_held, rel=0.01)
+        assert peak == pytest.approx(recorded_peak, rel=0.03)
+
+
+def released_on(rank, world_size, name, precision, plugin, clip):
+    return found_on(rank, world_size, name, precision, plugin, release="exact", clip=clip)
+
+
+QUICK_RELEASED = [("gpt", "seven bytes", "fsdp", 0.0), ("gpt", "bf16_naive", "ddp", 1.0)]
+RELEASED = [
+    pytest.param(*case, marks=[] if case in QUICK_RELEASED else [pytest.mark.slow])
+    for case in [
+        (model, precision, plugin, clip)
+        for model in ("vit", "gpt")
+        for plugin in ("ddp", "zero1", "zero2", "fsdp")
+        for precision in ("fp32", "bf16_naive", "seven bytes")
+        for clip in (0.0, 1.0)
+    ]
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "plugin", "clip"), RELEASED)
+def test_an_estimate_follows_released_gradients_on_ranks(ranks2, name, precision, plugin, clip):
+    for held, recorded_held, peak, recorded_peak in ranks2(released_on, name, precision, plugin, clip):
         assert held == pytest.approx(recorded_held, rel=0.01)
         assert peak == pytest.approx(recorded_peak, rel=0.03)

@@ -753,6 +753,8 @@ COMMAND_OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "estimate --batch_size": (digits(1, 2**40), _job),
     "estimate --memory": (decimal(0), _job),
     "estimate --device": (nothing, _job),
+    "estimate --release_gradients": (nothing, _job),
+    "estimate --clips": (nothing, _job),
     "estimate --offload_states": (nothing, _job),
     "estimate --json": (nothing, _job),
     "estimate --picture": (lambda value: value.strip() != "", _job),

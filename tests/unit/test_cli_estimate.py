@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_memory_estimate import JOB
+from test_memory_estimate import JOB, OF_CPUS
 
 from booster.cli import main
 
@@ -39,6 +39,23 @@ def test_a_larger_batch_takes_more_at_the_peak_and_in_inputs_alone(job, capsys):
     assert found[1]["states"] == found[0]["states"]
 
 
+def test_released_gradients_are_not_held_and_a_clip_takes_a_second_pass(job, capsys):
+    found = []
+    for options in ([], ["--release_gradients", "exact"], ["--release-gradients", "exact", "--clips"]):
+        assert (
+            main(["estimate", *options, "--precision", "bf16", "--plugin", "ddp", "--world_size", "2", "--json", job])
+            == 0
+        )
+        found += json.loads(capsys.readouterr().out)["estimates"]
+    plain, released, clipped = found
+    assert plain["gradients"] > 0
+    assert (
+        (released["gradients"], released["communication"]) == (clipped["gradients"], clipped["communication"]) == (0, 0)
+    )
+    assert released["peak"] < clipped["peak"]
+    assert released["held"] == clipped["held"] < plain["held"]
+
+
 def test_a_table_and_a_picture(job, tmp_path, capsys):
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
@@ -61,6 +78,7 @@ def test_a_table_and_a_picture(job, tmp_path, capsys):
         (["--memory", "-1", "JOB"], 2, "is not an amount of memory"),
         (["--batch_size", "0", "JOB"], 2, "is not a whole number of at least 1"),
         (["--precision", ",", "JOB"], 2, "names nothing"),
+        pytest.param(["--device", "cuda", "JOB"], 1, "cannot be estimated by this build of torch", marks=OF_CPUS),
     ],
 )
 def test_what_cannot_be_estimated_ends_with_a_status_and_the_reason(job, options, status, message, capsys):

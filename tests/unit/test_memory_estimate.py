@@ -1,5 +1,7 @@
 """Memory estimates before the first step against the allocator's record of a step; what is held now, counted."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,8 @@ from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin import SingleDevice
 
 cross_entropy = nn.functional.cross_entropy
+
+OF_CPUS = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="of builds of torch for CPUs")
 
 QUICK = [("vit", "bf16"), ("gpt", "seven bytes"), ("resnet10t", "fp32")]
 CASES = [
@@ -73,6 +77,16 @@ def small():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 2048), nn.GELU(), nn.Linear(2048, 10))
     return model, torch.optim.AdamW(model.parameters()), (torch.randn(8, 64), torch.randint(0, 10, (8,))), cross_entropy
+
+
+def deep():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    return (
+        model,
+        torch.optim.AdamW(model.parameters()),
+        (torch.randn(4, 256), torch.randn(4, 256)),
+        nn.functional.mse_loss,
+    )
 
 
 def test_ranks_divide_what_their_plugin_divides():
@@ -136,6 +150,43 @@ def test_what_cannot_be_estimated_says_why():
     for plugin in ("zero1", "zero2"):
         with pytest.raises(ValueError, match="gather_in_fp8=True would round the weights themselves"):
             estimate(*small(), precision=gathers, plugin=plugin, world_size=2)
+
+
+@OF_CPUS
+def test_tensors_of_a_device_that_would_abort_the_process_are_refused_before_they_are_made():
+    for what in (estimate, compare):
+        with pytest.raises(
+            ValueError, match="Install a build of torch for CUDA, which needs no GPU here, or estimate for dev"
+        ):
+            what(*small(), device="cuda:0")
+
+
+def test_an_estimate_reckons_with_the_device_that_it_is_for(monkeypatch):
+    elsewhere = BF16NaiveMixedPrecision()
+    elsewhere.bind(torch.device("meta"))
+    devices = set()
+    monkeypatch.setattr(
+        BF16NaiveMixedPrecision, "forward_context", lambda self: devices.add(self.device) or nullcontext()
+    )
+    estimate(*small(), precision=elsewhere, device="cpu")
+    assert (devices, elsewhere.device) == ({torch.device("cpu")}, torch.device("meta"))
+
+
+def test_released_gradients_on_ranks_wait_in_no_more_than_three_buckets():
+    peaks = {}
+    for plugin in ("ddp", "zero1", "zero2"):
+        for options in ({}, {"release_gradients": "exact"}, {"release_gradients": "previous_norm", "clips": True}):
+            found = estimate(*deep(), precision="bf16", plugin=plugin, world_size=2, bucket_cap_mb=0.3, **options)
+            peaks.setdefault(plugin, []).append(found.peak)
+            assert (found.gradients == 0) is (found.communication + found.gradients == 0) is bool(options)
+        plain, released, along = peaks[plugin]
+        assert released < plain
+        assert along == released  # in one pass too
+    small_buckets, large = (
+        estimate(*deep(), plugin="ddp", world_size=2, release_gradients="exact", bucket_cap_mb=size).peak
+        for size in (0.3, 25)
+    )
+    assert large > small_buckets + 2 * 0.3 * 2**20
 
 
 # ---------------------------------------------------------------------- what fits
