@@ -85,7 +85,18 @@ def test_a_layer_computes_what_one_by_hand_does(name, half):
         # One rounding to bfloat16 that falls on the other side, or float32 sums in another order. Draws differ.
         bound = 2.0**-8 if half else 2e-6
         stochastic = name == "nvfp4" and key in ("x", "weight")
+        assert got[key].dtype == expected[key].dtype, key
         assert error(got[key], expected[key]) < (0.3 if stochastic else bound), key
+
+
+@EVERY_RECIPE
+def test_autocast_says_the_dtype_and_touches_no_scale_nor_sum_in_either_pass(name):
+    linear, x, g = data()
+    layer, x = LowPrecisionLinear.of(linear, RECIPES[name], kernels=False), x.bfloat16()
+    outside = passes(layer, x, g, half=False)
+    with torch.autocast("cpu", torch.bfloat16):  # around backward, too
+        inside = passes(layer, x, g)
+    assert all(torch.equal(inside[key], outside[key]) for key in outside)
 
 
 @EVERY_RECIPE
@@ -144,6 +155,21 @@ def test_gradients_that_are_rounded_stochastically_are_right_on_average_and_the_
     rounded_weight = F.linear(g, scale_meant(linear.weight.detach(), (16, 16)).t())
     assert error(average(layer), rounded_weight) < 0.03 < error(average(nearest, 2), rounded_weight)
     assert error(average(layer), plain["x"]) < error(average(nearest, 2), plain["x"])
+
+
+# Of a weight gradient, and of the mean of 16 that differ in nothing but the noise: docs/low_precision.md.
+@pytest.mark.parametrize(("stochastic", "one", "mean"), [(True, 0.166, 0.101), (False, 0.135, 0.135)])
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_the_mean_of_many_gradients_is_nearer_where_rounding_is_stochastic(stochastic, hadamard, one, mean):
+    draw = torch.Generator().manual_seed(0)
+    x, g = torch.randn(512, 128, generator=draw), torch.randn(512, 128, generator=draw)
+    recipe, exact = nvfp4_recipe(stochastic_rounding=stochastic, hadamard=hadamard), g.t() @ x
+    how = {"dtype": torch.float32, "kernels": False}
+    drawn = [
+        product.product((g * (1 + 2.0**-20 * i)).t(), x.t(), recipe.weight_gradient, recipe, **how) for i in range(16)
+    ]
+    assert error(drawn[0], exact) == pytest.approx(one, rel=0.05)
+    assert error(sum(drawn) / 16, exact) == pytest.approx(mean, rel=0.05)
 
 
 def scale_meant(x, block):
@@ -217,7 +243,7 @@ def test_rows_are_filled_up_for_kernels_without_changing_the_numbers(monkeypatch
 
 
 @EVERY_RECIPE
-def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name):
+def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name, monkeypatch):
     linear, x, g = data((0,))
     layer = LowPrecisionLinear.of(linear, RECIPES[name], kernels=False)
     empty = passes(layer, x, g)
@@ -226,9 +252,15 @@ def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name):
     linear, x, g = data()
     layer = LowPrecisionLinear.of(linear.requires_grad_(False), RECIPES[name], kernels=False)
     x.requires_grad_()
+    multiplied, right = [], product.product
+    monkeypatch.setattr(
+        "booster.mixed_precision.low_precision.linear.product",
+        lambda *args, **options: multiplied.append(args) or right(*args, **options),
+    )
     layer(x).backward(g)
     assert x.grad is not None
     assert layer.weight.grad is None
+    assert len(multiplied) == 2, "no gradient that nobody wants"
 
 
 @EVERY_RECIPE

@@ -157,7 +157,8 @@ def test_stochastic_rounding_has_the_right_chances_and_never_moves_a_number_of_t
     generator = torch.Generator().manual_seed(1)
     if kind is not TF32:
         exact = torch.from_numpy(values(kind))
-        assert torch.equal(round_to(exact, kind, noise=torch.rand(exact.shape, generator=generator)), exact)
+        for noise in (torch.rand(exact.shape, generator=generator), torch.zeros(exact.shape)):
+            assert torch.equal(round_to(exact, kind, noise=noise), exact)
     for x in (1.03, -2.2, 0.3, kind.smallest_normal * 1.4 if kind is not TF32 else 1e-3):
         many = torch.full((40000,), x)
         rounded = round_to(many, kind, noise=torch.rand(many.shape, generator=generator))
