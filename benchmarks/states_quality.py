@@ -23,7 +23,7 @@ from benchmarks.quality import MARGIN, OPTIMIZERS, Record, standard_error, train
 from benchmarks.timing import describe_machine
 
 WIDE, PACKED = "fp32", "bf16_naive, split24, 8bit states"
-LENGTHS = {"cnn": 3, "gpt": 300, "vit": 2, "mlp": 5}  # steps of the gpt, epochs of the others
+LENGTHS = {"cnn": 1, "gpt": 80, "vit": 1, "mlp": 5}  # steps of the gpt, epochs of the others
 NAMES = {
     "adamw": "AdamW",
     "sgd": "SGD, momentum 0.9",

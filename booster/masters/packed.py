@@ -135,7 +135,8 @@ class Packed:
         # Bits of positive numbers are in the order of the numbers, NaN last; for integers torch's CPU kernel is faster.
         largest = torch.amax(groups.view(torch.int32), 1).view(torch.float32)
         least = largest.clamp(min=SMALLEST)
-        self.scales.copy_(narrow_scales(largest, least, chances.of_scales(len(least))))
+        # Zero stays zero; a comparison would take longer than the sign.
+        self.scales.copy_(narrow_scales(least * largest.sign(), chances.of_scales(len(least))))
         # The levels go into the factor of a group, under the root: a pass less over the elements.
         groups.mul_(least.reciprocal_().mul_(LEVELS[self.way] ** (2 if signed else 4))[:, None])
         sizes = sizes.sqrt_() if signed else sizes.sqrt_().sqrt_()
@@ -159,13 +160,11 @@ def scale_chances(lanes: torch.Tensor) -> torch.Tensor:
     return lanes[:2].bitwise_right_shift(1).clamp_(_MARGIN, 2**15 - 1 - _MARGIN)
 
 
-def narrow_scales(largest: torch.Tensor, least: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
-    """Return the bits 15 to 30 of scales, rounded by chance, as int32.
+def narrow_scales(found: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
+    """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded by chance, as int32.
 
-    largest: of each group, float32, not negative; zero stays zero. least: the same, but at least `SMALLEST`. chances: those of
-    `scale_chances`, for each group.
+    chances: those of `scale_chances`, in a shape like that of `found`.
     """
-    found = least * largest.sign()  # zero or one
     if not found.is_cpu:  # see `rounding.plain_nan_`
         found = torch.where(found != found, math.nan, found)
     return (found.view(torch.int32) + chances).bitwise_right_shift_(15)

@@ -5,8 +5,8 @@
     unpack(way, codes, factors)       -> values           float32, from what is kept
     pack(way, values, lanes, present) -> codes, scales    to be kept
 
-Both agree bit for bit with `Packed`. Torch's compiler for CPUs does not vectorise int16: what is one number for 32 elements
-comes in as `Packed.factors`, and goes out as int32.
+Both agree bit for bit with `Packed`, but for what stands in a group that has a NaN. Torch's compiler for CPUs does not
+vectorise int16: what is one number for 32 elements comes in as `Packed.factors`, and goes out as int32.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ def pack(
     if way == "signed":
         codes = torch.copysign((sizes * factors).sqrt() + noise, grouped).to(torch.int8)
     else:
-        codes = ((sizes * factors).sqrt().sqrt() + noise).to(torch.int32).clamp(min=1).to(torch.uint8)
-    scales = narrow_scales(largest.view(-1, 2), least.view(-1, 2), scale_chances(lanes))
+        codes = ((sizes * factors).sqrt().sqrt() + noise).clamp(min=1.0).to(torch.int32).to(torch.uint8)
+    scales = narrow_scales((least * (largest != 0)).view(-1, 2), scale_chances(lanes))
     return codes.view(-1), scales.view(-1)
