@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from booster import Booster
-from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 COUNTS = (10, 100, 1000, 4000, 16000)
-MOST_FSDP = 1000  # beyond, raw torch takes minutes
+MOST_RAW_FSDP = 1000  # beyond, raw torch takes minutes
 ELEMENTS = 64
 Say = Callable[[str], None]
 
@@ -64,9 +65,12 @@ ROWS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], Callable[[], Any],
     "DDP fp32": (raw_ddp, TorchDDPPlugin, "fp32"),
     "ZeRO-1 fp32": (raw_zero, LowLevelZeroPlugin, "fp32"),
     "ZeRO-2 fp32": (raw_zero, lambda: LowLevelZeroPlugin(stage=2), "fp32"),
+    "ZeRO-2 bf16_naive": (raw_zero, lambda: LowLevelZeroPlugin(stage=2), "bf16_naive"),
     "FSDP fp32": (raw_fsdp, TorchFSDPPlugin, "fp32"),
+    "FSDP bf16_naive": (raw_fsdp, TorchFSDPPlugin, "bf16_naive"),
+    "hybrid tp 2 fp32": (raw_single, lambda: HybridParallelPlugin(2, 1, tp_plan={}), "fp32"),
 }
-TASKS = ("boost", "step", "zero_grad", "state_dict", "load")
+TASKS = ("boost", "step", "zero_grad", "state_dict", "load", "state[p]")
 
 
 def measured(run: Callable[[], object], repeats: int = 3) -> float:
@@ -103,7 +107,10 @@ def of_booster(plugin: Callable[[], Any], precision: str, count: int) -> dict[st
 
 
 def tasks(passes: Callable[[], None], optimizer: Any, gathers: bool) -> dict[str, float]:
-    """Milliseconds of each task on a warm optimizer. gathers: its state must be brought together first, on one rank."""
+    """Milliseconds of each task on a warm optimizer. gathers: its state must be brought together first, on one rank.
+
+    state[p]: the state of every parameter, one after another.
+    """
     steps, zeros = [], []
     for _ in range(4):
         passes()
@@ -122,21 +129,28 @@ def tasks(passes: Callable[[], None], optimizer: Any, gathers: bool) -> dict[str
     if not gathers:
         plain = {key: value for key, value in states[-1].items() if key != "booster"}  # as torch's: without masters
         found["load"] = measured(lambda: optimizer.load_state_dict(plain), 2)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found["state[p]"] = measured(lambda: [optimizer.state[param] for param in params], 2)
     return found
 
 
-def growth(say: Say, most: int) -> None:
+def growth(say: Say, most: int, only: set[str]) -> None:
+    """only: rows of these parallelisms, or all."""
     counts = [count for count in COUNTS if count <= most]
     say(
         f"\nCPU ms on rank 0 for n tensors of {ELEMENTS} elements, booster / raw torch; load: of a state without masters\n"
     )
     say(f"| | | {' | '.join(map(str, counts))} |\n|---|---|{'---|' * len(counts)}")
     for name, (wrap, plugin, precision) in ROWS.items():
+        if only and name.rpartition(" ")[0] not in only:
+            continue
         rows: dict[str, list[str]] = {task: [] for task in TASKS}
         for count in counts:
-            if name.startswith("FSDP") and count > MOST_FSDP:
-                continue
-            raw, ours = of_raw(wrap, count), of_booster(plugin, precision, count)
+            alone = name.startswith("FSDP") and count > MOST_RAW_FSDP
+            raw = {} if alone else of_raw(wrap, count)
+            gc.collect()
+            ours = of_booster(plugin, precision, count)
+            gc.collect()
             for task in TASKS:
                 rows[task].append(f"{ours[task]:.2f} / {raw[task]:.2f}" if task in raw else f"{ours[task]:.2f} / -")
         for task, cells in rows.items():

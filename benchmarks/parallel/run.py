@@ -45,7 +45,7 @@ def on_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     if "memory" in options.only:
         memory(say, options.precisions, options.cases)
     if "growth" in options.only:
-        growth(say, options.largest)
+        growth(say, options.largest, options.cases)
     if "bubble" in options.only:
         bubbles(say, 3)
     say(f"\nload {os.getloadavg()[0]:.1f}")
