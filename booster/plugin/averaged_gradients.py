@@ -80,6 +80,7 @@ class AverageReducer(GradientReducer):
         self._coming = []
         return self._divided
 
+    @torch.no_grad()
     def fill(self, index: int, param: torch.Tensor) -> None:
         grad: Any = self.gradient_here(param)
         if grad.is_sparse:

@@ -159,7 +159,9 @@ class GradientReducer(ABC):
 
     def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of `param` on this rank with what is held of before, detached; None if there is none."""
-        held = next((watch.held[param] for watch in self.watches if param in watch.held), None)
+        held = (
+            next((watch.held[param] for watch in self.watches if param in watch.held), None) if self.watches else None
+        )
         grad = None if param.grad is None else param.grad.detach()
         return grad if held is None else held if grad is None else held + grad
 
@@ -179,7 +181,8 @@ class GradientReducer(ABC):
         if not self.synchronises:
             self.left = True
             return
-        self.begin()
+        if self._task is None:
+            self.begin()
         index = self._bucket[param]
         if index < self._next:
             raise RuntimeError(
@@ -188,15 +191,16 @@ class GradientReducer(ABC):
                 "checkpoint(..., use_reentrant=False), or stage=1"
             )
         self._take(index, param)
-        self._missing[index].discard(param)
-        self._send_full()
+        missing = self._missing[index]
+        missing.discard(param)
+        if not missing:
+            self._send_full()
 
     def _send_full(self) -> None:
         """Send the buckets whose gradients are all there, in order."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._send(self._next)
 
-    @torch.no_grad()
     def _take(self, index: int, param: torch.Tensor) -> None:
         if self.has_gradient_here(param):
             self._reached[param] = True

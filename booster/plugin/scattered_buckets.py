@@ -72,7 +72,7 @@ class BucketReducer(SliceReducer):
         view = self._views.pop(param, None)
         if not there or view is None:
             return False
-        torch.mul(view, ratio, out=bucket.view(values, position))
+        torch.mul(view, ratio, out=values)
         return True
 
     def _wait_for_gradients(self) -> None:

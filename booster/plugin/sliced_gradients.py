@@ -42,12 +42,11 @@ class SliceReducer(GradientReducer):
     def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
         bucket, group, world_size = self._layout.buckets[index], self._layout.group, self._layout.world_size
         values = torch.empty(bucket.size, dtype=self._dtype or bucket.dtype, device=bucket.device)
-        bucket.clear_gaps(values)
         # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
         ratio = 1.0 / world_size
-        for position in range(len(bucket.params)):
-            if not self._put(bucket, position, values, ratio):
-                bucket.view(values, position).zero_()
+        for position, place in enumerate(bucket.cleared(values)):
+            if not self._put(bucket, position, place, ratio):
+                place.zero_()
         own = bucket.slice_of(values, self._layout.rank)
         if self._fp8 or values.device.type == "cpu":
             sizes = [stop - start for start, stop in itertools.pairwise(bucket.bounds)]
@@ -69,7 +68,7 @@ class SliceReducer(GradientReducer):
         return settle
 
     def _put(self, bucket: FlatParameters, position: int, values: torch.Tensor, ratio: float) -> bool:
-        """Write a gradient times `ratio` to its place in `values`, flat as the bucket, and free it.
+        """Write a gradient times `ratio` to its place in the bucket, `values`, 1-dim, and free it.
 
         Return whether there is one.
         """
@@ -79,7 +78,7 @@ class SliceReducer(GradientReducer):
             return False
         if grad.is_sparse:
             raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
-        place = bucket.shaped_view(values, position)
+        place = bucket.shaped(values, position)
         if grad.dtype == place.dtype:
             torch.mul(grad, ratio, out=place)
         else:  # divided in the dtype that is sent, not rounded before

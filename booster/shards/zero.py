@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +26,14 @@ SPARSE = (
     "a parameter of shape {shape} has a sparse gradient, which cannot be divided among ranks; build its module with "
     "sparse=False, or use TorchDDPPlugin"
 )
+
+
+class _Known(NamedTuple):
+    """A parameter of the groups. holding: None for one that stands for itself."""
+
+    param: torch.Tensor
+    part: torch.Tensor
+    holding: Holding | None
 
 
 class ZeroShards(Shards):
@@ -64,6 +73,8 @@ class ZeroShards(Shards):
                 {param for group in optimizer.param_groups for param in group["params"]}, whole=kind == "per tensor"
             )
         self._reduced, self._overlaps = reduced, overlaps
+        self._holdings: dict[torch.Tensor, Holding] = {}
+        self._groups: list[list[_Known]] = []  # of the groups when `local` was last entered
         self._parts: dict[torch.Tensor, torch.Tensor] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[torch.Tensor, int] = {}  # of parameters, when `local` was last entered
@@ -88,12 +99,13 @@ class ZeroShards(Shards):
         self._versions = {param: version(param) for params in lists for param in params}
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         try:
-            for params in lists:
-                for index, param in enumerate(params):
-                    part = params[index] = self._adopted(param)
-                    if part is not param and part.numel():
+            for params, known in zip(lists, self._known(self._held), strict=True):
+                for index, (param, part, holding) in enumerate(known):
+                    params[index] = part
+                    self._adopt(param, part)
+                    if holding is not None and part.numel():
                         part.requires_grad_(param.requires_grad)
-                        part.grad = grad = self._gradient(param, part)
+                        part.grad = grad = self._gradient(param, part, holding)
                         given.append((param, part, grad))
             yield
         finally:
@@ -350,9 +362,13 @@ class ZeroShards(Shards):
                 torch.autograd.graph.increment_version(bucket.lay_down())
 
     def _holding(self, param: torch.Tensor) -> Holding | None:
-        places = (layout.place_of(param) for layout in self._layouts)
-        place = next((place for place in places if place is not None), None)
-        return None if place is None else Holding(*place)
+        holding = self._holdings.get(param)
+        if holding is None:
+            places = (layout.place_of(param) for layout in self._layouts)
+            place = next((place for place in places if place is not None), None)
+            if place is not None:
+                holding = self._holdings[param] = Holding(*place)
+        return holding
 
     def _by_index(self) -> dict[int, Holding]:
         lists = self._held or [group["params"] for group in self.optimizer.param_groups]
@@ -363,9 +379,21 @@ class ZeroShards(Shards):
         found = {name: self._holding(param) for param, name in names.items() if param not in self._params}
         return {name: holding for name, holding in found.items() if holding is not None}
 
-    def _adopted(self, param: torch.Tensor) -> torch.Tensor:
-        """Return the part of a parameter of the groups, and cut the state that the optimizer has of the whole."""
-        part, state = self.part_of(param), self.optimizer.state
+    def _known(self, lists: list[list[torch.Tensor]]) -> list[list[_Known]]:
+        """Return what is known of each parameter of the groups, of which `lists` are the parameters."""
+        held = [[known.param for known in group] for group in self._groups]
+        if len(held) != len(lists) or not all(map(_same_tensors, held, lists)):
+            self._groups = [[self._know(param) for param in params] for params in lists]
+        return self._groups
+
+    def _know(self, param: torch.Tensor) -> _Known:
+        part = self.part_of(param)
+        return _Known(param, part, None if part is param else self._holding(param))
+
+    def _adopt(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        """Cut the state that the optimizer has of a whole parameter of the groups. Raises RuntimeError for a gradient that
+        cannot be stepped."""
+        state = self.optimizer.state
         if part is param:
             if param.requires_grad and param.grad is not None:
                 raise RuntimeError(FROZEN.format(name=self.name_of(param)))
@@ -375,7 +403,6 @@ class ZeroShards(Shards):
             own = state.pop(param)
             if part.numel():
                 state[part] = {key: self._cut_entry(value, param) for key, value in own.items()}
-        return part
 
     def _cut_entry(self, value: Any, param: torch.Tensor) -> Any:
         if isinstance(value, Divided):
@@ -384,9 +411,9 @@ class ZeroShards(Shards):
             return value
         return self.cut(value, param).clone()  # not a view, which would keep the whole in memory
 
-    def _gradient(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor | None:
+    def _gradient(self, param: torch.Tensor, part: torch.Tensor, holding: Holding | None = None) -> torch.Tensor | None:
         if self._reduced:
-            grad = self._reduced_part(param)
+            grad = self._reduced_part(param, holding)
             return grad if grad is None or part.dim() == 1 else shaped_like(grad, param)
         if param.grad is None:
             return None
@@ -394,12 +421,15 @@ class ZeroShards(Shards):
             param.grad = torch.empty_like(param, requires_grad=False).copy_(param.grad)
         return self.cut(param.grad, param).detach()
 
-    def _reduced_part(self, param: torch.Tensor) -> torch.Tensor | None:
-        holding = self._holding(param)
+    def _reduced_part(self, param: torch.Tensor, holding: Holding | None = None) -> torch.Tensor | None:
+        holding = holding or self._holding(param)
         return None if holding is None else holding.bucket.part_of_gradient(holding.position, self._rank)
 
     def _has_gradient(self, param: torch.Tensor) -> bool:
-        return self._reduced_part(param) is not None if self._reduced else param.grad is not None
+        if not self._reduced:
+            return param.grad is not None
+        holding = self._holding(param)
+        return holding is not None and holding.position in holding.bucket.reduced
 
     def _replace_gradient(self, param: torch.Tensor, old: torch.Tensor | None, new: torch.Tensor | None) -> None:
         """Write `new`, which a part was given as its gradient, to `old`, the view of the true gradient of `param`."""
@@ -431,6 +461,10 @@ def check_parts(optimizer: Optimizer) -> Kind:
         otherwise = "use TorchDDPPlugin, which keeps optimizer states whole"
         raise ValueError(unknown(optimizer, "would be stepped on each rank's part of the parameters", otherwise))
     return kind
+
+
+def _same_tensors(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:

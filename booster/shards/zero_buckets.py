@@ -41,18 +41,34 @@ class FlatParameters:
                 loads[ranks[index]] += size
             self.bounds = [0, *itertools.accumulate(loads)]
         self.size = self.bounds[-1]
+        ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
+        gaps = [start - end for end, start in zip(ends, [*self.offsets[1:], self.size], strict=True)]
+        self._pieces = [
+            size for sizes in zip(map(torch.Tensor.numel, self.params), gaps, strict=True) for size in sizes
+        ]
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.data: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        self._places: list[tuple[Any, ...]] = []  # of `_views`: what tells that a parameter is one of them
         self._orders = [
             torch.empty_strided(
                 p.shape, p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride(), device="meta"
             )
             for p in self.params
         ]
-        self.gradient: torch.Tensor | None = None
+        self._sizes: dict[int, list[int]] = {}  # see `_sizes_of_parts`
+        self.gradient = None
         self.reduced: set[int] = set()
         self._stale: set[int] = set()  # not in `reduced`, with what a gradient left behind
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        return self._gradient
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor | None) -> None:
+        self._gradient = value
+        self._parts: tuple[torch.Tensor, ...] = ()  # views of it, once somebody asked
 
     def overlap(self, index: int, rank: int) -> tuple[int, int]:
         """Return (start, stop) of the elements of `params[index]`, in memory order, that lie in the slice of `rank`."""
@@ -70,14 +86,19 @@ class FlatParameters:
 
     def shaped_view(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """Return the same in the shape of `params[index]`, in the memory order that it had when it was laid out here."""
-        return shaped_like(self.view(tensor, index), self._orders[index])
+        return self.shaped(self.view(tensor, index), index)
 
-    def clear_gaps(self, tensor: torch.Tensor) -> None:
-        """Zero the elements of a flat `tensor` of this size that stand for no parameter."""
-        ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
-        for end, start in zip(ends, [*self.offsets[1:], self.size], strict=True):
-            if end < start:
-                tensor[end:start].zero_()
+    def shaped(self, values: torch.Tensor, index: int) -> torch.Tensor:
+        """Return 1-dim `values` that stand for `params[index]` in its shape and memory order, as a view."""
+        return shaped_like(values, self._orders[index])
+
+    def cleared(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Zero the elements of a flat `tensor` of this size that stand for no parameter; returns `view` of every index."""
+        pieces = tensor.split_with_sizes(self._pieces)
+        for gap in pieces[1::2]:
+            if gap.numel():
+                gap.zero_()
+        return pieces[::2]
 
     @torch.no_grad()
     def lay_down(self) -> list[torch.Tensor]:
@@ -89,9 +110,10 @@ class FlatParameters:
         if self.data is None:
             self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
             self._views = [self.shaped_view(self.data, index) for index in range(len(self.params))]
+            self._places = [(view.data_ptr(), view.dtype, view.stride()) for view in self._views]
         moved = []
-        for param, view in zip(self.params, self._views, strict=True):
-            if param.data_ptr() == view.data_ptr() and param.dtype == view.dtype and param.stride() == view.stride():
+        for param, view, place in zip(self.params, self._views, self._places, strict=True):
+            if (param.data_ptr(), param.dtype, param.stride()) == place:
                 continue
             if param.dtype != view.dtype or param.shape != view.shape or param.device != view.device:
                 raise RuntimeError(
@@ -145,8 +167,21 @@ class FlatParameters:
         self._stale = self._stale - indices
 
     def _part(self, index: int, rank: int) -> torch.Tensor:
-        start, stop = (self.offsets[index] + edge - self.bounds[rank] for edge in self.overlap(index, rank))
-        return self.gradient[max(start, 0) : max(stop, 0)]  # type: ignore[index]
+        if not self._parts:  # all at once, since most are asked for, and twice in a step
+            self._parts = self.gradient.split_with_sizes(self._sizes_of_parts(rank))  # type: ignore[union-attr]
+        return self._parts[2 * index + 1]
+
+    def _sizes_of_parts(self, rank: int) -> list[int]:
+        """Return the lengths of what the slice of `rank` is made of: a gap, perhaps empty, before each part and at the end."""
+        if rank not in self._sizes:
+            sizes, filled = [], 0
+            for index, offset in enumerate(self.offsets):
+                start, stop = self.overlap(index, rank)
+                begin = max(offset + start - self.bounds[rank], filled) if start < stop else filled
+                sizes += [begin - filled, stop - start]
+                filled = begin + stop - start
+            self._sizes[rank] = [*sizes, self.bounds[rank + 1] - self.bounds[rank] - filled]
+        return self._sizes[rank]
 
     def gather(self, group: dist.ProcessGroup) -> list[Any]:
         """Give every rank the slices of all others, asynchronously; returns what to wait for."""

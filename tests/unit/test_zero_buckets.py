@@ -1,5 +1,6 @@
 """Flat stretches of parameters, and the slice of their gradients that a rank keeps."""
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,6 +50,22 @@ def test_dropping_all_gradients_frees_their_memory_and_writes_nothing():
 def test_gaps_between_parameters_are_cleared_and_nothing_else():
     bucket = FlatParameters([torch.zeros(5), torch.zeros(64), torch.zeros(3)], world_size=3)
     values = torch.ones(bucket.size)
-    bucket.clear_gaps(values)
-    assert [bucket.view(values, index).sum().item() for index in range(3)] == [5.0, 64.0, 3.0]
+    places = bucket.cleared(values)
+    assert [place.sum().item() for place in places] == [5.0, 64.0, 3.0]
+    assert all(place.data_ptr() == bucket.view(values, index).data_ptr() for index, place in enumerate(places))
     assert values.sum().item() == 72.0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_parts_of_a_gradient_lie_where_those_of_parameters_do(rank):
+    bucket = FlatParameters([torch.zeros(5), torch.zeros(70, 3), torch.zeros(64), torch.zeros(3)], 3)
+    whole = torch.arange(float(bucket.size))
+    bucket.add_gradient(bucket.slice_of(whole, rank).clone(), set(range(4)), rank)
+    for index in range(4):
+        start, stop = bucket.overlap(index, rank)
+        assert torch.equal(bucket.part_of_gradient(index, rank), bucket.view(whole, index)[start:stop])
+    bucket.clear_gradients()
+    bucket.add_gradient(bucket.slice_of(-whole, rank).clone(), {1}, rank)  # of other memory
+    start, stop = bucket.overlap(1, rank)
+    assert torch.equal(bucket.part_of_gradient(1, rank), bucket.view(-whole, 1)[start:stop])
+    assert bucket.part_of_gradient(0, rank) is None
