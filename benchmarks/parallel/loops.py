@@ -104,7 +104,7 @@ def raw_zero(size: Model, batch: int, precision: str) -> Loop:
 
 
 class SlicedGradients:
-    """ZeRO-2 by hand: flat buckets of parameters, whose gradients are reduce-scattered during backward.
+    """ZeRO-2 by hand: flat buckets of parameters, whose gradients are reduce-scattered during backward, two at a time.
 
     by_all_to_all: sum slices after an all-to-all, which gloo sends half as many bytes for as for its own reduce-scatter.
     """
@@ -153,6 +153,8 @@ class SlicedGradients:
             self._send(index, values)
 
     def _send(self, index: int, values: torch.Tensor) -> None:
+        if len(self._works) == 2:
+            self._receive()
         self._left[index] = sum(place[0] == index for place in self._places.values())
         self._gradients[index] = None
         if self._exchanges:
@@ -166,10 +168,13 @@ class SlicedGradients:
     @torch.no_grad()
     def finish(self) -> None:
         """Give each slice its gradient."""
-        for index, work, own, _ in self._works:
-            work.wait()
-            self.slices[index].grad = sum(own.chunk(self.ranks)) if self._exchanges else own  # type: ignore[assignment]
-        self._works.clear()
+        while self._works:
+            self._receive()
+
+    def _receive(self) -> None:
+        index, work, own, _ = self._works.pop(0)
+        work.wait()
+        self.slices[index].grad = sum(own.chunk(self.ranks)) if self._exchanges else own  # type: ignore[assignment]
 
     def clip(self) -> None:
         """Clip to `MAX_NORM`, as `clip_grad_norm_` does."""

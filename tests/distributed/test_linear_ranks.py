@@ -1,0 +1,88 @@
+"""On ranks, too, what is done for every tensor is done once: calls grow as the number of tensors, messages not at all."""
+
+import pytest
+import torch
+from test_linear import FEW, MANY, MOST, count
+from torch import nn
+
+from benchmarks.parallel.cost import Calls
+from booster import Booster
+from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+PLUGINS = {
+    "DDP": TorchDDPPlugin,
+    "ZeRO-1": LowLevelZeroPlugin,
+    "ZeRO-1 reduce_scatter": lambda: LowLevelZeroPlugin(reduce_scatter=True),
+    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
+    "FSDP": TorchFSDPPlugin,
+}
+# Calls for one more tensor in clip, step and zero_grad; what a call costs is about the same everywhere.
+MOST_PER_TENSOR = {"DDP": 12, "ZeRO-1": 60, "ZeRO-1 reduce_scatter": 60, "ZeRO-2": 60, "FSDP": 90}
+
+
+class Many(nn.Module):
+    """So many small vectors."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.ones(64) for _ in range(size))
+
+    def forward(self, x):
+        return (torch.stack(list(self.vectors)) * x).sum()
+
+
+def counted(rank, world_size, name, precision):
+    """Of FEW and of MANY tensors the calls of each task, and how many messages a step and a state dict take."""
+    found = []
+    for size in (FEW, MANY):
+        booster, made, model = Booster("cpu", precision, PLUGINS[name]()), [], Many(size)
+
+        def boost(booster=booster, made=made, model=model):
+            made[:] = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+        calls = {"boost": count(boost)}
+        net, optimizer, *_ = made
+
+        def passes(booster=booster, net=net, optimizer=optimizer):
+            booster.backward(net(torch.ones(64)).float(), optimizer)
+
+        def step(optimizer=optimizer):
+            optimizer.clip_grad_by_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2):
+            passes()
+            step()
+        calls["backward"] = count(passes)
+        calls["step"] = count(step)
+        with Calls() as sent:
+            passes()
+            step()
+        state = optimizer.state_dict()
+        with Calls() as of_state:
+            calls["state_dict"] = count(optimizer.state_dict)
+        plain = {key: value for key, value in state.items() if key != "booster"}
+        calls["load_state_dict"] = count(lambda optimizer=optimizer, plain=plain: optimizer.load_state_dict(plain))
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        calls["state[p]"] = count(lambda o=optimizer, params=params: [o.state[param] for param in params])
+        found.append((calls, (sent.large + sent.small, of_state.large + of_state.small)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, "fp32") for name in PLUGINS),
+        ("ZeRO-2", "bf16_naive"),
+        ("FSDP", "bf16_naive"),
+        *(pytest.param(name, "bf16_naive", marks=pytest.mark.slow) for name in ("DDP", "ZeRO-1")),
+    ],
+)
+def test_calls_grow_as_the_number_of_tensors_and_messages_do_not(ranks2, name, precision):
+    for (few, messages), (many, messages_of_many) in ranks2(counted, name, precision):
+        grown = {task: many[task] / few[task] for task in few}
+        assert {task: ratio for task, ratio in grown.items() if ratio > MOST} == {}
+        assert messages == messages_of_many
+        if precision == "fp32":
+            assert (many["step"] - few["step"]) / (MANY - FEW) <= MOST_PER_TENSOR[name], few
