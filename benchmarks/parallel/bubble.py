@@ -80,9 +80,10 @@ def booster(style: str, micro_batches: int) -> Callable[[], object]:
     chunks = 2 if style in ("interleaved", "zbv") else 1
     options = {"num_model_chunks": 2} if style == "interleaved" else {}
     plugin = HybridParallelPlugin(1, RANKS, pp_style=style, num_microbatches=micro_batches, **options)  # type: ignore[arg-type]
-    made, net, x = Booster("cpu", "fp32", plugin), Chain(RANKS * chunks, chunks), torch.ones(micro_batches, WIDTH)
+    made, net = Booster("cpu", "fp32", plugin), Chain(RANKS * chunks, chunks)
+    x = torch.ones(micro_batches, WIDTH, requires_grad=True)  # so that the first stage has as much to do as others
     model, optimizer, criterion, *_ = made.boost(net, torch.optim.SGD(net.parameters(), lr=0.0), loss_of)
-    return lambda: made.execute_pipeline(iter([(x, x)]), model, criterion, optimizer, return_loss=False)
+    return lambda: made.execute_pipeline(iter([(x, x.detach())]), model, criterion, optimizer, return_loss=False)
 
 
 def share_idle(run: Callable[[], object], micro_batches: int, rounds: int) -> float:

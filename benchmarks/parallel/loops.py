@@ -206,13 +206,14 @@ def raw_slices(size: Model, batch: int, precision: str, *, by_all_to_all: bool) 
 
 def raw_fsdp(size: Model, batch: int, precision: str) -> Loop:
     net = Decoder(size)
-    policy = MixedPrecisionPolicy()
+    inner = outer = MixedPrecisionPolicy()
     if precision != "fp32":
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+        inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in net.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(net, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=inner)
+    fully_shard(net, mesh=mesh, mp_policy=outer)
     return by_hand(net, adamw(net.parameters()), tokens_of(size, batch), nullcontext, net.parameters)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from booster.optimizer_kinds import kind_of, unknown
 from booster.shards.base import Shards, State, is_dtensor, world_size
+from booster.shards.state_view import StateOfParts
 
 _STEPS_DTENSORS = {"Muon"}  # of torch's optimizers that need whole tensors
 
@@ -144,10 +145,10 @@ class DTensorShards(Shards):
     # ------------------------------------------------------------------ checkpoints
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
-        return {
-            param: {key: self._widen(value, param) for key, value in own.items()}
-            for param, own in ((self._params.get(part, part), own) for part, own in state.items())
-        }
+        def shown(param: torch.Tensor, part: torch.Tensor, own: State) -> State:
+            return {key: self._widen(value, param) for key, value in own.items()}
+
+        return StateOfParts(state, self._parts, self._params, shown)
 
     def widen_state(self, states: dict[int, State]) -> dict[int, State]:
         params = self._by_index()

@@ -18,6 +18,7 @@ from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State
 from booster.shards.divided import Divided
 from booster.shards.reducing import Reducer, check_averaged, watch_reduced
 from booster.shards.replicated import Replica, check_replicas
+from booster.shards.state_view import StateOfParts
 from booster.shards.zero_buckets import Layout, stretch
 from booster.shards.zero_states import Holding, gather_states
 from booster.torch_internals import version
@@ -276,15 +277,13 @@ class ZeroShards(Shards):
 
     def view_state(self, state: Mapping[Any, State]) -> Mapping[Any, State]:
         """Return state by parameter, but of this rank's part: 1-dim where that is not all of the parameter."""
-        viewed = {}
-        for part, own in state.items():
-            param = self._params.get(part, part)
-            whole = isinstance(part, torch.Tensor) and part.numel() == param.numel()
-            viewed[param] = {
-                key: shaped_like(value, param) if whole and _alike(value, part) and part.dim() else value
-                for key, value in own.items()
-            }
-        return viewed
+
+        def shown(param: torch.Tensor, part: torch.Tensor, own: State) -> State:
+            if part.numel() != param.numel() or not part.dim():
+                return dict(own)
+            return {key: shaped_like(value, param) if _alike(value, part) else value for key, value in own.items()}
+
+        return StateOfParts(state, self._parts, self._params, shown)
 
     def widen_state(self, states: dict[int, State]) -> dict[int, State]:
         holdings = self._by_index()

@@ -377,7 +377,8 @@ def test_a_pass_adds_to_gradients_that_a_step_has_used_as_under_ddp(ranks2, prec
 
 
 def peaking(rank, world_size):
-    """Return how many bytes are allocated at most during a backward, and those of the parameters and of a bucket."""
+    """Return how many bytes are allocated at most during the best of four backward passes, and those of the parameters and
+    of a bucket."""
     layers, dim = 16, 64
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(layers)])
@@ -385,22 +386,27 @@ def peaking(rank, world_size):
     plugin = LowLevelZeroPlugin(stage=2, bucket_cap_mb=bucket / 2**20)
     b = Booster(plugin=plugin)
     model, optimizer, *_ = b.boost(model, torch.optim.AdamW(model.parameters()))
-    loss = model(torch.ones(1, dim)).sum()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        b.backward(loss, optimizer)
-    level = highest = 0
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            highest = max(highest, level)
-    return highest, layers * bucket, bucket
+    peaks = []
+    for _ in range(4):
+        loss = model(torch.ones(1, dim)).sum()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            b.backward(loss, optimizer)
+        optimizer.zero_grad()
+        level = highest = 0
+        for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                level += event.nbytes()
+                highest = max(highest, level)
+        peaks.append(highest)
+    return min(peaks), layers * bucket, bucket
 
 
 def test_in_stage_2_few_whole_buckets_of_gradients_are_there_at_one_time(ranks2):
     for highest, parameters, bucket in ranks2(peaking):
-        # This rank's slices, two buckets under way and what arrives of them, the one that is filled and a gradient not in it;
-        # and what gloo's two threads may let go of only after `wait` has returned.
-        assert parameters / 2 + 2 * bucket < highest <= parameters / 2 + 8.5 * bucket
+        # This rank's slices, two buckets under way and what arrives of them, the one that is filled and a gradient not in it.
+        # gloo's threads let go of what they sent some time after `wait` has returned, on a busy machine long after it; what
+        # the reducer holds is there in every pass, so the least of several passes tells it.
+        assert parameters / 2 + 2 * bucket < highest <= parameters / 2 + 6.5 * bucket
 
 
 def zeroing(rank, world_size, stage):

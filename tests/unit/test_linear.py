@@ -1,10 +1,10 @@
 """What is done for every tensor is done once for every tensor: counts of calls and copies grow as their number."""
 
-import sys
 from collections.abc import Mapping
 
 import pytest
 import torch
+from counts import FEW, MANY, MOST, count
 from torch import nn
 
 from booster import Booster
@@ -12,26 +12,6 @@ from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.optimizer_states import load_states
 from booster.params import rebind
 from booster.shards.zero_buckets import bucketed
-
-FEW, MANY = 40, 160
-MOST = 1.15 * MANY / FEW  # times as many calls
-
-
-def count(function):
-    """Calls of Python and C functions while `function` runs; a generator counts as often as it goes on."""
-    calls = 0
-
-    def look(frame, event, arg):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return calls
 
 
 def growth(make):
