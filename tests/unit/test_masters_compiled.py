@@ -238,8 +238,9 @@ def test_an_optimizer_that_the_compiler_does_not_understand_is_stepped_eagerly_a
     with caplog.at_level(logging.WARNING, "booster"):
         for run in (ours, theirs):
             run.train(4)
-    assert [record.message for record in caplog.records if "does not understand" in record.message] == caplog.messages
-    assert len(caplog.records) == 1
+    # torch's compiler has warnings of its own, once in a process.
+    (said,) = [record.message for record in caplog.records if record.name.startswith("booster")]
+    assert "does not understand" in said
     for a, b in zip(ours.values(), theirs.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
