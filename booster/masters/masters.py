@@ -201,7 +201,18 @@ class Masters:
         return {p: optimizer.state.pop(s) for p, s in stand_ins.items() if s in optimizer.state}
 
     def take_over(self, states: Mapping[torch.Tensor, State], masters: Weights) -> None:
-        """Make these the states and masters of half parameters; masters that are not given stay as they are."""
+        """Make these the states and masters of half parameters; masters that are not given stay as they are.
+
+        Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
+        """
+        if not masters and self._takes(states):
+            self.settle()
+            for bucket in self.buckets:
+                self.optimizer.state.update(state_of_bucket(bucket, states))
+                if bucket.host is not None:
+                    bucket.host.keep_states(bucket, self.optimizer.state)
+            self.optimizer.state.update({p: own for p, own in states.items() if p not in self._layouts})
+            return
         # Of a parameter that was frozen since: kept for the day when it is not, while its weights stay what they are.
         frozen = [(p, p.detach().clone()) for p in masters if p not in self._layouts]
         kept = {} if self._layouts.keys() <= masters.keys() else self.values()
@@ -209,6 +220,17 @@ class Masters:
         for param, weights in frozen:
             param.detach().copy_(weights)
         self.optimizer.state.update({p: own for p, own in states.items() if p not in self._layouts})
+
+    def _takes(self, states: Mapping[torch.Tensor, State]) -> bool:
+        """Return whether the parameters of each flat bucket have `states` that can share it."""
+        seen: dict[torch.Tensor, Any] = {}
+        for bucket in self.buckets:
+            for param in () if bucket.whole else bucket.params:
+                if param not in seen:
+                    seen[param] = signature(param, states.get(param))
+                if seen[param] != seen[bucket.pieces[0].param]:
+                    return False
+        return True
 
     # ------------------------------------------------------------------ values
 

@@ -20,17 +20,18 @@ class ExchangedSum:
     """
 
     def __init__(self, values: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> None:
-        self._values = values  # lives until it is sent
         own = sizes[dist.get_rank(group)]
-        self._received = values.new_empty(len(sizes) * own)
-        self._parts = self._received.view(len(sizes), own).unbind()
-        self._work: Any = dist.all_to_all_single(
-            self._received, values, [own] * len(sizes), list(sizes), group=group, async_op=True
+        received = values.new_empty(len(sizes) * own)
+        self._parts = received.view(len(sizes), own).unbind()
+        self._work: Any = dist.all_to_all_single(  # holds `values` until it is sent
+            received, values, [own] * len(sizes), list(sizes), group=group, async_op=True
         )
 
     def wait(self) -> torch.Tensor:
+        """Return the sum. Called once: what was sent is let go of before, and what was received after."""
         self._work.wait()
         first, second, *others = self._parts
+        del self._work, self._parts
         if first.dtype not in (torch.float16, torch.bfloat16) or not others:
             total = first + second  # of two halves the exact sum, rounded once
             for part in others:

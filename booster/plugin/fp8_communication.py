@@ -52,8 +52,10 @@ class FP8Sum:
         )
 
     def wait(self) -> torch.Tensor:
+        """Return the sum. Called once."""
         self._work.wait()
         parts = self._received.chunk(self._ranks) if len(self._received) else [self._received]
+        del self._work, self._received
         total = decode_blocks(parts[0])
         for part in parts[1:]:  # in the order of ranks
             total += decode_blocks(part)

@@ -50,8 +50,9 @@ class SliceReducer(GradientReducer):
         own = bucket.slice_of(values, self._layout.rank)
         if self._fp8 or values.device.type == "cpu":
             sizes = [stop - start for start, stop in itertools.pairwise(bucket.bounds)]
+            length = len(own)  # not `own` itself, of which all that is sent would live on
             exchanged = (FP8Sum if self._fp8 else ExchangedSum)(values, sizes, group)
-            return lambda: exchanged.wait()[: len(own)].to(bucket.dtype)
+            return lambda: exchanged.wait()[:length].to(bucket.dtype)
         if bucket.even:
             own = torch.empty(bucket.size // world_size, dtype=values.dtype, device=values.device)
             works = [_reduce_scatter(own, values, group=group, async_op=True)]

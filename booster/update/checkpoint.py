@@ -175,12 +175,16 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if not isinstance(states, Mapping) or not groups or [len(group["params"]) for group in groups] != sizes:
         return
+    elementwise = kind_of(optimizer) == "elementwise"
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
+            # Nearly all, without a closer look.
+            if elementwise and isinstance(value, torch.Tensor) and value.shape == param.shape:
+                continue
             is_tensor = isinstance(value, (torch.Tensor, Divided))
             needed = not _may_be_none(optimizer, key) if value is None else not is_tensor
-            if needed and key in _SHAPED and kind_of(optimizer) == "elementwise":
+            if needed and key in _SHAPED and elementwise:
                 found = "None" if value is None else type(value).__name__
                 raise ValueError(
                     f"the optimizer state holds {key!r} of {update.name_of(param)} as {found}, and it must be a tensor. "

@@ -165,3 +165,32 @@ def test_dividing_parameters_into_buckets_is_linear_and_keeps_to_their_size():
     assert growth(dividing) <= MOST
     params = [torch.zeros(size) for size in (4, 9, 3, 3, 3)]
     assert [[len(p) for p in bucket] for bucket in bucketed(params, 24)] == [[3, 3], [3], [9], [4]]
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_loading_a_state_without_masters_leaves_masters_where_they_are(name):
+    model = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(MANY))
+    raw = torch.optim.AdamW(model.parameters(), fused=True)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    raw.step()
+    state = raw.state_dict()
+    optimizer = trained(MANY, made(name))[1]
+    before = [(tensor.data_ptr(), tensor.clone()) for tensor in optimizer.master_tensors()]
+    optimizer.load_state_dict(state)
+    assert all(
+        torch.equal(own["exp_avg"], state["state"][i]["exp_avg"]) for i, own in optimizer.state_dict()["state"].items()
+    )
+    for tensor, (place, values) in zip(optimizer.master_tensors(), before, strict=True):
+        assert tensor.data_ptr() == place
+        assert torch.equal(tensor, values)
+
+
+def test_a_state_of_several_histories_divides_the_buckets_that_it_meets():
+    optimizer = trained(6)[1]
+    state = trained(6, "fp32")[1].state_dict()
+    for index in (1, 4):
+        state["state"][index]["step"] = torch.tensor(5.0)
+    optimizer.load_state_dict(state)
+    found = optimizer.state_dict()["state"]
+    assert [float(found[index]["step"]) for index in range(6)] == [1, 5, 1, 1, 5, 1]
