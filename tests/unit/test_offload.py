@@ -131,6 +131,23 @@ def test_masters_and_states_that_travel_train_to_the_same_bits_as_those_that_sta
     assert_same(plain, moved)
 
 
+def test_the_only_bucket_of_a_model_is_fetched_after_the_step_before_has_sent_it(device):
+    runs = [Run(NAIVE["split"](), shapes=[(40,), (64,)], offload_states=on) for on in (False, True)]
+    for run in runs:
+        run.train(3)
+    assert len(runs[1].optimizer._update.masters.buckets) == 1
+    assert_same(*runs)
+
+
+def test_weights_that_are_loaded_after_a_step_join_masters_that_it_still_sends(device):
+    runs = [Run(NAIVE["split"](), shapes=[(40,), (64,)], offload_states=on) for on in (False, True)]
+    for run in runs:
+        run.train(2)
+        run.boosted.load_state_dict({**run.boosted.state_dict(), "0": torch.linspace(-1, 1, 40)})
+        run.train(1)
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize("states", ["fp32", "8bit"])
 @pytest.mark.parametrize("name", ["fp32", "fp16"])
 def test_states_of_float32_weights_travel_too(device, name, states):
