@@ -26,6 +26,7 @@ NEEDS = {
     "optuna_search": ["optuna"],
     "peft_lora": ["peft", "transformers"],
     "third_party_optimizers": ["schedulefree", "lion-pytorch", "timm"],
+    "timm_recipe": ["timm"],
     "torchmetrics_accuracy": ["torchmetrics"],
     "transformers_models": ["transformers"],
 }
@@ -105,6 +106,14 @@ def test_adapters_of_peft_train_alone_and_merge(example, precision):
     fell(out, ["lora"], by=0.8)
     assert "frozen weights unchanged: True" in out
     assert abs(float(re.search(r"merged: loss ([\d.]+)", out)[1]) - losses(out)["lora"][1]) < 0.5
+
+
+@slow
+@quiet
+def test_the_recipe_of_timm_trains_and_its_average_knows_the_classes(example):
+    out = example("timm_recipe", "bf16")
+    fell(out, ["timm"], by=0.9)
+    assert float(re.search(r"accuracy of the average: ([\d.]+)", out)[1]) > 0.9
 
 
 @slow
