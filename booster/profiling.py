@@ -62,6 +62,8 @@ def profiled(
         record_shapes=shapes,
         profile_memory=memory,
         with_stack=stacks,
+        # There is one cycle; torch 2.12 warns, whatever their number, that all but the last would be lost.
+        acc_events=True,
     ) as running:
         yield running
     if not written:

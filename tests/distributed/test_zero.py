@@ -389,7 +389,7 @@ def peaking(rank, world_size):
     peaks = []
     for _ in range(4):
         loss = model(torch.ones(1, dim)).sum()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
             b.backward(loss, optimizer)
         optimizer.zero_grad()
         level = highest = 0

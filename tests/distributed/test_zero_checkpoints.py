@@ -115,7 +115,7 @@ def counted_state(rank, world_size, precision, message):
     optimizer.step()
     own, zero_states.MESSAGE = zero_states.MESSAGE, message
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
             state = optimizer.state_dict()
     finally:
         zero_states.MESSAGE = own
