@@ -284,7 +284,7 @@ class ReleasedPass:
         for param in self.params:
             self._shards.drop_gradient(param)
         total = self.update.last_norm
-        if self.release.mode == "previous_norm" and not self.nonfinite and total is not None and math.isfinite(total):
+        if self.release.mode == "previous_norm" and total is not None and math.isfinite(total):
             self.release.previous = total
 
     def tear(self) -> None:

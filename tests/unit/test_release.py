@@ -163,6 +163,33 @@ def test_exact_over_accumulated_micro_batches(precision):
     assert_same(released.train(3, micro_batches=2).all(), whole.train(3, micro_batches=2).all())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_norm_counts_gradients_that_only_earlier_micro_batches_gave(precision):
+    weights = []
+    for release in ("exact", False):
+        torch.manual_seed(0)
+        net = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("always", "once")})
+        b = Booster("cpu", PRECISIONS[precision](), release_gradients=release, clip_grad_norm=0.1)
+        model, optimizer, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        with b.accumulate(model, optimizer, 2):
+            for names in (("always", "once"), ("always",)):
+                with b.autocast():
+                    loss = sum(net[name](torch.ones(2, 4)).float().square().mean() for name in names)
+                b.backward(loss, optimizer)
+        norm = optimizer.step().grad_norm
+        weights.append((norm, [param.detach().clone() for param in net.parameters()]))
+    assert_same(*weights)
+
+
+def test_weights_that_backward_stepped_are_not_in_autocasts_cache():
+    run = Run("exact", "bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        run.booster.backward(run.loss(), run.optimizer)
+        run.model.eval()
+        before_step = run.model(torch.arange(16))
+    assert_same(before_step, run.model(torch.arange(16)))
+
+
 def test_skip_nonfinite_alone_takes_two_passes_and_skips():
     released, whole = pair("bf16", skip_nonfinite=True, poison=(1,))
     assert_same(released.train(3).all(), whole.train(3).all())
@@ -342,12 +369,20 @@ def test_previous_norm_clips_by_the_norm_of_the_step_before(precision):
 
 def test_previous_norm_stops_at_what_is_not_finite_and_says_so(half_steps):
     run = Run("previous_norm", "fp32", clip_grad_norm=0.5, poison=(1,)).train(1)
+    norm = run.results[0].grad_norm
     before = {name: p.detach().clone() for name, p in run.net.named_parameters()}
     run.step()
     changed = {name for name, p in run.net.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == {"down.weight", "down.bias", "norm.weight", "norm.bias"} or "up.weight" not in changed
+    assert changed == {
+        "down.weight",
+        "down.bias",
+        "norm.weight",
+        "norm.bias",
+        "up.bias",
+    }  # all that come before up.weight
     assert not run.results[-1].applied
     assert run.results[-1].culprit == ("up.weight",)
+    assert run.optimizer._update.release.previous == norm
     assert run.step().results[-1].applied
 
 
