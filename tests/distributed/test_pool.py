@@ -55,9 +55,9 @@ def pid(rank, world_size):
     return os.getpid()
 
 
-def test_cases_share_one_set_of_processes(ranks2):
-    first = ranks2(pid)
-    assert ranks2(pid) == first
+def test_cases_share_one_set_of_processes(pool):
+    first = pool.run(pid)
+    assert pool.run(pid) == first
     assert len(set(first) | {os.getpid()}) == 3
 
 

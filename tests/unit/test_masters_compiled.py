@@ -93,7 +93,7 @@ class Run:
         return [self.masters.joined(param) if param in kept else param.detach().clone() for param in self.params]
 
 
-@pytest.mark.parametrize("name", [n for n in COMPILE if n in QUICK] + [n for n in COMPILE if n not in QUICK])
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COMPILE])
 def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(compiler, calls, name):
     shapes = [(200, 82), (33,), (), (7, 5, 3)]  # a full bucket of two pieces, and a ragged one
     separate, split = (Run(ELEMENTWISE[name], BF16, form, shapes=shapes) for form in ("fp32", "split"))
