@@ -32,6 +32,10 @@ class Dither:
         self.count += 1
         self._known = {}
 
+    def forget(self) -> None:
+        """Free the numbers of this step; they are drawn again, the same, when they are asked for."""
+        self._known = {}
+
     def resume(self, count: int) -> None:
         """Continue after `count` steps."""
         self.count = count

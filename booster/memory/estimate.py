@@ -175,8 +175,8 @@ def _estimate(name: str, plugin: str, plan: Plan, passes: Passes, step: Stepped,
     if plugin == "zero2" and passes.gradients > _ZERO_BUCKETS * bucket_bytes:
         during = int(passes.highest - passes.gradients + gradients + _ZERO_BUCKETS * bucket_bytes)
     elif plugin == "zero2" and plan.dp > 1:
-        # At the end of a bucket: its gradients, the same laid one after another, and the rank's part of them.
-        during = max(passes.highest, 2 * passes.gradients + gradients)
+        # At the end of a bucket: its gradients as they are sent and as they come, from which the rank's part is summed.
+        during = max(passes.highest, 2 * passes.gradients)
     return dataclasses.replace(found, peak=fixed + max(during, gradients + step.temporaries))
 
 
