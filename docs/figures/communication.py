@@ -9,11 +9,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from style import Theme, draw
+from style import Theme, draw, running_mean
 
 RUN = json.loads(Path(__file__).with_name("communication.json").read_text())
 NAMES = ("float32", "bfloat16", "float8", "float8, error feedback")
-WINDOW = 15  # steps in the running mean
 WIDTHS = (6.5, 4.4, 2.6, 1.0)  # lines that lie on one another stay visible
 
 
@@ -26,7 +25,7 @@ def communication(theme: Theme) -> Figure:
     for (name, run), colour, width in zip(_runs(ranks[-1]), colours, WIDTHS, strict=True):
         steps = range(1, len(run["loss"]) + 1)
         label = f"{name}: {run['held_out']:.3f}"
-        panels["L"].plot(steps, _mean(run["loss"]), color=colour, linewidth=width, label=label)
+        panels["L"].plot(steps, running_mean(run["loss"]), color=colour, linewidth=width, label=label)
     panels["L"].set_title(f"training loss on {ranks[-1]} ranks", loc="left", fontsize=10)
     panels["L"].legend(
         title="gradients sent in: loss of held-out text", frameon=False, fontsize=9, title_fontsize=9, alignment="left"
@@ -48,13 +47,6 @@ def communication(theme: Theme) -> Figure:
 
 def _runs(number: str) -> list[tuple[str, dict]]:
     return [(name, RUN["ranks"][number][name]) for name in NAMES]
-
-
-def _mean(values: list[float]) -> list[float]:
-    """Centred, so that it does not lag."""
-    half = WINDOW // 2
-    windows = [values[max(0, step - half) : step + half + 1] for step in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from style import Theme, draw
+from style import Theme, draw, running_mean
 
 RUN = json.loads(Path(__file__).with_name("curves.json").read_text())
-WINDOW = 15  # steps in the running mean
 WIDTHS = (6.5, 4.4, 2.6, 1.0)  # lines that lie on one another stay visible
 
 
@@ -26,7 +25,7 @@ def curves(theme: Theme) -> Figure:
         steps = range(1, len(run["loss"]) + 1)
         loss.plot(
             steps,
-            _mean(run["loss"]),
+            running_mean(run["loss"]),
             color=colour,
             linewidth=width,
             label=f"{name}: {run['accuracy']:.1%}",
@@ -52,13 +51,6 @@ def _bars(axes, title: str, values: list[float], names: list[str], colours, them
     axes.set_xticks([])
     axes.tick_params(length=0)
     axes.spines[["left", "bottom"]].set_visible(False)
-
-
-def _mean(values: list[float]) -> list[float]:
-    """Centred, so that it does not lag."""
-    half = WINDOW // 2
-    windows = [values[max(0, step - half) : step + half + 1] for step in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 if __name__ == "__main__":

@@ -75,3 +75,10 @@ def draw(name: str, picture: Callable[[Theme], Figure]) -> None:
             figure = picture(theme)
             figure.savefig(IMAGES / f"{name}{theme.suffix}.svg", metadata={"Date": None}, bbox_inches="tight")
             plt.close(figure)
+
+
+def running_mean(values: list[float], window: int = 15) -> list[float]:
+    """Return the means of so many steps, centred, so that they do not lag."""
+    half = window // 2
+    windows = [values[max(0, step - half) : step + half + 1] for step in range(len(values))]
+    return [sum(each) / len(each) for each in windows]
