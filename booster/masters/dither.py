@@ -20,26 +20,23 @@ class Dither:
     rounded right on average over steps; neighbours are rounded independently within 64 elements.
 
     count: steps so far, which is all that a checkpoint needs. The user's random state is neither read nor changed.
+    drawn: what was asked for in this step. Cleared, it is drawn again, the same, when it is asked for again.
     """
 
     def __init__(self, seed: int = 1024) -> None:
         self.count = 0
         self._seed = seed
-        self._known: dict[tuple[str, torch.device], Chances] = {}
+        self.drawn: dict[tuple[str, torch.device], Chances] = {}
 
     def next(self) -> None:
         """Go on to the next step."""
         self.count += 1
-        self._known = {}
-
-    def forget(self) -> None:
-        """Free the numbers of this step; they are drawn again, the same, when they are asked for."""
-        self._known = {}
+        self.drawn.clear()
 
     def resume(self, count: int) -> None:
         """Continue after `count` steps."""
         self.count = count
-        self._known = {}
+        self.drawn.clear()
 
     def lanes(self, name: str, device: torch.device) -> torch.Tensor:
         """Return 64 numbers from 0 to 65535, int32."""
@@ -48,12 +45,12 @@ class Dither:
     def chances(self, name: str, device: torch.device) -> Chances:
         """Return the same, with what is made of them."""
         key = (name, device)
-        if key not in self._known:
+        if key not in self.drawn:
             # Torch's generator for CPUs takes 32 bits of a seed.
             seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.randint(0, 2**_BITS, (ALIGNMENT,), dtype=torch.int32, generator=generator)
             if device.type == "cuda":  # memory of its own kind, so that nothing waits for the copy
                 drawn = drawn.pin_memory()
-            self._known[key] = Chances(drawn.to(device, non_blocking=True))
-        return self._known[key]
+            self.drawn[key] = Chances(drawn.to(device, non_blocking=True))
+        return self.drawn[key]

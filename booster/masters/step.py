@@ -152,7 +152,7 @@ class MasterStep:
                     only.to(bucket.handles)
                     with nullcontext() if bucket.host is None else journeys[bucket.host].here(bucket):
                         self._step_bucket(bucket, scratch, told)
-        self.masters.dither.forget()
+        self.masters.dither.drawn.clear()
 
     def _journeys(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Journey]:
         """Begin to bring what lies on the host, in the order in which `step_those` wants it."""
