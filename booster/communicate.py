@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+
+SMALL, TOGETHER = 2**16, 2**20  # bytes; tensors up to the first travel together, up to the second: memory beside them
 
 
 def communication_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
@@ -28,20 +31,49 @@ def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> No
 
 
 def align(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give every rank of `group` the values that its first rank has, in place; a collective for each tensor.
+    """Give every rank of `group` the values that its first rank has, in place.
 
-    group: None means this rank alone. Tensors on the meta device are left out.
+    group: None means this rank alone. Tensors on the meta device are left out. Collectives: one for each tensor of more than
+    `SMALL` bytes, and one for so many others as make `TOGETHER` bytes.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
+    waiting: dict[torch.device, list[torch.Tensor]] = {}
+    sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
         local = tensor.detach()
         if local.is_meta or not local.numel():
             continue
-        there = local.to(communication_device(local.device, group)).contiguous()
-        broadcast(there, 0, group)
-        if there.data_ptr() != local.data_ptr():
-            local.copy_(there)
+        if local.nbytes > SMALL:
+            _align([local], group)
+            continue
+        device = local.device
+        waiting.setdefault(device, []).append(local)
+        sizes[device] += local.nbytes
+        if sizes[device] >= TOGETHER:
+            _align(waiting.pop(device), group)
+            del sizes[device]
+    for others in waiting.values():
+        _align(others, group)
+
+
+def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """`align` tensors of one device, which travel together."""
+    device = communication_device(tensors[0].device, group)
+    there = [tensor.to(device).contiguous() for tensor in tensors]
+    if len(there) == 1:
+        broadcast(there[0], 0, group)
+    else:
+        own = [each.view(-1).view(torch.uint8) for each in there]
+        sizes = [each.numel() for each in own]
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        parts = message.split_with_sizes(sizes)
+        torch._foreach_copy_(parts, own)
+        broadcast(message, 0, group)
+        torch._foreach_copy_(own, parts)
+    for tensor, aligned in zip(tensors, there, strict=True):
+        if aligned.data_ptr() != tensor.data_ptr():
+            tensor.copy_(aligned)
 
 
 def exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
@@ -63,4 +95,12 @@ def exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     everyone = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(everyone, padded, group=group)
-    return [bytes(part[:length].tolist()) for part, length in zip(everyone, lengths, strict=True)]
+    return [_bytes(part[:length]) for part, length in zip(everyone, lengths, strict=True)]
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    if not values.numel():
+        return b""
+    read = bytearray(values.numel())
+    torch.frombuffer(read, dtype=torch.uint8).copy_(values)
+    return bytes(read)

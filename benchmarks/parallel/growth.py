@@ -107,7 +107,8 @@ def of_booster(plugin: Callable[[], Any], precision: str, count: int) -> dict[st
 
 
 def tasks(passes: Callable[[], None], optimizer: Any, gathers: bool) -> dict[str, float]:
-    """Milliseconds of each task on a warm optimizer. gathers: its state must be brought together first, on one rank.
+    """Milliseconds of each task on a warm optimizer. gathers: its state must be brought together first, on one rank; what it
+    takes to bring it to the other, too, so that both can load it, is not measured.
 
     state[p]: the state of every parameter that has any here, one after another.
     """
@@ -126,9 +127,12 @@ def tasks(passes: Callable[[], None], optimizer: Any, gathers: bool) -> dict[str
         states.append(optimizer.state_dict())
 
     found = {"step": min(steps[1:]), "zero_grad": min(zeros[1:]), "state_dict": measured(state_dict, 2)}
-    if not gathers:
-        plain = {key: value for key, value in states[-1].items() if key != "booster"}  # as torch's: without masters
-        found["load"] = measured(lambda: optimizer.load_state_dict(plain), 2)
+    for other in range(1, dist.get_world_size()) if gathers else ():
+        optimizer.consolidate_state_dict(to=other)
+        if dist.get_rank() == other:
+            states.append(optimizer.state_dict())
+    plain = {key: value for key, value in states[-1].items() if key != "booster"}  # as torch's: without masters
+    found["load"] = measured(lambda: optimizer.load_state_dict(plain), 2)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found["state[p]"] = measured(lambda: [optimizer.state.get(param) for param in params], 2)
     return found

@@ -48,7 +48,6 @@ class AverageReducer(GradientReducer):
     ) -> None:
         super().__init__(named.values(), group)
         self._names = {param: name for name, param in named.items()}
-        self._all = list(named.values())
         self._bytes = bucket_bytes
         self.tells_at_once = self._finds_unused = finds_unused
         self._ratio = 1.0 / group.size()
@@ -91,8 +90,8 @@ class AverageReducer(GradientReducer):
         param.grad = None
 
     def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-        for param in params:
-            if not self._reached[param]:
+        for param, place in zip(params, self._members[index], strict=True):
+            if not self._reached[place]:
                 self._place(index, param).zero_()
         flat = self._flat.pop(index)
         work = dist.all_reduce(flat, group=self._group, async_op=True)
@@ -103,10 +102,10 @@ class AverageReducer(GradientReducer):
 
         return settle
 
-    def arrived(self, index: int, reduced: torch.Tensor, reached: set[torch.Tensor]) -> None:
-        for param in self._params[index]:
+    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+        for param, here in zip(self._params[index], reached, strict=True):
             place = self._places.pop(param)
-            if param in reached:
+            if here:
                 param.grad = place
 
     def _place(self, index: int, param: torch.Tensor) -> torch.Tensor:
@@ -124,8 +123,8 @@ class AverageReducer(GradientReducer):
 
     def _finish(self) -> None:
         if not self._finds_unused:
-            reached = self._reached
-            unreached = [name for p, name in self._names.items() if not (reached[p] or self.has_gradient_here(p))]
+            known = zip(self._all, self._reached, strict=True)
+            unreached = [self._names[p] for p, reached in known if not (reached or self.has_gradient_here(p))]
             if unreached:
                 raise RuntimeError(UNREACHED.format(names=", ".join(unreached[:5])))
         super()._finish()

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from booster.torch_internals import graph_task, when_backward_ends
+from booster.torch_internals import graph_task, when_backward_ends, without_function_modes
 
 # Buckets that are being reduced at one time: a work holds what it sends until it is waited for, so without a bound all whole
 # gradients are there when backward ends. Two follow each other without a gap; the third is being filled meanwhile.
@@ -86,13 +88,16 @@ class GradientReducer(ABC):
         self.watches: list[_Watch] = []
         self._group = group
         self._task: int | None = None  # of the autograd engine, while a backward is under way
-        self._index = {param: index for index, param in enumerate(params)}
+        self._all = list(params)
+        self._index = {param: index for index, param in enumerate(self._all)}
+        self._params: list[Sequence[torch.Tensor]] = []  # of each bucket
+        self._members: list[list[int]] = []  # the same by their place in `_all`
         self._listen()
 
     def _listen(self) -> None:
         """See to it that gradients are noticed as they come."""
-        for param in self._index:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+        for index, param in enumerate(self._all):
+            param.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
 
     def __contains__(self, param: object) -> bool:
         return param in self._index
@@ -148,75 +153,95 @@ class GradientReducer(ABC):
         """Start to reduce a bucket, zeros for what has no gradient; returns what waits for it, and gives what is kept here."""
 
     @abstractmethod
-    def arrived(self, index: int, reduced: torch.Tensor, reached: set[torch.Tensor]) -> None:
-        """Put what is kept of a bucket where gradients belong. reached: the parameters that have one."""
+    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+        """Put what is kept of a bucket where gradients belong. reached: of each of its parameters, whether it has one."""
 
     def reached_anywhere(self) -> Callable[[], list[bool]]:
         """Ask, at the end of a pass, which parameters any rank reached; returns what waits for it."""
-        return Reached(list(self._reached.values()), next(iter(self._index)).device, self._group).anywhere
+        return Reached(list(map(bool, self._reached)), self._all[0].device, self._group).anywhere
 
     # ------------------------------------------------------------------ one backward
 
     def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of `param` on this rank with what is held of before, detached; None if there is none."""
-        held = (
-            next((watch.held[param] for watch in self.watches if param in watch.held), None) if self.watches else None
-        )
-        grad = None if param.grad is None else param.grad.detach()
+        grad = param.grad
+        grad = None if grad is None else grad.detach()
+        if not self.watches:
+            return grad
+        held = next((watch.held[param] for watch in self.watches if param in watch.held), None)
         return grad if held is None else held if grad is None else held + grad
 
     def has_gradient_here(self, param: torch.Tensor) -> bool:
-        return param.grad is not None or any(param in watch.held for watch in self.watches)
+        if param.grad is not None or not self.watches:
+            return param.grad is not None
+        return any(param in watch.held for watch in self.watches)
 
     def _start(self) -> None:
-        self._params = list(self.buckets())
-        self._missing = [set(params) for params in self._params]
-        self._bucket = {param: index for index, params in enumerate(self._missing) for param in params}
+        buckets = self.buckets()
+        if len(buckets) != len(self._params) or not all(map(is_, buckets, self._params)):
+            self._params = list(buckets)
+            self._members = [[self._index[param] for param in params] for params in self._params]
+            self._bucket = [0] * len(self._all)
+            for index, members in enumerate(self._members):
+                for member in members:
+                    self._bucket[member] = index
+        # By place in `_all`, and not by parameter: a tensor as a key costs a call of Python.
+        self._came = bytearray(len(self._all))
+        self._reached = bytearray(len(self._all))
+        self._missing = list(map(len, self._params))
         self._next = 0
-        self._reached: dict[torch.Tensor, bool] = dict.fromkeys(self._index, False)
         self._sent: deque[_Sent] = deque()
         self._waiting: list[tuple[int, torch.Tensor]] = []  # until it is known which were reached
 
-    def _on_gradient(self, param: torch.Tensor) -> None:
+    def _on_gradient(self, place: int, param: torch.Tensor) -> None:
         if not self.synchronises:
             self.left = True
             return
-        if self._task is None:
-            self.begin()
-        index = self._bucket[param]
-        if index < self._next:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward after the first was "
-                "averaged, as reentrant activation checkpointing of a shared module does; use "
-                "checkpoint(..., use_reentrant=False), or stage=1"
-            )
-        self._take(index, param)
-        missing = self._missing[index]
-        missing.discard(param)
-        if not missing:
-            self._send_full()
+        # In a mode that a precision keeps on in backward every look at a tensor would be a call of it.
+        with without_function_modes():
+            if self._task is None:
+                self.begin()
+            index = self._bucket[place]
+            if index < self._next:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward after the first was "
+                    "averaged, as reentrant activation checkpointing of a shared module does; use "
+                    "checkpoint(..., use_reentrant=False), or stage=1"
+                )
+            self._take(index, place, param)
+            self._note(index, place)
+            if not self._missing[index]:
+                self._send_full()
+
+    def _note(self, index: int, place: int) -> None:
+        """What is to come of the parameter at `place`, in the bucket at `index`, is there."""
+        if not self._came[place]:
+            self._came[place] = True
+            self._missing[index] -= 1
 
     def _send_full(self) -> None:
         """Send the buckets whose gradients are all there, in order."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._send(self._next)
 
-    def _take(self, index: int, param: torch.Tensor) -> None:
+    def _take(self, index: int, place: int, param: torch.Tensor) -> None:
         if self.has_gradient_here(param):
-            self._reached[param] = True
+            self._reached[place] = True
             self.fill(index, param)
 
     @torch.no_grad()
     def _send(self, index: int) -> None:
         self._next = index + 1
         self._settle(MOST_IN_FLIGHT - 1)
-        params = self._params[index]
-        for param in self._missing[index]:  # not reached, but by passes before
-            self._take(index, param)
+        params, members = self._params[index], self._members[index]
+        if self._missing[index]:
+            for place, param in zip(members, params, strict=True):
+                if not self._came[place]:  # not reached, but by passes before
+                    self._take(index, place, param)
         settle = self.send(index, params)
         reached = None
         if self.tells_at_once or self.watches:
-            here = [self._reached[param] for param in params]
+            here = [bool(self._reached[place]) for place in members]
             reached = Reached(here, params[0].device, self._group)
         self._sent.append(_Sent(index, settle, reached))
 
@@ -229,25 +254,31 @@ class GradientReducer(ABC):
             if told is None:
                 self._waiting.append((index, reduced))
             else:
-                found = zip(self._params[index], told.anywhere(), strict=True)
-                self._arrive(index, reduced, {param for param, reached in found if reached})
+                self._arrive(index, reduced, told.anywhere())
 
-    def _arrive(self, index: int, reduced: torch.Tensor, reached: set[torch.Tensor]) -> None:
-        if not reached:
+    def _arrive(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+        if not any(reached):
+            return
+        if not self.watches:
+            self.arrived(index, reduced, reached)
             return
         again = any(watch.again for watch in self.watches)
+        found = [param for param, here in zip(self._params[index], reached, strict=True) if here]
         if again and (self.left or not self.keeps_apart):
-            for param in reached.difference(*(watch.params for watch in self.watches)):
+            for param in set(found).difference(*(watch.params for watch in self.watches)):
                 raise RuntimeError(ALONE.format(name=f"a parameter of shape {tuple(param.shape)}"))
         self.arrived(index, reduced, reached)
         del reduced
-        for param in self._params[index]:
-            for watch in self.watches if param in reached else ():
+        for param in found:
+            for watch in self.watches:
                 if param in watch.params:
                     watch.filled(param)
 
-    @torch.no_grad()
     def _finish(self) -> None:
+        with torch.no_grad(), without_function_modes():
+            self._complete()
+
+    def _complete(self) -> None:
         while self._next < len(self._missing):
             self._send(self._next)
         told = None
@@ -255,9 +286,9 @@ class GradientReducer(ABC):
             told = self.reached_anywhere()
         self._settle(0)
         if told is not None:
-            anywhere = dict(zip(self._index, told(), strict=True))
+            anywhere = told()
             for index, reduced in self._waiting:
-                self._arrive(index, reduced, {param for param in self._params[index] if anywhere[param]})
+                self._arrive(index, reduced, [anywhere[place] for place in self._members[index]])
         self._waiting.clear()
         self.left = False
         self._task = None

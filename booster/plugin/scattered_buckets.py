@@ -13,7 +13,7 @@ from booster.plugin.laid_out import LaidOut
 from booster.plugin.sliced_gradients import SliceReducer
 from booster.shards.zero import SPARSE
 from booster.shards.zero_buckets import FlatParameters, Layout
-from booster.torch_internals import graph_task, when_backward_ends
+from booster.torch_internals import graph_task, when_backward_ends, without_function_modes
 
 
 class BucketReducer(SliceReducer):
@@ -35,17 +35,18 @@ class BucketReducer(SliceReducer):
         buffer = bucket.buffer()
         if buffer.is_sparse:
             raise RuntimeError(SPARSE.format(shape=tuple(buffer.shape)))
-        if self._task is None:
-            self._task = graph_task()
-            self._start()
-        start = 0
-        for param in bucket.parameters():
-            if param in self._index:
-                self._views[param] = buffer[start : start + param.numel()]
-                self._take(self._bucket[param], param)
-                self._missing[self._bucket[param]].discard(param)
-            start += param.numel()
-        self._send_full()
+        with without_function_modes():
+            if self._task is None:
+                self._task = graph_task()
+                self._start()
+            params = bucket.parameters()
+            for param, values in zip(params, buffer.split_with_sizes([p.numel() for p in params]), strict=True):
+                place = self._index.get(param)
+                if place is not None:
+                    self._views[param] = values
+                    self._take(self._bucket[place], place, param)
+                    self._note(self._bucket[place], place)
+            self._send_full()
         if bucket.is_last():
             when_backward_ends(self._wait_for_gradients)
         devices: Any = [buffer.device] if buffer.is_cuda else None
@@ -66,8 +67,9 @@ class BucketReducer(SliceReducer):
     def reached_anywhere(self) -> Callable[[], list[bool]]:
         return super().reached_anywhere() if self._finds_unused else lambda: [True] * len(self._index)
 
-    def _put(self, bucket: FlatParameters, position: int, values: torch.Tensor, ratio: float) -> bool:
-        param = bucket.params[position]
+    def _put(
+        self, bucket: FlatParameters, position: int, param: torch.Tensor, values: torch.Tensor, ratio: float
+    ) -> bool:
         there = self.has_gradient_here(param)
         view = self._views.pop(param, None)
         if not there or view is None:
@@ -79,8 +81,8 @@ class BucketReducer(SliceReducer):
         # torch's own callback, which puts what is in its buckets into `.grad`, is queued by now.
         when_backward_ends(self._finish)
 
-    def _finish(self) -> None:
-        super()._finish()
+    def _complete(self) -> None:
+        super()._complete()
         for param in self._layout.params:
             param.grad = None
 

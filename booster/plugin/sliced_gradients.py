@@ -44,8 +44,8 @@ class SliceReducer(GradientReducer):
         values = torch.empty(bucket.size, dtype=self._dtype or bucket.dtype, device=bucket.device)
         # Divided before the sum, as DistributedDataParallel does: the sum of halves could overflow.
         ratio = 1.0 / world_size
-        for position, place in enumerate(bucket.cleared(values)):
-            if not self._put(bucket, position, place, ratio):
+        for position, (param, place) in enumerate(zip(params, bucket.cleared(values), strict=True)):
+            if not self._put(bucket, position, param, place, ratio):
                 place.zero_()
         own = bucket.slice_of(values, self._layout.rank)
         if self._fp8 or values.device.type == "cpu":
@@ -68,12 +68,13 @@ class SliceReducer(GradientReducer):
 
         return settle
 
-    def _put(self, bucket: FlatParameters, position: int, values: torch.Tensor, ratio: float) -> bool:
-        """Write a gradient times `ratio` to its place in the bucket, `values`, 1-dim, and free it.
+    def _put(
+        self, bucket: FlatParameters, position: int, param: torch.Tensor, values: torch.Tensor, ratio: float
+    ) -> bool:
+        """Write the gradient of `param` times `ratio` to its place in the bucket, `values`, 1-dim, and free it.
 
         Return whether there is one.
         """
-        param = bucket.params[position]
         grad = self.gradient_here(param)
         if grad is None:
             return False
@@ -87,7 +88,6 @@ class SliceReducer(GradientReducer):
         param.grad = None
         return True
 
-    def arrived(self, index: int, reduced: torch.Tensor, reached: set[torch.Tensor]) -> None:
-        bucket = self._layout.buckets[index]
-        now = {position for position, param in enumerate(bucket.params) if param in reached}
-        bucket.add_gradient(reduced, now, self._layout.rank)
+    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+        now = {position for position, here in enumerate(reached) if here}
+        self._layout.buckets[index].add_gradient(reduced, now, self._layout.rank)

@@ -92,6 +92,10 @@ class Shards:
         """Return how many of the ranks that step together hold this very part; None: each has all of every parameter."""
         return None
 
+    def copies_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        """Return `copies` of each of `parts`, with 1 for None."""
+        return [self.copies(part) or 1 for part in parts]
+
     def holders(self) -> list[torch.Tensor]:
         """Return every tensor whose `.grad` a backward pass may add to, whether it has one or not. Inside `local()`."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]

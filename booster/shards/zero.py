@@ -19,7 +19,7 @@ from booster.shards.divided import Divided
 from booster.shards.reducing import Reducer, check_averaged, watch_reduced
 from booster.shards.replicated import Replica, check_replicas
 from booster.shards.state_view import StateOfParts
-from booster.shards.zero_buckets import Layout, stretch
+from booster.shards.zero_buckets import FlatParameters, Layout, stretch
 from booster.shards.zero_states import Holding, gather_states
 from booster.torch_internals import version
 
@@ -29,12 +29,26 @@ SPARSE = (
 )
 
 
-class _Known(NamedTuple):
-    """A parameter of the groups. holding: None for one that stands for itself."""
+class _Stepped(NamedTuple):
+    """A parameter of a group of which this rank has a part that is not empty. shaped: the part is not 1-dim."""
 
     param: torch.Tensor
     part: torch.Tensor
-    holding: Holding | None
+    holding: Holding
+    shaped: bool
+
+
+class _Group:
+    """What is known of the parameters of a group, as long as they are the same."""
+
+    def __init__(self, shards: ZeroShards, params: Sequence[torch.Tensor]) -> None:
+        self.params = list(params)
+        self.parts = [shards.part_of(param) for param in params]
+        pairs = list(zip(self.params, self.parts, strict=True))
+        self.frozen = [param for param, part in pairs if part is param]
+        self.divided = [(param, part) for param, part in pairs if part is not param]
+        known = [(param, part, shards.holding_of(param)) for param, part in self.divided if part.numel()]
+        self.stepped = [_Stepped(p, part, held, part.dim() != 1) for p, part, held in known if held is not None]
 
 
 class ZeroShards(Shards):
@@ -75,10 +89,10 @@ class ZeroShards(Shards):
             )
         self._reduced, self._overlaps = reduced, overlaps
         self._holdings: dict[torch.Tensor, Holding] = {}
-        self._groups: list[list[_Known]] = []  # of the groups when `local` was last entered
+        self._groups: list[_Group] = []  # when `local` was last entered
         self._parts: dict[torch.Tensor, torch.Tensor] = {}
         self._params: dict[torch.Tensor, torch.Tensor] = {}
-        self._versions: dict[torch.Tensor, int] = {}  # of parameters, when `local` was last entered
+        self._versions: dict[FlatParameters, list[int]] = {}  # of parameters, when `local` was last entered
         self._divisor: Any = 1.0  # of what this rank's parts of whole gradients were divided by, and the rest was not
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
         self._lay_down()
@@ -97,17 +111,25 @@ class ZeroShards(Shards):
         self._lay_down()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]
-        self._versions = {param: version(param) for params in lists for param in params}
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         try:
-            for params, known in zip(lists, self._known(self._held), strict=True):
-                for index, (param, part, holding) in enumerate(known):
-                    params[index] = part
-                    self._adopt(param, part)
-                    if holding is not None and part.numel():
+            groups = self._known(self._held)
+            buckets = self._buckets()
+            self._versions = {bucket: list(map(version, bucket.params)) for bucket in buckets}
+            kept = {bucket: bucket.parts_of_gradient(self._rank) for bucket in buckets} if self._reduced else {}
+            for params, group in zip(lists, groups, strict=True):
+                params[:] = group.parts
+                self._adopt(group)
+                for param, part, holding, shaped in group.stepped:
+                    if part.requires_grad != param.requires_grad:
                         part.requires_grad_(param.requires_grad)
-                        part.grad = grad = self._gradient(param, part, holding)
-                        given.append((param, part, grad))
+                    if self._reduced:
+                        grad = kept[holding.bucket].get(holding.position)
+                        grad = shaped_like(grad, param) if shaped and grad is not None else grad
+                    else:
+                        grad = self._gradient(param, part, holding)
+                    part.grad = grad
+                    given.append((param, part, grad))
             yield
         finally:
             for params, held in zip(lists, self._held, strict=True):
@@ -169,6 +191,10 @@ class ZeroShards(Shards):
             self._parts[param], self._params[part] = part, param
         return self._parts[param]
 
+    def holding_of(self, param: torch.Tensor) -> Holding | None:
+        """Return where `param` lies; None if it is not divided."""
+        return self._holding(param)
+
     def check_gradients(self) -> None:
         check_replicas(self, self._replicas.values())
         if not self._reduced:
@@ -178,6 +204,11 @@ class ZeroShards(Shards):
 
     def copies(self, part: torch.Tensor) -> int:
         return 1 if part in self._params else self._layouts[0].world_size if self._layouts else 1
+
+    def copies_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        whole = self._layouts[0].world_size if self._layouts else 1
+        alone = set(map(id, self._params))
+        return [1 if id(part) in alone else whole for part in parts]
 
     def holders(self) -> list[torch.Tensor]:
         params = [param for params in self._held or [] for param in params]
@@ -199,15 +230,18 @@ class ZeroShards(Shards):
         return flat_like(value.detach(), param)[start:stop] if holding.bucket.even and param.dim() else value
 
     def publish(self) -> None:
-        changed = []
-        owned = {param for group in self.optimizer.param_groups for param in group["params"]}
+        changed: list[torch.Tensor] = []
+        owned = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        lent = set(map(id, self._lent))
         for layout in self._layouts:
             for bucket in reversed(layout.buckets):  # the last one is what forward wants first
-                own = [param for param in bucket.params if param in owned]
-                if own:
+                before = self._versions.get(bucket)
+                if not owned.isdisjoint(map(id, bucket.params)):
                     layout.arriving.expect(bucket.data, bucket.gather(layout.group))  # type: ignore[arg-type]
-                used = [param for param in own if param in self._lent or self._has_gradient(param)]
-                changed += [param for param in used if version(param) == self._versions.get(param)]
+                for place, param in enumerate(bucket.params) if before is not None else ():
+                    used = place in bucket.reduced if self._reduced else param.grad is not None
+                    if (used or id(param) in lent) and id(param) in owned and version(param) == before[place]:  # type: ignore[index]
+                        changed.append(param)
         self._lent.clear()
         if not self._overlaps:
             self.wait_for_weights()
@@ -355,10 +389,14 @@ class ZeroShards(Shards):
     def _gather(self, states: dict[Any, State], holdings: dict[Any, Holding]) -> dict[Any, State]:
         return gather_states(states, holdings, self._layouts[0].group) if self._layouts else states
 
+    def _buckets(self) -> list[FlatParameters]:
+        return [bucket for layout in self._layouts for bucket in layout.buckets]
+
     def _lay_down(self) -> None:
-        for layout in self._layouts:
-            for bucket in layout.buckets:
-                torch.autograd.graph.increment_version(bucket.lay_down())
+        for bucket in self._buckets():
+            moved = bucket.lay_down()
+            if moved:
+                torch.autograd.graph.increment_version(moved)
 
     def _holding(self, param: torch.Tensor) -> Holding | None:
         holding = self._holdings.get(param)
@@ -378,30 +416,30 @@ class ZeroShards(Shards):
         found = {name: self._holding(param) for param, name in names.items() if param not in self._params}
         return {name: holding for name, holding in found.items() if holding is not None}
 
-    def _known(self, lists: list[list[torch.Tensor]]) -> list[list[_Known]]:
-        """Return what is known of each parameter of the groups, of which `lists` are the parameters."""
-        held = [[known.param for known in group] for group in self._groups]
+    def _known(self, lists: list[list[torch.Tensor]]) -> list[_Group]:
+        """Return what is known of the groups, of which `lists` are the parameters."""
+        held = [group.params for group in self._groups]
         if len(held) != len(lists) or not all(map(_same_tensors, held, lists)):
-            self._groups = [[self._know(param) for param in params] for params in lists]
+            self._groups = [_Group(self, params) for params in lists]
         return self._groups
 
-    def _know(self, param: torch.Tensor) -> _Known:
-        part = self.part_of(param)
-        return _Known(param, part, None if part is param else self._holding(param))
-
-    def _adopt(self, param: torch.Tensor, part: torch.Tensor) -> None:
-        """Cut the state that the optimizer has of a whole parameter of the groups. Raises RuntimeError for a gradient that
+    def _adopt(self, group: _Group) -> None:
+        """Cut the state that the optimizer has of whole parameters of `group`. Raises RuntimeError for a gradient that
         cannot be stepped."""
-        state = self.optimizer.state
-        if part is param:
+        for param in group.frozen:
             if param.requires_grad and param.grad is not None:
                 raise RuntimeError(FROZEN.format(name=self.name_of(param)))
-        elif param.grad is not None and param.grad.is_sparse:
-            raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
-        elif param in state:
-            own = state.pop(param)
-            if part.numel():
-                state[part] = {key: self._cut_entry(value, param) for key, value in own.items()}
+        for param, _ in group.divided:
+            if param.grad is not None and param.grad.is_sparse:
+                raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
+        state = self.optimizer.state
+        if set(map(id, state)).isdisjoint(map(id, group.params)):
+            return
+        for param, part in group.divided:
+            if param in state:
+                own = state.pop(param)
+                if part.numel():
+                    state[part] = {key: self._cut_entry(value, param) for key, value in own.items()}
 
     def _cut_entry(self, value: Any, param: torch.Tensor) -> Any:
         if isinstance(value, Divided):

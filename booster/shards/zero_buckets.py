@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from booster.shards.arriving import Arriving
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What every step asks of every parameter, without a Python call for each.
+_POINTER, _STRIDE, _DTYPE = torch.Tensor.data_ptr, torch.Tensor.stride, attrgetter("dtype")
 
 
 class FlatParameters:
@@ -43,20 +47,26 @@ class FlatParameters:
         self.size = self.bounds[-1]
         ends = [offset + param.numel() for offset, param in zip(self.offsets, self.params, strict=True)]
         gaps = [start - end for end, start in zip(ends, [*self.offsets[1:], self.size], strict=True)]
-        self._pieces = [
-            size for sizes in zip(map(torch.Tensor.numel, self.params), gaps, strict=True) for size in sizes
-        ]
+        sizes = [size for sizes in zip(map(torch.Tensor.numel, self.params), gaps, strict=True) for size in sizes]
+        kinds = [(size, index % 2 == 0) for index, size in enumerate(sizes) if size]
+        self._pieces = [size for size, _ in kinds]
+        self._places_of_params = [place for place, (_, is_param) in enumerate(kinds) if is_param]
+        self._places_of_gaps = [place for place, (_, is_param) in enumerate(kinds) if not is_param]
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.data: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
-        self._places: list[tuple[Any, ...]] = []  # of `_views`: what tells that a parameter is one of them
+        # Of `_views`: what tells that a parameter is one of them.
+        self._pointers: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
         self._orders = [
             torch.empty_strided(
                 p.shape, p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride(), device="meta"
             )
             for p in self.params
         ]
-        self._sizes: dict[int, list[int]] = {}  # see `_sizes_of_parts`
+        self._shapes = [tuple(order.shape) if order.is_contiguous() else None for order in self._orders]
+        self._overlaps: dict[int, list[tuple[int, int]]] = {}  # see `overlap`
+        self._cuts: dict[int, tuple[list[int], dict[int, int]]] = {}  # see `_cut`
         self.gradient = None
         self.reduced: set[int] = set()
         self._stale: set[int] = set()  # not in `reduced`, with what a gradient left behind
@@ -68,13 +78,18 @@ class FlatParameters:
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
         self._gradient = value
-        self._parts: tuple[torch.Tensor, ...] = ()  # views of it, once somebody asked
+        self._parts: dict[int, torch.Tensor] | None = None  # views of it by index, once somebody asked
 
     def overlap(self, index: int, rank: int) -> tuple[int, int]:
         """Return (start, stop) of the elements of `params[index]`, in memory order, that lie in the slice of `rank`."""
-        offset, length = self.offsets[index], self.params[index].numel()
-        start = min(max(self.bounds[rank] - offset, 0), length)
-        return start, max(min(self.bounds[rank + 1] - offset, length), start)
+        if rank not in self._overlaps:
+            begin, end = self.bounds[rank], self.bounds[rank + 1]
+            found = []
+            for offset, length in zip(self.offsets, map(torch.Tensor.numel, self.params), strict=True):
+                start = min(max(begin - offset, 0), length)
+                found.append((start, max(min(end - offset, length), start)))
+            self._overlaps[rank] = found
+        return self._overlaps[rank][index]
 
     def slice_of(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the slice of `rank` of a flat `tensor` of this size."""
@@ -90,15 +105,17 @@ class FlatParameters:
 
     def shaped(self, values: torch.Tensor, index: int) -> torch.Tensor:
         """Return 1-dim `values` that stand for `params[index]` in its shape and memory order, as a view."""
-        return shaped_like(values, self._orders[index])
+        shape = self._shapes[index]
+        return shaped_like(values, self._orders[index]) if shape is None else values.view(shape)
 
     def cleared(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """Zero the elements of a flat `tensor` of this size that stand for no parameter; returns `view` of every index."""
         pieces = tensor.split_with_sizes(self._pieces)
-        for gap in pieces[1::2]:
-            if gap.numel():
-                gap.zero_()
-        return pieces[::2]
+        if not self._places_of_gaps:
+            return pieces
+        for place in self._places_of_gaps:
+            pieces[place].zero_()
+        return [pieces[place] for place in self._places_of_params]
 
     @torch.no_grad()
     def lay_down(self) -> list[torch.Tensor]:
@@ -110,10 +127,19 @@ class FlatParameters:
         if self.data is None:
             self.data = torch.zeros(self.size, dtype=self.dtype, device=self.device)
             self._views = [self.shaped_view(self.data, index) for index in range(len(self.params))]
-            self._places = [(view.data_ptr(), view.dtype, view.stride()) for view in self._views]
+            self._pointers = list(map(_POINTER, self._views))
+            self._strides = list(map(_STRIDE, self._views))
+        pointers, strides, dtypes = (
+            list(map(_POINTER, self.params)),
+            list(map(_STRIDE, self.params)),
+            set(map(_DTYPE, self.params)),
+        )
+        if pointers == self._pointers and strides == self._strides and dtypes == {self.dtype}:
+            return []
         moved = []
-        for param, view, place in zip(self.params, self._views, self._places, strict=True):
-            if (param.data_ptr(), param.dtype, param.stride()) == place:
+        for index, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            place = pointers[index], strides[index], param.dtype
+            if place == (self._pointers[index], self._strides[index], self.dtype):
                 continue
             if param.dtype != view.dtype or param.shape != view.shape or param.device != view.device:
                 raise RuntimeError(
@@ -129,6 +155,15 @@ class FlatParameters:
     def part_of_gradient(self, index: int, rank: int) -> torch.Tensor | None:
         """Return this rank's part of the gradient of `params[index]`, 1-dim, perhaps empty; None if it has no gradient."""
         return self._part(index, rank) if index in self.reduced else None
+
+    def parts_of_gradient(self, rank: int) -> Mapping[int, torch.Tensor]:
+        """Return `part_of_gradient` by index, of those that have one which is not empty."""
+        if not self.reduced:
+            return {}
+        parts = self._parts_here(rank)
+        if len(self.reduced) == len(self.params):
+            return parts
+        return {index: part for index, part in parts.items() if index in self.reduced}
 
     def add_gradient(self, own: torch.Tensor, indices: set[int], rank: int) -> None:
         """Add `own`, this rank's slice, which is zero outside of the parameters at `indices`; it may be kept and written to."""
@@ -167,21 +202,36 @@ class FlatParameters:
         self._stale = self._stale - indices
 
     def _part(self, index: int, rank: int) -> torch.Tensor:
-        if not self._parts:  # all at once, since most are asked for, and twice in a step
-            self._parts = self.gradient.split_with_sizes(self._sizes_of_parts(rank))  # type: ignore[union-attr]
-        return self._parts[2 * index + 1]
+        part = self._parts_here(rank).get(index)
+        return self.gradient[:0] if part is None else part  # type: ignore[index]
 
-    def _sizes_of_parts(self, rank: int) -> list[int]:
-        """Return the lengths of what the slice of `rank` is made of: a gap, perhaps empty, before each part and at the end."""
-        if rank not in self._sizes:
-            sizes, filled = [], 0
+    def _parts_here(self, rank: int) -> dict[int, torch.Tensor]:
+        if self._parts is None:  # all at once, since most are asked for, and twice in a step
+            sizes, places = self._cut(rank)
+            pieces: Any = self.gradient.split_with_sizes(sizes) if sizes else ()  # type: ignore[union-attr]
+            self._parts = {index: pieces[place] for index, place in places.items()}
+        return self._parts
+
+    def _cut(self, rank: int) -> tuple[list[int], dict[int, int]]:
+        """Return the lengths of what the slice of `rank` is made of, parts and gaps, and where among them each index's part is.
+
+        Nothing empty is among them: a view costs as much as a call, also when it is freed.
+        """
+        if rank not in self._cuts:
+            sizes: list[int] = []
+            places = {}
+            filled = 0
             for index, offset in enumerate(self.offsets):
                 start, stop = self.overlap(index, rank)
-                begin = max(offset + start - self.bounds[rank], filled) if start < stop else filled
-                sizes += [begin - filled, stop - start]
-                filled = begin + stop - start
-            self._sizes[rank] = [*sizes, self.bounds[rank + 1] - self.bounds[rank] - filled]
-        return self._sizes[rank]
+                if start == stop:
+                    continue
+                gap = offset + start - self.bounds[rank] - filled
+                sizes += [gap, stop - start] if gap else [stop - start]
+                places[index] = len(sizes) - 1
+                filled += gap + stop - start
+            rest = self.bounds[rank + 1] - self.bounds[rank] - filled
+            self._cuts[rank] = [*sizes, rest] if rest else sizes, places
+        return self._cuts[rank]
 
     def gather(self, group: dist.ProcessGroup) -> list[Any]:
         """Give every rank the slices of all others, asynchronously; returns what to wait for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -103,35 +103,54 @@ def _travel(
 
     All is bytes: backends do not know every dtype, and tensors of several then share a message. sent: of this rank.
     """
-    own = [_bytes(value.detach().contiguous()) for value in sent]
-    places = [[_bytes(part) for part in parts] for parts in kept]
-    longest = max(sum(len(part) for part in parts) for parts in places)
+    own = _Bytes([value.detach().contiguous() for value in sent])
+    places = [_Bytes(parts) for parts in kept]
+    longest = max(part.size for part in places)
     share = max(MESSAGE // len(kept), 1)
     for start in range(0, longest, share):
         size = min(share, longest - start)
         message = torch.zeros(size, dtype=torch.uint8, device=device)
-        for stretch, at in _within(own, start, start + size):
-            message[at : at + len(stretch)].copy_(stretch)
+        own.write_to(message, start)
         everyone = [torch.empty_like(message) for _ in places]
         dist.all_gather(everyone, message, group=group)
         for arrived, parts in zip(everyone, places, strict=True):
-            arrived = arrived.cpu()
-            for stretch, at in _within(parts, start, start + size):
-                stretch.copy_(arrived[at : at + len(stretch)])
+            parts.read_from(arrived.cpu(), start)
 
 
-def _within(parts: list[torch.Tensor], start: int, stop: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield what of `parts`, 1-dim and one after another, lies in `start` to `stop`, and where it begins, from `start`."""
-    offset = 0
-    for part in parts:
-        first, last = max(start - offset, 0), min(stop - offset, len(part))
-        if first < last:
-            yield part[first:last], offset + first - start
-        offset += len(part)
+class _Bytes:
+    """Contiguous tensors as bytes, one after another."""
 
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._parts = [(value if value.dim() == 1 else value.view(-1)).view(torch.uint8) for value in tensors]
+        self._sizes = list(map(torch.Tensor.numel, self._parts))
+        self.size = sum(self._sizes)
 
-def _bytes(values: torch.Tensor) -> torch.Tensor:
-    return values.view(-1).view(torch.uint8)
+    def write_to(self, message: torch.Tensor, start: int) -> None:
+        """Fill `message` with what lies from `start` on, as far as it goes."""
+        parts, pieces = self._meeting(message, start)
+        if parts:
+            torch._foreach_copy_(pieces, parts)
+
+    def read_from(self, message: torch.Tensor, start: int) -> None:
+        """Take from `message` what lies from `start` on."""
+        parts, pieces = self._meeting(message, start)
+        if parts:
+            torch._foreach_copy_(parts, pieces)
+
+    def _meeting(self, message: torch.Tensor, start: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors, or stretches of them, that `message` holds, and where in it they lie."""
+        stop, offset = start + message.numel(), 0
+        parts, sizes = [], []
+        for part, size in zip(self._parts, self._sizes, strict=True):
+            end = offset + size
+            if end > start and offset < stop and size:
+                if offset < start or end > stop:
+                    part = part[max(start - offset, 0) : min(stop - offset, size)]
+                    size = part.numel()
+                parts.append(part)
+                sizes.append(size)
+            offset = end
+        return parts, list(message[: sum(sizes)].split_with_sizes(sizes)) if parts else []
 
 
 def _exchange(entries: list[Any], group: dist.ProcessGroup) -> list[Any]:

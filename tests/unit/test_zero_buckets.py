@@ -1,5 +1,7 @@
 """Flat stretches of parameters, and the slice of their gradients that a rank keeps."""
 
+import gc
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,3 +71,14 @@ def test_parts_of_a_gradient_lie_where_those_of_parameters_do(rank):
     start, stop = bucket.overlap(1, rank)
     assert torch.equal(bucket.part_of_gradient(1, rank), bucket.view(-whole, 1)[start:stop])
     assert bucket.part_of_gradient(0, rank) is None
+
+
+def test_views_are_made_of_parts_that_a_rank_has_and_of_nothing_else():
+    bucket = FlatParameters([torch.zeros(64) for _ in range(8)], world_size=2)
+    bucket.add_gradient(torch.ones(256), set(range(8)), 1)
+    bucket.part_of_gradient(0, 1)
+    views = [each for each in gc.get_objects() if type(each) is torch.Tensor and each._base is bucket.gradient]
+    assert sorted(view.numel() for view in views if view.numel()) == [64] * 4
+    assert list(bucket.parts_of_gradient(1)) == [4, 5, 6, 7]
+    bucket.clear_gradient(5)
+    assert list(bucket.parts_of_gradient(1)) == [4, 6, 7]

@@ -1,0 +1,58 @@
+"""Tensors that ranks are to start from alike: whatever they are, and in few messages."""
+
+import pytest
+import torch
+from counts import Messages
+
+from booster.communicate import SMALL, TOGETHER, align, exchange
+
+
+def kinds(rank):
+    """Tensors of every kind, full of what only `rank` has."""
+    wide = torch.full((6, 8), float(rank))
+    return [
+        wide,
+        wide.new_full((8, 6), rank).t(),
+        torch.full((), rank, dtype=torch.int64),
+        torch.full((5,), rank, dtype=torch.bfloat16),
+        torch.full((3,), bool(rank)),
+        torch.zeros(0),
+        torch.full((SMALL,), float(rank)),  # four times as many bytes
+        torch.full((2, 4, 3, 3), float(rank)).to(memory_format=torch.channels_last),
+        wide[:, ::2],  # a view of others' memory, with gaps
+        torch.zeros(2, device="meta"),
+    ]
+
+
+def aligned(rank, world_size):
+    tensors = kinds(rank + 1)
+    with Messages() as sent:
+        align(tensors, torch.distributed.group.WORLD)
+    alike = [torch.equal(*pair) for pair in zip(tensors, kinds(1), strict=True) if not pair[0].is_meta]
+    return alike, [each.stride() for each in tensors] == [each.stride() for each in kinds(1)], sent.count
+
+
+def test_every_kind_of_tensor_becomes_what_the_first_rank_has(ranks2):
+    for alike, laid_as_before, messages in ranks2(aligned):
+        assert alike == [True] * 9
+        assert laid_as_before
+        assert messages == 2  # the large one, and all others
+
+
+def messages_for(rank, world_size, count, elements):
+    with Messages() as sent:
+        align([torch.zeros(elements) for _ in range(count)], torch.distributed.group.WORLD)
+    return sent.count
+
+
+@pytest.mark.parametrize(("count", "elements", "messages"), [(500, 64, 1), (3 * TOGETHER // SMALL, SMALL // 4, 3)])
+def test_small_tensors_share_messages_of_bounded_size(ranks2, count, elements, messages):
+    assert set(ranks2(messages_for, count, elements)) == {messages}
+
+
+def exchanged(rank, world_size):
+    return exchange(bytes(range(256)) * rank, torch.distributed.group.WORLD)
+
+
+def test_bytes_of_any_number_arrive_as_they_were_sent(ranks2):
+    assert ranks2(exchanged) == [[b"", bytes(range(256))]] * 2
