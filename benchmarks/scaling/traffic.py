@@ -92,7 +92,8 @@ def tensor_parallel_messages(
     Without sequence parallelism forward sums the outputs of both branches, and backward the gradients of their inputs, once
     for all linear layers that read one, as Megatron-LM does. With it, each of the four sums becomes a reduce-scatter on one
     way and an all-gather on the other; the first and the last layer divide and join the sequence, and the gradients of norms
-    are summed, in the dtype of the reduction where micro-batches were `accumulated`. checkpointed: forward runs again up to
+    are summed: once a step, in float32, without data parallelism; otherwise where `fully_shard` takes them, in the dtype of the
+    reduction where micro-batches were `accumulated`. checkpointed: forward runs again up to
     the last tensor that backward needs, which is the input of the second sum. vocabulary_parallel: the embedding's output is
     summed, logits are gathered, and the gradient of their input is summed.
     """
@@ -106,7 +107,7 @@ def tensor_parallel_messages(
     if plan.sequence_parallel:
         gathered = layers * ((2 + 2 * again) * read + 2 * written) + (first + last) * read
         scattered = layers * (2 * read + (2 + again) * written)
-        norms = 2 * layers * model.hidden * (precision.reduce if accumulated else precision.gather)
+        norms = 2 * layers * model.hidden * (precision.reduce if accumulated or plan.dp == 1 else precision.gather)
         messages.append(Message("all_gather", "tp", plan.tp, gathered))
         messages.append(Message("reduce_scatter", "tp", plan.tp, scattered))
         messages.append(Message("all_reduce", "tp", plan.tp, norms))

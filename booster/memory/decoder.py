@@ -103,9 +103,9 @@ PRECISIONS = {
 class Plan:
     """How ranks share the work: world size = dp * tp * pp.
 
-    engine: "replicated" keeps weights whole (DDP, ZeRO), "fully_shard" does not (FSDP, hybrid). shards: ranks over which
-    weights, gradients and states are divided; 1 where they are not. reshard: gathered weights are freed after forward.
-    chunks: model chunks a stage (interleaved schedule). keeps_buckets: gradients are divided, but those of
+    engine: "replicated" keeps weights whole (DDP, ZeRO; hybrid where dp is 1), "fully_shard" does not (FSDP, hybrid).
+    shards: ranks over which weights, gradients and states are divided; 1 where they are not. reshard: gathered weights are
+    freed after forward. chunks: model chunks a stage (interleaved schedule). keeps_buckets: gradients are divided, but those of
     DistributedDataParallel's buckets stay.
     """
 
@@ -147,7 +147,8 @@ def hybrid(
 ) -> Plan:
     dp = n // (tp * pp)
     size = dp if zero_stage else 1
-    return Plan("fully_shard", dp, size, size, size, False, tp, pp, sequence_parallel, chunks)
+    engine: Literal["replicated", "fully_shard"] = "fully_shard" if dp > 1 else "replicated"
+    return Plan(engine, dp, size, size, size, False, tp, pp, sequence_parallel, chunks)
 
 
 def axis_shape(plan: Plan, axis: Axis) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from booster.masters.device_update import choose_master_update
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.packing import States
+from booster.meta import arrive
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
@@ -137,14 +138,7 @@ class NaiveMixedPrecision(MixedPrecision):
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         if placement.stores_float32 and self._store is None:
             return {}
-        unmade = [name for name, param in model.named_parameters() if param.is_meta]
-        if unmade:
-            raise ValueError(
-                f"{type(self).__name__} makes masters of the weights that a model arrives with, and {unmade[:5]} are on "
-                "the meta device; give the model its weights before boost(), or use a plugin that shards, with "
-                "master_weights='auto'"
-            )
-        model.to(self.device)
+        arrive(model, self.device)
         placement.synchronise(model)
         wide = (torch.float32, torch.float64)
         return {

@@ -110,9 +110,21 @@ def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
     from now on, see `install_keep_fp32`. Integer and complex tensors stay. Gradients are cast along. Does nothing where the
     policy names no dtype. Returns `module`.
     """
+    if policy.store is None and policy.param is None:
+        return module
+    store_parameters(module, policy)
+    install_keep_fp32(module, policy)
+    return module
+
+
+def store_parameters(module: nn.Module, policy: DtypePolicy) -> None:
+    """The first half of `cast_parameters`: cast what `module` holds, in place, and leave its forwards as they are.
+
+    For plugins that give modules forwards of their own, which `install_keep_fp32` has to come after.
+    """
     dtype = policy.store or policy.param
     if dtype is None:
-        return module
+        return
     inner = bare(module)
     kept = {
         id(tensor): tensor  # held, so that no other tensor gets its id meanwhile
@@ -126,8 +138,6 @@ def cast_parameters(module: nn.Module, policy: DtypePolicy) -> nn.Module:
         return tensor.to(torch.float32 if id(tensor) in kept else dtype)
 
     module._apply(cast)
-    install_keep_fp32(module, policy)
-    return module
 
 
 def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from booster.data import prepare_dataloader
 from booster.launch import environment_world_size
+from booster.meta import arrive
 from booster.micro_batch import MicroBatch
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
-from booster.plugin.meta import arrive
 from booster.shards import Shards
 
 

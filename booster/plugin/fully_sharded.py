@@ -20,11 +20,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from booster.casting import HALF_DTYPES
+from booster.meta import check_meta, materialise
 from booster.mixed_precision.policy import DtypePolicy, install_keep_fp32
 from booster.modules import bare
 from booster.plugin.fsdp_dtypes import show_computed_dtypes
 from booster.plugin.fsdp_groups import Group, plan_groups
-from booster.plugin.meta import check_meta, materialise
 from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
 from booster.shards.fully_sharded import LeftGathered, forget_scales, recover, reshard
@@ -161,7 +161,7 @@ def _gather_in_fp8(
 def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
     """Do for `module` what `shard_module` does beside sharding, where there is no other rank to shard it with.
 
-    For policies that leave weights as they are stored. Parameters may be DTensors of tensor parallelism.
+    Its parameters have the dtypes of `policy` already, see `store_parameters`. They may be DTensors of tensor parallelism.
     """
     install_keep_fp32(bare(module), policy)
     bare(module).register_load_state_dict_pre_hook(ShardLoaded(policy))

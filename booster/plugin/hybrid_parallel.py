@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from booster import arguments
 from booster.communicate import align
 from booster.launch import environment_world_size
-from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
+from booster.meta import arrive, check_meta
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules, store_parameters
 from booster.modules import bare
 from booster.plugin.base import Pipeline, Plugin, world
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import ShardLoaded, keep_whole, shard_module, without_reduction
-from booster.plugin.meta import arrive, check_meta
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
 from booster.plugin.pipeline.layers_loaded import LayersLoaded
@@ -44,7 +44,8 @@ class HybridParallelPlugin(Plugin):
 
     zero_stage: 0 keeps parameters, gradients and optimizer states whole on every data-parallel rank; 1 and 2 shard them:
     torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
-    `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`.
+    `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is 1
+    nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
     num_microbatches, microbatch_size: how `booster.execute_pipeline` divides a batch; give one of them, or neither for one
     micro-batch, or as many as stages in a pipeline. num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
     pp_style: the schedule. sequence_parallelism: ranks of tensor parallelism keep a part of the sequence each between the
@@ -55,7 +56,6 @@ class HybridParallelPlugin(Plugin):
     Construct it after `booster.launch_from_torch()`. Raises ValueError for sizes that do not fit the world.
     """
 
-    stores_float32 = True
     is_whole = False
 
     def __init__(
@@ -130,6 +130,10 @@ class HybridParallelPlugin(Plugin):
         self.bind(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
     # ------------------------------------------------------------------ ranks
+
+    @property
+    def stores_float32(self) -> bool:  # type: ignore[override]
+        return self.data_parallel_size > 1
 
     def bind(self, device: torch.device) -> None:
         super().bind(device)
@@ -218,6 +222,9 @@ class HybridParallelPlugin(Plugin):
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         arrive(module, device)
         self.synchronise(model)
+        shards = self.data_parallel_size > 1 or policy.store not in (None, policy.param)
+        if not shards:
+            store_parameters(model, policy)
         apply_tensor_parallel(model, **tensor_parallel)
         whole = list(model.state_dict())
         roots = [module] if plan is None else plan.cut(self.pipeline_rank)
@@ -228,7 +235,7 @@ class HybridParallelPlugin(Plugin):
                 keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32)),
                 fp8_weights=frozenset(_with_parameters(root, policy.fp8_weights)),
             )
-            if self.data_parallel_size == 1 and policy.param is None and policy.store is None:
+            if not shards:
                 keep_whole(root, own)  # a group of one rank has nothing to gather or to reduce
                 continue
             shard_module(

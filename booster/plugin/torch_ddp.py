@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.communicate import align
+from booster.meta import arrive
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.modules import bare
 from booster.plugin.averaged_gradients import AverageReducer
 from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.fp8_communication import FP8Average, FP8Communication
 from booster.plugin.gradient_reducer import GradientReducer
-from booster.plugin.meta import arrive
 from booster.plugin.reduced_module import ReducedModule
 from booster.shards import Shards
 from booster.shards.replicated import Replica, ReplicatedShards

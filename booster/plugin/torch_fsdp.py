@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.communicate import align
+from booster.meta import arrive
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
 from booster.modules import bare
 from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.fsdp_blocks import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fully_sharded import shard_module, without_reduction
-from booster.plugin.meta import arrive
 from booster.plugin.shared_mesh import shared_mesh
 from booster.shards import Shards
 from booster.shards.dtensor import check_steps_parts, local_of

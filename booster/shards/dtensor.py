@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
+from booster.casting import HALF_DTYPES
 from booster.optimizer_kinds import kind_of, unknown
 from booster.shards.base import Shards, State, is_dtensor, world_size
 from booster.shards.state_view import StateOfParts
@@ -55,14 +56,12 @@ class DTensorShards(Shards):
             yield
             return
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
+        add_up_terms(param for params in lists for param in params)
         before = [list(params) for params in lists]
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         for params in lists:
             for index, param in enumerate(params):
-                if not is_dtensor(param):
-                    continue
-                _reduce_partial(param)
-                if self._steps_parts:
+                if self._steps_parts and is_dtensor(param):
                     part = params[index] = self.part_of(param)
                     part.grad = None if param.grad is None else param.grad.to_local()
                     given.append((param, part, part.grad))
@@ -80,10 +79,9 @@ class DTensorShards(Shards):
 
     @contextmanager
     def lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+        add_up_terms(params)
         parts = []
         for param in params:
-            if is_dtensor(param):
-                _reduce_partial(param)
             part = self.part_of(param)
             if part is not param:
                 part.grad = None if param.grad is None else param.grad.to_local()  # type: ignore[attr-defined]
@@ -232,11 +230,29 @@ def check_own(value: Any, param: DTensor) -> None:
         )
 
 
-def _reduce_partial(param: Any) -> None:
-    """Add up a gradient of which ranks hold the terms, as those of sequence-parallel norms."""
-    grad = param.grad
-    if grad is not None and grad.placements != param.placements:
-        param.grad = grad.redistribute(param.device_mesh, param.placements)
+def add_up_terms(params: Iterable[Any]) -> None:
+    """Add up gradients of which ranks hold the terms, as those of sequence-parallel norms; those of other `params` stay.
+
+    A collective of the ranks that share the terms, if there are any: one all-reduce, of float32 where gradients are half, so
+    that a sum is rounded once.
+    """
+    terms: dict[tuple[Any, torch.dtype, torch.device], list[Any]] = {}
+    for param in params:
+        grad = param.grad if is_dtensor(param) else None
+        if grad is None or grad.placements == param.placements:
+            continue
+        if grad.device_mesh.ndim == 1 and grad.placements[0] == Partial() and param.placements[0] == Replicate():
+            terms.setdefault((grad.device_mesh, grad.dtype, grad.device), []).append(param)
+        else:
+            param.grad = grad.redistribute(param.device_mesh, param.placements)
+    for (mesh, dtype, _), several in terms.items():
+        local = [param.grad.to_local() for param in several]
+        wide = torch.float32 if dtype in HALF_DTYPES else dtype
+        total = torch.cat([each.flatten().to(wide) for each in local])
+        dist.all_reduce(total, group=mesh.get_group())
+        sums = total.to(dtype).split([each.numel() for each in local])
+        for param, each in zip(several, sums, strict=True):
+            param.grad = _like(each.view(param.to_local().shape), param)
 
 
 def _as_wide_as(value: Any, param: torch.Tensor) -> Any:

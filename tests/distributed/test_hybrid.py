@@ -1,5 +1,6 @@
 """HybridParallelPlugin with what a training loop uses besides: accumulation, checkpoints, loaders, frozen and tied weights."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -12,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
+from benchmarks.memory import alive, allocations
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, SingleDevice, TorchFSDPPlugin
 
 LAYOUTS = [(2, 1), (1, 2)]  # (tp_size, pp_size), with two data-parallel ranks each
@@ -363,28 +365,195 @@ def test_plugins_of_equal_shape_share_threads_and_descriptors(ranks4):
     assert ranks4(resources_of_plugins) == [[[0, 0]] * 3] * 4
 
 
-class Gathers(TorchDispatchMode):
+# ---------------------------------------------------------------------- a data-parallel size of 1
+
+
+class Seen(TorchDispatchMode):
+    """Notes what `fully_shard` does, messages with the dtype of what is sent, and the optimizer's fused calls."""
+
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.of_fsdp, self.sums, self.calls = [], [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
         if func.namespace == "fsdp":
-            self.names.append(str(func))
+            self.of_fsdp.append(name)
+        if func.namespace in ("c10d", "_c10d_functional") and name in ("allreduce_", "all_reduce"):
+            given = args[0][0] if isinstance(args[0], list) else args[0]
+            self.sums.append((given.dtype, given.numel()))
+        self.calls += name.startswith("_fused_adamw")
         return func(*args, **(kwargs or {}))
 
 
-def gathers_of_a_step(rank, world_size, precision, options):
-    booster, model, optimizer, criterion = built(rank, world_size, precision, **options)
-    with Gathers() as gathers:
-        steps(booster, model, optimizer, criterion, 0, 1)
-    return gathers.names
+PURE = [(2, 1), (1, 2)]  # (tp_size, pp_size) on two ranks
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def apex():
+    return FP16ApexMixedPrecision("O2", verbosity=0)
+
+
+def seen_in_a_step(rank, world_size, precision, options):
+    booster, model, optimizer, criterion = built(
+        rank, world_size, precision() if callable(precision) else precision, **options
+    )
+    steps(booster, model, optimizer, criterion, 0, 1)
+    with Seen() as seen:
+        steps(booster, model, optimizer, criterion, 1, 2)
+    return seen.of_fsdp, seen.calls, len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive", apex])
+@pytest.mark.parametrize(("tp_size", "pp_size"), PURE)
 def test_without_data_parallelism_no_weight_is_gathered_from_a_group_of_one(ranks2, precision, tp_size, pp_size):
-    assert ranks2(gathers_of_a_step, precision, {"tp_size": tp_size, "pp_size": pp_size}) == [[], []]
+    for of_fsdp, calls, tensors in ranks2(seen_in_a_step, precision, {"tp_size": tp_size, "pp_size": pp_size}):
+        assert of_fsdp == []
+        assert 1 <= calls <= 10 < tensors  # one call, or one for each bucket of masters
+
+
+def taken(rank, world_size, tp_size, pp_size):
+    """Bytes for each parameter of this rank, between steps, with gradients, and at the highest point of a step."""
+    booster = Booster("cpu", "bf16_naive", plugin(rank, world_size, tp_size, pp_size))
+    data = tuple(tensor[:2] for tensor in batch(0, booster))
+    kept = []
+
+    def step():
+        booster.execute_pipeline(iter([data]), kept[0], kept[2], kept[1], return_loss=False)
+        kept[1].step()
+
+    def build():
+        net = Transformer(64, 4)
+        kept.extend(booster.boost(net, torch.optim.AdamW(net.parameters()), loss_of)[:3])
+        step()
+        kept[1].zero_grad()
+        gc.collect()
+
+    alive()
+    level = highest = between = sum(size for _, _, size in allocations(build)[0])
+    for _, _, size in allocations(step)[0]:
+        level += size
+        highest = max(highest, level)
+    count = sum(getattr(param, "to_local", lambda p=param: p)().numel() for param in kept[0].parameters())
+    return between / count, level / count, highest / count
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), PURE)
+def test_half_weights_without_data_parallelism_take_what_they_take_on_one_device(ranks2, tp_size, pp_size):
+    for between, held, highest in ranks2(taken, tp_size, pp_size):
+        assert between == pytest.approx(2 + 2 + 8, abs=0.4)  # weight, rest of the master, AdamW's states
+        assert held == pytest.approx(2 + 2 + 8 + 2, abs=0.4)  # and gradients
+        assert highest < 2 + 2 + 8 + 2 + 3  # and a bucket, and activations
+
+
+def trained_whole(rank, world_size, precision):
+    """Weights after three steps without clipping, of this rank, or of one process."""
+    one_batch = {"tp_size": 1, "pp_size": 2, "num_microbatches": 1, "pp_style": "gpipe"}
+    booster, model, optimizer, criterion = built(rank, world_size, precision, **one_batch)
+    for step in range(3):
+        booster.execute_pipeline(iter([batch(step, booster)]), model, criterion, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+def test_stages_with_half_weights_train_to_the_bit_as_one_device(ranks2, precision):
+    check_close(merged(ranks2(trained_whole, precision)), trained_whole(0, 1, precision), 0.0)
+
+
+def pinned(rank, world_size, tp_size, pp_size):
+    precision = BF16NaiveMixedPrecision(keep_fp32=["blocks.*.norm1", "blocks.*.out"])
+    booster, model, optimizer, criterion = built(rank, world_size, precision, tp_size=tp_size, pp_size=pp_size)
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    with Seen() as seen:
+        losses = steps(booster, model, optimizer, criterion, 0, 3)
+    return dtypes, losses, {dtype for dtype, size in seen.sums if size > 100}
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), PURE)
+def test_pinned_modules_stay_in_float32_without_data_parallelism(ranks2, tp_size, pp_size):
+    expected, losses, _ = pinned(0, 1, 1, 1)
+    assert set(expected.values()) == {torch.float32, torch.bfloat16}
+    for dtypes, other_losses, summed in ranks2(pinned, tp_size, pp_size):
+        assert dtypes == {name: expected[name] for name in dtypes}
+        assert other_losses == pytest.approx(losses, abs=1e-2)
+        assert summed == (
+            {torch.float32, torch.bfloat16} if tp_size == 2 else set()
+        )  # what pinned rows give, and others
+
+
+def born_on_meta(rank, world_size):
+    torch.manual_seed(rank)
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    booster = Booster("cpu", "bf16_naive", HybridParallelPlugin(2, 1, tp_plan={"0": "colwise", "2": "rowwise"}))
+    model, made, *_ = booster.boost(model, made)
+    booster.backward(model(torch.ones(2, 4)).sum(), made)
+    assert made.step()
+    return weights(model)
+
+
+def test_half_weights_that_are_divided_may_be_born_on_the_meta_device(ranks2):
+    one, other = ranks2(born_on_meta)
+    check_close(one, other, 0.0)
+
+
+# ---------------------------------------------------------------------- gradients of norms under sequence parallelism
+
+
+def sequence(rank, world_size, precision, events, zero_stage=0):
+    """Losses, what was applied and the sums over ranks of the last step, of an encoder with several passes a step.
+
+    events: "clip": after the first pass of each step. "inf": in a norm's gradient, on rank 1, in the second step.
+    """
+    torch.manual_seed(7)
+    options = {"tp_size": 2, "pp_size": 1, "sequence_parallelism": True, "tp_plan": None}
+    booster = Booster("cpu", precision, plugin(rank, world_size, **options))
+    net = encoder()
+    model, made, criterion, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.nn.MSELoss())
+    draw = torch.Generator().manual_seed(5)
+    losses, applied, sums = [], [], []
+    for step in range(3):
+        data = [torch.randn(2, 6, DIM, generator=draw) for _ in range(4)]
+        with Seen() if step == 2 else contextlib.nullcontext() as seen:
+            for x, y in zip(data[::2], data[1::2], strict=True):
+                loss = criterion(model(x), y)
+                losses.append(float(loss.detach()))
+                booster.backward(loss, made)
+                if "clip" in events:
+                    made.clip_grad_by_norm(0.05)
+            if "inf" in events and step == 1 and (rank == 1 or world_size == 1):
+                grad = model.get_parameter("layers.1.norm1.weight").grad
+                getattr(grad, "to_local", lambda grad=grad: grad)()[0] = torch.inf
+            applied.append(bool(made.step()))
+        sums = [] if seen is None else seen.sums
+        made.zero_grad()
+    return losses, applied, sums
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_norms_gradients_are_summed_over_the_ranks_once_a_step(ranks2, precision):
+    losses, _, _ = sequence(0, 1, precision, ())
+    for found, _, sums in ranks2(sequence, precision, ()):
+        assert found == pytest.approx(losses, abs=1e-5 if precision == "fp32" else 1e-2)
+        ((dtype, size),) = sums
+        assert dtype == torch.float32
+        assert size == sum(p.numel() for name, p in encoder().named_parameters() if _is_summed(name))
+
+
+def _is_summed(name):
+    """Norms, biases of rows, and packed biases of projections, which are stored whole."""
+    return "norm" in name or name.endswith(("out_proj.bias", "linear2.bias", "in_proj_bias"))
+
+
+@pytest.mark.parametrize(("precision", "events"), [("fp32", ("clip",)), ("fp16", ("inf",))])
+def test_norms_gradients_are_whole_after_clips_amid_a_step_and_overflows_of_one_rank(ranks2, precision, events):
+    losses, applied, _ = sequence(0, 1, precision, events)
+    assert applied == [True, "inf" not in events, True]
+    for found, other_applied, _ in ranks2(sequence, precision, events):
+        assert other_applied == applied
+        assert found == pytest.approx(losses, abs=1e-5 if precision == "fp32" else 1e-2)
 
 
 def zeroed_in_place(rank, world_size, precision, zero_stage):

@@ -27,7 +27,7 @@ LAYOUTS = {
     "fsdp": TorchFSDPPlugin,
     "tp": lambda: HybridParallelPlugin(2, 1, tp_plan={"*.up": "colwise", "*.down": "rowwise"}),
 }
-SHARDED = ("fsdp", "tp")  # where the float32 shard is the master
+SHARDED = ("fsdp",)  # where the float32 shard is the master
 
 
 def built(precision, layout):

@@ -193,7 +193,7 @@ class RankRun(Run):
         self.kept, self.folder, self.idle = None, None, False
         super().__init__(program)
         # Elsewhere masters are the shards, which keep their gradients.
-        self.oracle.forgets_zeros &= is_replicated(self.placement)
+        self.oracle.forgets_zeros &= is_replicated(self.placement) or self.booster.plugin.data_parallel_size == 1
 
     def boost(self, model, groups):
         setting = self.setting

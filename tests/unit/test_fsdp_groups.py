@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from booster import Booster
+from booster.meta import check_meta, materialise
 from booster.mixed_precision import FP16NaiveMixedPrecision
 from booster.plugin import TorchFSDPPlugin
 from booster.plugin.fsdp_blocks import block_names
 from booster.plugin.fsdp_groups import plan_groups
-from booster.plugin.meta import check_meta, materialise
 
 
 class Block(nn.Module):
