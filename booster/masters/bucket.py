@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from booster.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 from booster.masters.formats import Format
+from booster.masters.local_parts import around, empty_handle, fill, local_part
 from booster.masters.offload import HostMemory
 from booster.masters.packing import Packing, unpacked
 
@@ -22,10 +22,10 @@ class Bucket:
         handle    | one flat float32 parameter           |   what the optimizer steps, or one for each piece if `whole`
 
     group: index of the optimizer's group. pieces: what of which parameter, in order; one dtype, one device. whole: each
-    piece is a parameter with a handle of its shape; otherwise one flat handle stands for all. A handle is a float32
-    parameter without storage of its own: it is given data and gradient while it is stepped. packing: how the optimizer's
-    state of a flat handle is kept between steps; None: as it is. host: where rest and state lie then, once they were moved
-    there; None: on the device.
+    piece is a parameter with a handle of its shape, or this rank's part of a DTensor, whose handle is a DTensor too; otherwise
+    one flat handle stands for all. A handle is a float32 parameter without storage of its own: it is given data and gradient
+    while it is stepped. packing: how the optimizer's state of a flat handle is kept between steps; None: as it is. host: where
+    rest and state lie then, once they were moved there; None: on the device.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Bucket:
         self.device, self.dtype = first.device, first.dtype
         self.format = format
         self.rest = format.allocate(self.size, self.dtype, self.device)
-        shapes = [piece.param.shape for piece in pieces] if whole else [torch.Size([self.size])]
-        self.handles = [nn.Parameter(_nothing(shape, self.device)) for shape in shapes]
-        self._layouts = [torch.empty_strided(p.param.shape, p.param.stride(), device="meta") for p in pieces]
+        likes = self.params if whole else [torch.empty(self.size, device="meta")]
+        self.handles = [empty_handle(like, self.device) for like in likes]
+        self._layouts = [torch.empty_strided(p.shape, p.stride(), device="meta") for p in self._held()]
         self._bounds = [(piece.offset, piece.offset + piece.size) for piece in pieces]
         self._present: torch.Tensor | None = None
         self._addresses: list[int] = []
@@ -64,7 +64,7 @@ class Bucket:
 
     def working(self) -> list[torch.Tensor]:
         """Return flat views of the working weights, piece by piece."""
-        if [piece.param.data_ptr() for piece in self.pieces] != self._addresses:
+        if [param.data_ptr() for param in self._held()] != self._addresses:
             self.find_working()
         return self._views
 
@@ -73,27 +73,31 @@ class Bucket:
 
         Raises RuntimeError if one became something else.
         """
-        for piece, layout in zip(self.pieces, self._layouts, strict=True):
-            param = piece.param
+        for param, layout in zip(self._held(), self._layouts, strict=True):
             if (param.shape, param.dtype, param.device) != (layout.shape, self.dtype, self.device):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(layout.shape)}, {self.dtype} on {self.device}, became one of "
                     f"{tuple(param.shape)}, {param.dtype} on {param.device} after boost(); its master and optimizer state "
                     "are of what it was. Convert the model before boost()"
                 )
-        self._addresses = [piece.param.data_ptr() for piece in self.pieces]
+        self._addresses = [param.data_ptr() for param in self._held()]
         self._views = [
-            flat_like(piece.param.detach(), layout)[piece.start : piece.stop]
-            for piece, layout in zip(self.pieces, self._layouts, strict=True)
+            flat_like(param.detach(), layout)[piece.start : piece.stop]
+            for piece, param, layout in zip(self.pieces, self._held(), self._layouts, strict=True)
         ]
+
+    def _held(self) -> list[torch.Tensor]:
+        """Return the tensors in whose memory the working weights lie, piece by piece."""
+        return [local_part(piece.param) for piece in self.pieces] if self.whole else self.params
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """Return flat views of the gradients, piece by piece; none of them may be missing."""
         found = []
-        for piece in self.pieces:
+        for piece, param in zip(self.pieces, self._held(), strict=True):
             grad: Any = gradient_of(piece.param)
-            alike = grad.is_contiguous() and piece.param.is_contiguous()
-            flat = grad.view(-1) if alike else flat_like(grad, piece.param)
+            grad = local_part(grad) if self.whole else grad
+            alike = grad.is_contiguous() and param.is_contiguous()
+            flat = grad.view(-1) if alike else flat_like(grad, param)
             found.append(flat[piece.start : piece.stop])
         return found
 
@@ -130,28 +134,28 @@ class Bucket:
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
         for handle, value in zip(self.handles, self.handles_of(values), strict=True):
-            handle.data = value
+            fill(handle, value)
         if grads is not None:
             for handle, grad in zip(self.handles, self.handles_of(grads), strict=True):
-                handle.grad = grad
+                handle.grad = around(grad, handle)
 
     def detach(self) -> None:
         """Let the handles stand for nothing again."""
         for handle in self.handles:
             handle.grad = None
-            handle.data = _nothing(handle.shape, self.device)
+            fill(handle, None)
 
     def pieces_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return flat views of flat `values`, piece by piece."""
         return [values[start:stop] for start, stop in self._bounds]
 
     def handles_of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of flat `values` in the shapes of the handles."""
+        """Return views of flat `values` in the shapes of the handles, or of this rank's parts of them."""
         if not self.whole:
             return [values]
         return [
-            flat.as_strided(piece.param.shape, piece.param.stride(), flat.storage_offset())
-            for flat, piece in zip(self.pieces_of(values), self.pieces, strict=True)
+            flat.as_strided(layout.shape, layout.stride(), flat.storage_offset())
+            for flat, layout in zip(self.pieces_of(values), self._layouts, strict=True)
         ]
 
     def present(self) -> torch.Tensor | None:
@@ -227,7 +231,3 @@ def _take(values: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _nothing(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float32, device=device).expand(shape)

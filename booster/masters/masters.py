@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -14,12 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
-from booster.flat import bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
+from booster.flat import Piece, bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.bucket import Bucket
 from booster.masters.dither import Dither
 from booster.masters.formats import Format, Stochastic
 from booster.masters.formats_24 import Split24
 from booster.masters.formats_compiled import compiled_format
+from booster.masters.local_parts import around, local_part
 from booster.masters.offload import HostMemory, moves
 from booster.masters.options import MasterOptions
 from booster.masters.rounding import rounded
@@ -27,6 +29,7 @@ from booster.masters.stand_in import State
 from booster.masters.states import Places, StateView, places_of, signature, state_of_bucket, state_of_params
 from booster.optimizer_kinds import kind_of
 from booster.optimizer_states import load_states
+from booster.shards.base import is_dtensor
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
 
@@ -138,7 +141,8 @@ class Masters:
             masters = bucket.load(bucket.scratch(), bucket.scratch())
             for piece, working, master in zip(bucket.pieces, bucket.working(), bucket.pieces_of(masters), strict=True):
                 if piece.param in values:
-                    value = flat_like(values[piece.param], piece.param)[piece.start : piece.stop].to(master)
+                    value = flat_like(local_part(values[piece.param]), local_part(piece.param))
+                    value = value[piece.start : piece.stop].to(master)
                     torch.where(working == rounded(value, working.dtype), value, master, out=master)
             bucket.save(masters, bucket.scratch())
 
@@ -253,7 +257,7 @@ class Masters:
                 continue
             for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
                 whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
-                flat(whole)[piece.start : piece.stop] = values
+                flat(local_part(whole))[piece.start : piece.stop] = values
         state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in weights.items()}}
         generators: dict[str, Any] = {
             str(device): generator.get_state()
@@ -333,7 +337,8 @@ class Masters:
         values = {}
         for param in params:
             own = [master for _, master in sorted(pieces[param], key=lambda found: found[0])]
-            values[param] = shaped_like(own[0] if len(own) == 1 else torch.cat(own), self._layouts[param])
+            layout = local_part(param) if is_dtensor(param) else self._layouts[param]
+            values[param] = around(shaped_like(own[0] if len(own) == 1 else torch.cat(own), layout), param)
         return values
 
     def _half_params(self) -> list[torch.Tensor]:
@@ -368,7 +373,7 @@ class Masters:
         for index, params in enumerate(groups):
             alike: dict[Any, list[torch.Tensor]] = {}
             for param in params:
-                if not is_dense(param):
+                if not is_dtensor(param) and not is_dense(param):  # torch leaves no gaps in parts of DTensors
                     param.data = param.detach().clone(memory_format=torch.contiguous_format)
                 whole = self.kind != "elementwise" or param.dim() == 0
                 kept = () if whole else signature(param, states.get(param))
@@ -380,7 +385,7 @@ class Masters:
                 size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self._released)
                 size = total if self.kind == "whole" else size
                 lay = pack if whole else cut_apart if self._released else cut
-                for pieces in lay(several, size):
+                for pieces in _laid(lay, several, size):
                     made = Bucket(index, pieces, self._format(dtype), whole=whole, packing=self.packing, host=host)
                     buckets.append(made)
                     if host is not None:
@@ -390,7 +395,9 @@ class Masters:
             here = bucket.host is None and bucket.rest is not None and bucket.rest.dtype == torch.float32
             values: torch.Tensor = bucket.rest if here else bucket.scratch()  # type: ignore[assignment]
             found = [
-                flat_like(sources.get(piece.param, piece.param).detach(), piece.param)[piece.start : piece.stop]
+                flat_like(local_part(sources.get(piece.param, piece.param)).detach(), local_part(piece.param))[
+                    piece.start : piece.stop
+                ]
                 for piece in bucket.pieces
             ]
             torch._foreach_copy_(bucket.pieces_of(values), found)
@@ -423,3 +430,11 @@ class Masters:
         finally:
             for params, old in zip(lists, before, strict=True):
                 params[:] = old
+
+
+def _laid(lay: Callable[..., list[list[Piece]]], params: Sequence[torch.Tensor], size: int) -> list[list[Piece]]:
+    """`lay` for `params` of which this rank may hold parts: a piece is of what it holds."""
+    if not any(map(is_dtensor, params)):
+        return lay(params, size)
+    of_part = {local_part(param): param for param in params}
+    return [[replace(piece, param=of_part[piece.param]) for piece in pieces] for pieces in lay(of_part, size)]

@@ -45,9 +45,8 @@ CASES = {
 READS = {"aten._to_copy", "aten._foreach_copy_", "aten.addmm"}
 ALSO = {
     ("FSDP", "a_weight_that_is_nan"): {"operation": READS},
-    ("TP", "a_weight_that_is_nan"): {"operation": READS},
+    ("TP", "a_weight_that_is_nan"): {"operation": "aten.mm"},
     ("DP", "a_weight_that_is_nan"): {"operation": READS},
-    ("PP", "a_weight_that_is_nan"): {"operation": READS},
     ("TP", "large_weights_in_the_last_block"): {"operation": "aten.mm"},
     ("PP", "a_loss_scale_that_is_too_large"): {"module": ""},
 }

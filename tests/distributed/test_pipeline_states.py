@@ -147,7 +147,8 @@ def renumbered(states):
 )
 def test_states_of_all_pipeline_ranks_load_together_by_name(ranks2, source, target, precision):
     for losses, expected in ranks2(put_together, source, target, precision):
-        assert losses == pytest.approx(expected, abs=2e-6 if precision == "fp32" else 1e-4)
+        # Gradients of micro-batches are rounded to half, and so are their sums; another layout has other ones.
+        assert losses == pytest.approx(expected, **({"abs": 2e-6} if precision == "fp32" else {"rel": 2**-11}))
 
 
 def with_a_late_group(plugin, precision, sides):

@@ -115,6 +115,8 @@ TOLERANCES = {"fp32": 0.1, "fp16": 0.1, "fp16_naive": 0.1, "bf16_naive": 0.5, "f
 CASES = [
     *product(SEVERAL, ["fp32", "fp16_naive"]),
     *product(["zero2", "interleaved"], ["fp16", "bf16_naive", "fp16_apex O2"]),
+    ("tp", "fp16_apex O2"),
+    pytest.param("tp", "bf16_naive", marks=pytest.mark.slow),
 ]
 
 

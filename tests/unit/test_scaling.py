@@ -257,7 +257,7 @@ def test_sequence_parallelism_sends_as_much_as_sums_that_are_shared_and_the_edge
     divided = hybrid(2, tp=2, sequence_parallel=True)
     whole = tensor_parallel_messages(GPT, hybrid(2, tp=2), SPLIT, tokens, vocabulary_parallel=False)
     edges = sent_bytes("all_gather", 2, 2 * tokens * GPT.hidden * 2)
-    norms = sent_bytes("all_reduce", 2, 2 * GPT.layers * GPT.hidden * 2)
+    norms = sent_bytes("all_reduce", 2, 2 * GPT.layers * GPT.hidden * 4)  # in float32
     parts = tensor_parallel_messages(GPT, divided, SPLIT, tokens, vocabulary_parallel=False)
     assert sent(parts) == sent(whole) + edges + norms
 

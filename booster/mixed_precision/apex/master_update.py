@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from booster.grads import gradient_values
+from booster.masters.local_parts import around, local_part
 from booster.masters.masters import Masters
 from booster.masters.update import MasterUpdate
 from booster.mixed_precision.apex.update import NO_CLOSURE, ApexUpdate
@@ -59,7 +60,8 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
                 yield param  # type: ignore[misc]
                 continue
             master = nn.Parameter(values[param].detach())
-            master.grad = self._sums.get(param)
+            total = self._sums.get(param)
+            master.grad = None if total is None else around(total, param)
             yield master
 
     @property
@@ -89,7 +91,7 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         wide = [
-            p.grad.to_dense().to(torch.float32, copy=True) if self._has_master(p) else value  # type: ignore[union-attr]
+            local_part(p.grad).to_dense().to(torch.float32, copy=True) if self._has_master(p) else value  # type: ignore[arg-type]
             for p, value in zip(params, values, strict=True)
         ]
         found = super()._unscale_fresh(params, wide, check)

@@ -1,0 +1,62 @@
+"""This rank's part of tensors that are DTensors, as weights of optimizers that need whole tensors are, and handles of them.
+
+Buckets see plain memory. Whatever an optimizer of whole tensors steps is again a DTensor around it, so that its products and
+norms are those of the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.shards.base import is_dtensor
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of `tensor`, detached, in the memory of `tensor`; of no DTensor, `tensor` itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    held: Any = tensor.detach()
+    local: torch.Tensor = held.to_local()
+    return local
+
+
+def around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return a tensor laid out as `whole`, of which this rank holds `local`; where `whole` is no DTensor, `local`."""
+    if not is_dtensor(whole):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    like: Any = whole
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a float32 leaf of the shape and layout of `like`, without storage of its own: a parameter, or a DTensor."""
+    nothing = _nothing(local_part(like).shape, device)
+    # Not as a parameter, of which `to_local` gives a tensor of its own.
+    return around(nothing, like).requires_grad_() if is_dtensor(like) else nn.Parameter(nothing)
+
+
+def fill(handle: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Let `handle` stand for `values` of this rank, or, where they are None, for nothing again."""
+    held = _inner(handle)
+    held.data = _nothing(held.shape, held.device) if values is None else values
+
+
+def _inner(handle: torch.Tensor) -> torch.Tensor:
+    """Return the very tensor that is given data for `handle`."""
+    if not is_dtensor(handle):
+        return handle
+    divided: Any = handle
+    with torch.no_grad():  # else torch gives a view of it
+        held: torch.Tensor = divided.to_local()
+    return held
+
+
+def _nothing(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device).expand(shape)
