@@ -146,7 +146,7 @@ def memory(say: Say, precisions: list[str], only: set[str]) -> None:
         for precision in precisions:
             raw, ours = weighed(case.raw, precision), weighed(case.booster, precision)
             cells = " | ".join(f"{a:.2f} | {b:.2f}" for a, b in zip(raw, ours, strict=True))
-            say(f"| {name} | {cells} | {precision if precision == 'fp32' else case.half} |")
+            say(f"| {name} | {cells} | {case.precision(precision)} |")
 
 
 def weighed(make: Callable[[Model, int, str], Loop], precision: str) -> tuple[float, float, float]:

@@ -69,6 +69,7 @@ ROWS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], Callable[[], Any],
     "FSDP fp32": (raw_fsdp, TorchFSDPPlugin, "fp32"),
     "FSDP bf16_naive": (raw_fsdp, TorchFSDPPlugin, "bf16_naive"),
     "hybrid tp 2 fp32": (raw_single, lambda: HybridParallelPlugin(2, 1, tp_plan={}), "fp32"),
+    "hybrid tp 2 bf16_naive": (raw_single, lambda: HybridParallelPlugin(2, 1, tp_plan={}), "bf16_naive"),
 }
 TASKS = ("boost", "step", "zero_grad", "state_dict", "load", "state[p]")
 

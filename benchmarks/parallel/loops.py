@@ -301,9 +301,12 @@ class Case:
     shared: bool = False
     factor: int = 1
 
+    def precision(self, precision: str) -> str:
+        """Booster's name for raw's `precision`."""
+        return self.half if precision == "bf16" else precision
+
     def booster(self, size: Model, batch: int, precision: str) -> Loop:
-        name = "fp32" if precision == "fp32" else self.half
-        return boosted(self.plugin, name, size, batch * self.factor, self.shared, clips=self.clips)
+        return boosted(self.plugin, self.precision(precision), size, batch * self.factor, self.shared, clips=self.clips)
 
 
 def cases(only: Collection[str] = ()) -> dict[str, Case]:

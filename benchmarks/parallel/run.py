@@ -1,10 +1,12 @@
 """Parallel training on two gloo ranks beside raw torch with fused kernels; see docs/benchmarks for a table.
 
     python -m benchmarks.parallel [--only time,messages,memory,growth,bubble] [--rounds 9] [--cases DDP,FSDP] [--largest 16000]
+        [--precisions fp32,bf16]
 
 Time is CPU time summed over both ranks, one thread each, in rounds shuffled alike on both; a ratio is the median over rounds of
-that within a round, and "raw again" is the A/A control. Waits of a GPU cannot be measured on a CPU: what would wait is counted,
-on CPU tensors that take the path of a GPU.
+that within a round, and "raw again" is the A/A control. What is not fp32 is autocast in raw torch, or `MixedPrecisionPolicy`,
+and the precision of that name in booster. Waits of a GPU cannot be measured on a CPU: what would wait is counted, on CPU
+tensors that take the path of a GPU.
 """
 
 from __future__ import annotations
