@@ -9,9 +9,10 @@ import torch
 
 from booster.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 from booster.masters.formats import Format
-from booster.masters.local_parts import around, empty_handle, fill, local_part
+from booster.masters.local_parts import around, empty_handle, filled, local_part
 from booster.masters.offload import HostMemory
 from booster.masters.packing import Packing, unpacked
+from booster.shards.base import is_dtensor
 
 
 class Bucket:
@@ -50,7 +51,11 @@ class Bucket:
         self.rest = format.allocate(self.size, self.dtype, self.device)
         likes = self.params if whole else [torch.empty(self.size, device="meta")]
         self.handles = [empty_handle(like, self.device) for like in likes]
-        self._layouts = [torch.empty_strided(p.shape, p.stride(), device="meta") for p in self._held()]
+        self._filled = [filled(handle) for handle in self.handles]
+        self._empty = [tensor.data for tensor in self._filled]
+        self._params = self.params
+        self._divided = any(map(is_dtensor, self._params))
+        self._layouts = [torch.empty_strided(p.shape, p.stride(), device="meta") for p in map(local_part, self.params)]
         self._bounds = [(piece.offset, piece.offset + piece.size) for piece in pieces]
         self._present: torch.Tensor | None = None
         self._addresses: list[int] = []
@@ -64,7 +69,8 @@ class Bucket:
 
     def working(self) -> list[torch.Tensor]:
         """Return flat views of the working weights, piece by piece."""
-        if [param.data_ptr() for param in self._held()] != self._addresses:
+        held = self._parts() if self._divided else self._params
+        if [param.data_ptr() for param in held] != self._addresses:
             self.find_working()
         return self._views
 
@@ -73,29 +79,32 @@ class Bucket:
 
         Raises RuntimeError if one became something else.
         """
-        for param, layout in zip(self._held(), self._layouts, strict=True):
+        held = self._parts() if self._divided else self._params
+        for param, layout in zip(held, self._layouts, strict=True):
             if (param.shape, param.dtype, param.device) != (layout.shape, self.dtype, self.device):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(layout.shape)}, {self.dtype} on {self.device}, became one of "
                     f"{tuple(param.shape)}, {param.dtype} on {param.device} after boost(); its master and optimizer state "
                     "are of what it was. Convert the model before boost()"
                 )
-        self._addresses = [param.data_ptr() for param in self._held()]
+        self._addresses = [param.data_ptr() for param in held]
         self._views = [
             flat_like(param.detach(), layout)[piece.start : piece.stop]
-            for piece, param, layout in zip(self.pieces, self._held(), self._layouts, strict=True)
+            for piece, param, layout in zip(self.pieces, held, self._layouts, strict=True)
         ]
 
-    def _held(self) -> list[torch.Tensor]:
-        """Return the tensors in whose memory the working weights lie, piece by piece."""
-        return [local_part(piece.param) for piece in self.pieces] if self.whole else self.params
+    def _parts(self) -> list[torch.Tensor]:
+        """Return what this rank holds of the working weights, piece by piece."""
+        return [local_part(piece.param) for piece in self.pieces]
 
     def gradients(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
         """Return flat views of the gradients, piece by piece; none of them may be missing."""
         found = []
-        for piece, param in zip(self.pieces, self._held(), strict=True):
-            grad: Any = gradient_of(piece.param)
-            grad = local_part(grad) if self.whole else grad
+        for piece in self.pieces:
+            param = piece.param
+            grad: Any = gradient_of(param)
+            if self._divided:
+                param, grad = local_part(param), local_part(grad)
             alike = grad.is_contiguous() and param.is_contiguous()
             flat = grad.view(-1) if alike else flat_like(grad, param)
             found.append(flat[piece.start : piece.stop])
@@ -133,17 +142,17 @@ class Bucket:
 
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
-        for handle, value in zip(self.handles, self.handles_of(values), strict=True):
-            fill(handle, value)
+        for tensor, value in zip(self._filled, self.handles_of(values), strict=True):
+            tensor.data = value
         if grads is not None:
             for handle, grad in zip(self.handles, self.handles_of(grads), strict=True):
-                handle.grad = around(grad, handle)
+                handle.grad = around(grad, handle) if self._divided else grad
 
     def detach(self) -> None:
         """Let the handles stand for nothing again."""
-        for handle in self.handles:
+        for handle, tensor, empty in zip(self.handles, self._filled, self._empty, strict=True):
             handle.grad = None
-            fill(handle, None)
+            tensor.data = empty
 
     def pieces_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return flat views of flat `values`, piece by piece."""

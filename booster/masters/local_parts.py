@@ -37,26 +37,16 @@ def around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a float32 leaf of the shape and layout of `like`, without storage of its own: a parameter, or a DTensor."""
-    nothing = _nothing(local_part(like).shape, device)
+    empty = torch.zeros((), dtype=torch.float32, device=device).expand(local_part(like).shape)
     # Not as a parameter, of which `to_local` gives a tensor of its own.
-    return around(nothing, like).requires_grad_() if is_dtensor(like) else nn.Parameter(nothing)
+    return around(empty, like).requires_grad_() if is_dtensor(like) else nn.Parameter(empty)
 
 
-def fill(handle: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Let `handle` stand for `values` of this rank, or, where they are None, for nothing again."""
-    held = _inner(handle)
-    held.data = _nothing(held.shape, held.device) if values is None else values
-
-
-def _inner(handle: torch.Tensor) -> torch.Tensor:
-    """Return the very tensor that is given data for `handle`."""
+def filled(handle: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that is given data for `handle`: the handle itself, or what is inside of a DTensor."""
     if not is_dtensor(handle):
         return handle
     divided: Any = handle
     with torch.no_grad():  # else torch gives a view of it
-        held: torch.Tensor = divided.to_local()
-    return held
-
-
-def _nothing(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.float32, device=device).expand(shape)
+        inner: torch.Tensor = divided.to_local()
+    return inner
