@@ -82,6 +82,11 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Return whether what autograd saves goes through hooks of the thread, as inside a checkpoint that is not reentrant."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def when_backward_ends(action: Callable[[], None]) -> None:
     """Call `action` once, after the backward pass that runs now has filled all gradients."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
@@ -127,6 +132,11 @@ def num_function_modes() -> int:
 def without_function_modes() -> AbstractContextManager[Any]:
     """Return a context in which torch functions go to no torch function mode and no subclass's `__torch_function__`."""
     return torch._C.DisableTorchFunction()
+
+
+def with_function_modes() -> AbstractContextManager[Any]:
+    """Return a context, for use inside `without_function_modes`, in which functions go to the modes around that."""
+    return torch._C._EnableTorchFunction()
 
 
 def without_subclasses() -> AbstractContextManager[Any]:
@@ -287,6 +297,23 @@ def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence
     return [list(bucket) for bucket in buckets]
 
 
+# ---------------------------------------------------------------------- DTensors
+
+
+def own_part(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a DTensor, itself; not differentiable. `to_local` makes a view, by way of autograd."""
+    local: torch.Tensor = tensor._local_tensor
+    if type(local) is not torch.Tensor:  # on its way; to_local waits for it
+        with torch.no_grad():
+            local = tensor.detach().to_local()
+    return local
+
+
+def placed_alike(tensor: Any, other: Any) -> bool:
+    """Return whether two DTensors of one mesh are divided alike."""
+    return tensor._spec is other._spec or tensor.placements == other.placements
+
+
 # ---------------------------------------------------------------------- fully_shard
 
 
@@ -322,6 +349,28 @@ def is_in_forward(state: Any) -> bool:
 def has_run(state: Any) -> bool:
     """Return whether a state of `fsdp_states` was set up, which torch does in the first forward pass."""
     return hasattr(state._comm_ctx, "all_gather_state")
+
+
+def run_hooks_outside_modes(module: nn.Module) -> None:
+    """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
+
+    They gather and free; a mode that sees what a user's forward calls need not see each of the some hundred functions that a
+    group takes for that.
+    """
+    (state,) = fsdp_states([module])
+    tables: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
+    for hooks in tables:
+        for key, hook in hooks.items():
+            if getattr(hook, "__self__", None) is state:
+                hooks[key] = _outside_modes(hook)
+
+
+def _outside_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_function_modes():
+            return hook(*args, **kwargs)
+
+    return torch.compiler.disable(run)  # as the hook itself is
 
 
 def settle_dtypes(group: Any) -> None:
@@ -373,12 +422,14 @@ def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
 
 NAMES: Mapping[str, Callable[[], Any]] = {
     "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
+    "torch._C._autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks,
     "torch.autograd.Variable._execution_engine": lambda: torch.autograd.Variable._execution_engine,
     "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
     "Node._sequence_nr": lambda: torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr,  # type: ignore[union-attr]
     "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
     "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward.__code__,
     "torch._C.DisableTorchFunction": lambda: torch._C.DisableTorchFunction,
+    "torch._C._EnableTorchFunction": lambda: torch._C._EnableTorchFunction,
     "Module._compiled_call_impl": lambda: nn.Module._compiled_call_impl,
     "UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage()._cdata,
     "Module._call_impl": lambda: nn.Module._call_impl.__code__.co_varnames.index("self"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from booster.update.checkpoint import IN_MODEL
 from booster.update.outcome import StepFields, StepResult
 
 _WIDE = (torch.float32, torch.float64)
+_DTYPE = attrgetter("dtype")
 
 
 class KeepsMasters(Update):
@@ -62,10 +64,12 @@ class KeepsMasters(Update):
 
     def _keeps_any(self) -> bool:
         """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
-        lists = (group["params"] for group in self.optimizer.param_groups)
-        return bool(self.masters.buckets) or any(
-            self.masters.is_stepped(p) and self.masters.may_have(p) for ps in lists for p in ps
-        )
+        if self.masters.buckets:
+            return True
+        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if self.masters.of_half_alone and HALF_DTYPES.isdisjoint(map(_DTYPE, held)):
+            return False  # as under `fully_shard`; without a Python call for each
+        return any(self.masters.is_stepped(param) and self.masters.may_have(param) for param in held)
 
     # ------------------------------------------------------------------ state
 

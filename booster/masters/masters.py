@@ -118,6 +118,11 @@ class Masters:
         """Return the parameters with masters, each once."""
         return list(self._layouts)
 
+    @property
+    def of_half_alone(self) -> bool:
+        """Whether none but half parameters may lie in buckets."""
+        return self.packing is None and not self._options.offload
+
     def may_have(self, param: torch.Tensor) -> bool:
         """Return whether `param` has a place in a bucket, or would have one if it were trained."""
         if param.dtype in HALF_DTYPES:

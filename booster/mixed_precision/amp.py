@@ -15,7 +15,7 @@ from booster.cast_regions import both
 from booster.casting import HALF_DTYPES
 from booster.interface.model import ModelWrapper, keep_pins
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
-from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.attention import Float32Attention, Recomputation
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
@@ -57,6 +57,7 @@ class AutocastMixedPrecision(MixedPrecision):
         self._pins_during_run = AUTO in [entry for entry in entries if isinstance(entry, str)]
         self._keep_fp32 = tuple(entry for entry in entries if not (isinstance(entry, str) and entry == AUTO))
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
+        self._recomputation = Recomputation()
         gather = self.dtype if arguments.flag("gather_in_half", gather_in_half) else None
         self.policy = DtypePolicy(compute=self.dtype, gather=gather, output=output_dtype)
 
@@ -79,11 +80,12 @@ class AutocastMixedPrecision(MixedPrecision):
         autocast = torch.autocast(device_type, self.dtype, cache_enabled=self._cache_enabled)
         if not self._wants_float32_attention(device_type) or not torch.is_grad_enabled():
             return autocast
-        return both(autocast, Float32Attention(device_type))
+        return both(autocast, Float32Attention(device_type, self._recomputation))
 
     def backward_context(self) -> AbstractContextManager[Any]:
         device_type = self.device.type
-        return Float32Attention(device_type) if self._wants_float32_attention(device_type) else nullcontext()
+        wanted = self._wants_float32_attention(device_type)
+        return self._recomputation.backward_context(device_type) if wanted else nullcontext()
 
     @property
     def pins_during_run(self) -> bool:

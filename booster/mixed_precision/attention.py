@@ -6,6 +6,7 @@ transformer spends most of its step there. Inference keeps the half kernel, whos
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from booster.cast_regions import CastMode
 from booster.casting import HALF_DTYPES
 from booster.mixed_precision.engine import run_engine
+from booster.torch_internals import has_saved_tensors_hooks
+
+
+class Recomputation:
+    """Whether attention of one strategy ever ran where a backward pass may run it again.
+
+    That is without gradients, as reentrant checkpointing and autograd functions run what they recompute, or under hooks on
+    saved tensors, by which other checkpointing recomputes. A mode sees every torch function, in a backward pass also those of
+    hooks: under `fully_shard` as many again as the forward pass has. So backward passes enter it only once this was seen.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def look(self) -> None:
+        """Attention is about to run."""
+        # What is traced may run inside a checkpoint that the compiler does not see.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_saved_tensors_hooks():
+            self.seen = True
+
+    def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return a context for backward passes of what ran in `Float32Attention` with this."""
+        return Float32Attention(device_type, self) if self.seen else nullcontext()
 
 
 class Float32Attention(CastMode):
@@ -22,22 +46,26 @@ class Float32Attention(CastMode):
 
     device_type: where autocast may be on, e.g. "cpu". Thread-local, as every torch function mode is. It does not ask
     whether gradients are needed: a checkpointed block runs without them first, and must compute the same twice. It stays
-    active in `torch.autograd.backward`, which a mode otherwise leaves, so that recomputed activations meet it.
+    active in `torch.autograd.backward`, which a mode otherwise leaves, so that recomputed activations meet it; but only where
+    `recomputation` says that there are any.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, recomputation: Recomputation | None = None) -> None:
         super().__init__()
         self._device_type = device_type
+        self._recomputation = Recomputation() if recomputation is None else recomputation
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if not self.enabled:
             return func(*args, **(kwargs or {}))
-        if func is torch.autograd.backward:
+        if func is torch.autograd.backward and self._recomputation.seen:
             with self:
                 return run_engine(*args, **(kwargs or {}))
         if func is F.scaled_dot_product_attention:
+            self._recomputation.look()
             return self._attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
+            self._recomputation.look()
             # The call inside it is out of a mode's reach; the math backend computes half inputs in float32.
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **(kwargs or {}))

@@ -23,7 +23,7 @@ from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.packing import States
 from booster.meta import arrive
-from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.attention import Float32Attention, Recomputation
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
@@ -74,6 +74,7 @@ class NaiveMixedPrecision(MixedPrecision):
         self._masters = MasterOptions(master_weights=master_weights, rounding=rounding, states=states)
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self._default_dtype = arguments.flag("default_dtype", default_dtype)
+        self._recomputation = Recomputation()
         if not hasattr(self, "dtype"):
             raise TypeError(
                 f"{type(self).__name__} has no dtype; use FP16NaiveMixedPrecision or BF16NaiveMixedPrecision"
@@ -126,13 +127,14 @@ class NaiveMixedPrecision(MixedPrecision):
         return clone
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self._context(attention=self._float32_attention and torch.is_grad_enabled())
+        in_float32 = self._float32_attention and torch.is_grad_enabled()
+        return self._context(Float32Attention(self.device.type, self._recomputation) if in_float32 else nullcontext())
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return self._context(attention=self._float32_attention)
+        in_float32 = self._float32_attention
+        return self._context(self._recomputation.backward_context(self.device.type) if in_float32 else nullcontext())
 
-    def _context(self, *, attention: bool) -> AbstractContextManager[Any]:
-        inner = Float32Attention(self.device.type) if attention else nullcontext()
+    def _context(self, inner: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         return both(NewTensors(self.dtype), inner) if self._default_dtype else inner
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:

@@ -34,6 +34,7 @@ from booster.torch_internals import (
     fsdp_states,
     is_in_forward,
     is_view,
+    run_hooks_outside_modes,
     set_gather,
     settle_dtypes,
 )
@@ -124,6 +125,8 @@ def shard_module(
             offload_policy=offload,
             shard_placement_fn=shard_placement,
         )
+        for child in group.modules:
+            run_hooks_outside_modes(child)
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))

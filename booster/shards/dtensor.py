@@ -16,6 +16,7 @@ from booster.casting import HALF_DTYPES
 from booster.optimizer_kinds import kind_of, unknown
 from booster.shards.base import Shards, State, is_dtensor, world_size
 from booster.shards.state_view import StateOfParts
+from booster.torch_internals import own_part, placed_alike
 
 _STEPS_DTENSORS = {"Muon"}  # of torch's optimizers that need whole tensors
 
@@ -61,9 +62,9 @@ class DTensorShards(Shards):
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
         for params in lists:
             for index, param in enumerate(params):
-                if self._steps_parts and is_dtensor(param):
+                if self._steps_parts and isinstance(param, DTensor):
                     part = params[index] = self.part_of(param)
-                    part.grad = None if param.grad is None else param.grad.to_local()
+                    part.grad = _own_gradient(param)
                     given.append((param, part, part.grad))
         self._inside = True
         try:
@@ -84,7 +85,7 @@ class DTensorShards(Shards):
         for param in params:
             part = self.part_of(param)
             if part is not param:
-                part.grad = None if param.grad is None else param.grad.to_local()  # type: ignore[attr-defined]
+                part.grad = _own_gradient(param)
             parts.append(part)
         try:
             yield parts
@@ -94,16 +95,17 @@ class DTensorShards(Shards):
                     part.grad = None
 
     def part_of(self, param: torch.Tensor) -> torch.Tensor:
-        if not (self._steps_parts and is_dtensor(param)):
+        if not (self._steps_parts and isinstance(param, DTensor)):
             return param
-        local = param.detach().to_local()  # type: ignore[attr-defined]
+        local = own_part(param)
         part = self._parts.get(param)
         if part is None:
-            part = self._parts[param] = nn.Parameter(local, requires_grad=param.requires_grad)
+            part = self._parts[param] = nn.Parameter(local.detach(), requires_grad=param.requires_grad)
             self._params[part] = param
         elif part.data_ptr() != local.data_ptr() or part.shape != local.shape:
-            part.data = local
-        part.requires_grad_(param.requires_grad)
+            part.data = local.detach()
+        if part.requires_grad != param.requires_grad:
+            part.requires_grad_(param.requires_grad)
         return part
 
     def copies(self, part: torch.Tensor) -> int:
@@ -238,8 +240,8 @@ def add_up_terms(params: Iterable[Any]) -> None:
     """
     terms: dict[tuple[Any, torch.dtype, torch.device], list[Any]] = {}
     for param in params:
-        grad = param.grad if is_dtensor(param) else None
-        if grad is None or grad.placements == param.placements:
+        grad: Any = param.grad if isinstance(param, DTensor) else None
+        if grad is None or placed_alike(grad, param):
             continue
         if grad.device_mesh.ndim == 1 and grad.placements[0] == Partial() and param.placements[0] == Replicate():
             terms.setdefault((grad.device_mesh, grad.dtype, grad.device), []).append(param)
@@ -253,6 +255,13 @@ def add_up_terms(params: Iterable[Any]) -> None:
         sums = total.to(dtype).split([each.numel() for each in local])
         for param, each in zip(several, sums, strict=True):
             param.grad = _like(each.view(param.to_local().shape), param)
+
+
+def _own_gradient(param: Any) -> torch.Tensor | None:
+    grad = param.grad
+    if grad is None or not grad.requires_grad:
+        return None if grad is None else own_part(grad)
+    return grad.to_local()  # part of a graph, as a penalty on gradients wants them
 
 
 def _as_wide_as(value: Any, param: torch.Tensor) -> Any:

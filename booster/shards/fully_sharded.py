@@ -47,6 +47,8 @@ class FullyShardedShards(DTensorShards):
     ) -> None:
         super().__init__(optimizer, **options)
         self._modules = [weakref.ref(module) for module in modules]
+        # Found once, as a walk over all modules costs more than what is done to these.
+        self._sharded = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
         self._unreduced = unreduced
         self._left = left
 
@@ -91,9 +93,9 @@ class FullyShardedShards(DTensorShards):
         self.forget_gathered()
 
     def forget_gathered(self) -> None:
-        for module in self._alive():
-            reshard(module)
-            forget_scales(module)
+        sharded = self._sharded_alive()
+        _free(sharded)
+        _forget_scales(sharded)
 
     def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         shards = {
@@ -106,8 +108,7 @@ class FullyShardedShards(DTensorShards):
 
     def clear_gradients(self, set_to_none: bool) -> None:
         super().clear_gradients(set_to_none)
-        for module in self._alive():
-            forget_unreduced_gradients(module)
+        _forget_unreduced(fsdp_params(self._sharded_alive()))
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -125,6 +126,9 @@ class FullyShardedShards(DTensorShards):
 
     def _alive(self) -> list[nn.Module]:
         return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    def _sharded_alive(self) -> list[Any]:
+        return [module for module in (ref() for ref in self._sharded) if module is not None]
 
 
 class LeftGathered:
@@ -179,7 +183,7 @@ def _gathered_groups(module: nn.Module) -> list[Any]:
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    return fsdp_groups([child for child in module.modules() if isinstance(child, FSDPModule)])
+    return fsdp_groups(_sharded_in(module))
 
 
 def _versions(group: Any) -> int:
@@ -198,14 +202,21 @@ def _adopt(shard: torch.Tensor, piece: torch.Tensor, param: Any, gather: Any) ->
 
 def reshard(module: nn.Module) -> None:
     """Free all gathered parameters in `module`, so that it holds the shards, as after a backward pass."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
+    _free(_sharded_in(module))
+
+
+def _free(sharded: Iterable[Any]) -> None:
+    for module in sharded:
+        module.reshard()
 
 
 def forget_scales(module: nn.Module) -> None:
     """Take note that weights in `module` changed, for those that are gathered in float8."""
-    for group in _groups(module):
+    _forget_scales(_sharded_in(module))
+
+
+def _forget_scales(sharded: Iterable[Any]) -> None:
+    for group in fsdp_groups(sharded):
         gather = gather_of(group)
         if isinstance(gather, FP8Gather):
             gather.scales.forget()
@@ -238,7 +249,11 @@ def _copy_held_back(param: Any, grad: torch.Tensor) -> None:
 
 def forget_unreduced_gradients(module: nn.Module) -> None:
     """Drop the gradients that backward passes without synchronisation left with the gathered parameters."""
-    for param in _fsdp_params(module):
+    _forget_unreduced(_fsdp_params(module))
+
+
+def _forget_unreduced(params: Iterable[Any]) -> None:
+    for param in params:
         param.unsharded_accumulated_grad = None
         whole = gathered(param)
         if whole is not None:
@@ -264,4 +279,9 @@ def _grad_of_gathered(param: Any) -> torch.Tensor | None:
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
     # torch has no public way: reset_iter_state() keeps what they hold.
-    return fsdp_params(child for child in module.modules() if isinstance(child, FSDPModule))
+    return fsdp_params(_sharded_in(module))
+
+
+def _sharded_in(module: nn.Module) -> list[Any]:
+    """The modules in `module` that went through `fully_shard`."""
+    return [child for child in module.modules() if isinstance(child, FSDPModule)]

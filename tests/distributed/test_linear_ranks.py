@@ -23,7 +23,7 @@ MOST_PER_TENSOR = {
     "ZeRO-1": {"step": 46, "state_dict": 95},
     "ZeRO-1 reduce_scatter": {"step": 20, "state_dict": 95},
     "ZeRO-2": {"step": 20, "backward": 28, "state_dict": 95},
-    "FSDP": {"step": 180},
+    "FSDP": {"step": 68},
 }
 
 
@@ -129,6 +129,6 @@ def test_calls_grow_as_the_number_of_tensors_and_messages_do_not(ranks2, name, p
         grown = {task: many[task] / few[task] for task in few}
         assert {task: ratio for task, ratio in grown.items() if ratio > MOST} == {}
         assert messages == messages_of_many
-        if precision == "fp32":
+        if precision == "fp32" or name == "FSDP":
             each = {task: (many[task] - few[task]) / (MANY - FEW) for task in MOST_PER_TENSOR[name]}
             assert {task: calls for task, calls in each.items() if calls > MOST_PER_TENSOR[name][task]} == {}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from counts import count
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import booster
 from booster import Booster
 from booster.micro_batch import divide
 from booster.mixed_precision.attention import Float32Attention
@@ -509,6 +511,40 @@ def test_a_loss_scale_is_applied_once_and_not_reported(ranks2):
 
 
 # ---------------------------------------------------------------------------------------------- running
+
+
+def calls_of_a_run(rank, world_size):
+    """By the number of foreign blocks and of micro-batches: all calls of a warm run, and those that the library makes."""
+    found = {}
+    for num_blocks in (2, 12):
+        # The last rank has one block whatever their number is.
+        pipeline = build(GPT(num_blocks + 1), rank, world_size, "1f1b", split_points=[f"blocks.{num_blocks}"])
+        for num in (2, 6):
+
+            def run(pipeline=pipeline, num=num):
+                pipeline.run(pieces(text(12), num), loss_of, seed=1.0)
+
+            for _ in range(2):
+                run()
+            found[num_blocks, num] = count(run), count(run, inside=str(Path(booster.__file__).parent))
+    return found
+
+
+# Of one more micro-batch what the library does on the first and on the last stage; of one more block of an earlier stage, for
+# each micro-batch, what it does (`elsewhere`, which looks up what it returns), and all, with nn.Module's way to it.
+MOST_CALLS = {"first": 80, "last": 250, "foreign block": 2, "foreign block, all": 6}
+
+
+def test_a_micro_batch_costs_the_engine_few_calls_and_a_block_of_another_stage_next_to_none(ranks2):
+    first, last = ranks2(calls_of_a_run)
+    of_block = [(last[12, 6][part] - last[2, 6][part] - last[12, 2][part] + last[2, 2][part]) / 40 for part in (0, 1)]
+    found = {
+        "first": (first[2, 6][1] - first[2, 2][1]) / 4,
+        "last": (last[2, 6][1] - last[2, 2][1]) / 4,
+        "foreign block": of_block[1],
+        "foreign block, all": of_block[0],
+    }
+    assert all(found[name] <= most for name, most in MOST_CALLS.items()), found
 
 
 def shapes(rank, world_size):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from counts import count
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +14,7 @@ from booster.mixed_precision import (
     FP16ApexMixedPrecision,
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
+    attention,
 )
 
 SCALE = 2.0**8
@@ -88,3 +90,15 @@ def test_checkpointed_attention_trains_as_it_does_without(precision, block, how)
         return [param.detach() for param in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(train(how), train(None), strict=True))
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant", None])
+@pytest.mark.parametrize("block", [Multihead, Sdpa])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
+def test_a_backward_pass_looks_for_attention_only_where_it_is_computed_again(precision, block, how):
+    model = Model(block, how)
+    booster = Booster("cpu", precision)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.randn(2, 5, 8)).float().square().mean()
+    looked = count(lambda: booster.backward(loss, optimizer), inside=attention.__file__)
+    assert (looked > 2) == (how is not None)  # that is to ask whether to look

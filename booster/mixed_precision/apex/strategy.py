@@ -36,7 +36,7 @@ from booster.mixed_precision.apex.options import check_rest, resolve
 from booster.mixed_precision.apex.scale import ApexScale, ApexScales
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import Registered
-from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.attention import Float32Attention, Recomputation
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy, half_policy
@@ -102,6 +102,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
         }
         self._scale_window = scale_window
         self._o1 = O1Casts()
+        self._recomputation = Recomputation()
         self.scales = ApexScales(
             [
                 ApexScale(self.options.loss_scale, minimum=min_loss_scale, maximum=max_loss_scale, window=scale_window)
@@ -215,12 +216,13 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         if self.options.patch_torch_functions:
             return self._o1.forward_context(self.device.type)
-        return Float32Attention("cpu") if self._float32_attention and torch.is_grad_enabled() else nullcontext()
+        in_float32 = self._float32_attention and torch.is_grad_enabled()
+        return Float32Attention("cpu", self._recomputation) if in_float32 else nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
         if self.options.patch_torch_functions:
             return self._o1.backward_context(self.device.type)
-        return Float32Attention("cpu") if self._float32_attention else nullcontext()
+        return self._recomputation.backward_context("cpu") if self._float32_attention else nullcontext()
 
     @property
     def _float32_attention(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from booster.casting import HALF_DTYPES
 from booster.micro_batch import MicroBatch
@@ -50,6 +51,7 @@ class Pipeline(PlacedModule):
         self._boundary = boundary
         self._mine = {stage.index: stage for stage in self._stages}
         self._runners: dict[bool, tuple[Any, tuple[Runner, Route]]] = {}
+        self._copied: list[tuple[dict[str, Any], str, nn.Module, nn.Module]] = []  # see `_find_copied`
         self._criterion: Callable[[Any, Any], torch.Tensor] = _no_criterion
         self._factor: Any = None
         self._keep_outputs = False
@@ -173,13 +175,28 @@ class Pipeline(PlacedModule):
 
     def _match_modes(self) -> None:
         """Bring the copies of modules into the mode, training or evaluation, of the user's."""
-        for name in self._plan.split.ancestors():
-            mode = self.module.get_submodule(name).training
-            for stage in self._stages:
-                stage.module.get_submodule(name).training = mode
-        modes = {name: module.training for name, module in self.module.named_modules()}
-        for name, module in self._plan.skeleton.module.named_modules():
-            module.training = modes.get(name, self.module.training)
+        for place, name, module, _ in self._copied:
+            if place.get(name) is not module:
+                self._copied = []
+                break
+        if not self._copied:
+            self._copied = list(self._find_copied())
+        for _, _, module, copy in self._copied:
+            if copy.training is not module.training:
+                copy.training = module.training
+
+    def _find_copied(self) -> Iterator[tuple[dict[str, Any], str, nn.Module, nn.Module]]:
+        """Yield, for each copy of a module, where the user's stands, under which name, the user's, and the copy."""
+        own = dict(self.module.named_modules())
+        split = self._plan.split
+        pairs = [(name, stage.module.get_submodule(name)) for stage in self._stages for name in split.ancestors()]
+        for name, copy in (*pairs, *self._plan.skeleton.module.named_modules()):
+            parent, _, child = name.rpartition(".")
+            if name and name in own and parent in own:
+                place, module = own[parent]._modules, own[name]
+            else:
+                place, child, module = self._modules, "module", self.module
+            yield place, child, module, copy
 
     def _loss_of(self, output: Any, target: Any) -> torch.Tensor:
         """The loss of one micro-batch, as its backward starts from it."""

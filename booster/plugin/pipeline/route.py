@@ -47,6 +47,15 @@ class Route:
     slots: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     replays: dict[int, Replay] = field(default_factory=dict)
     answers: dict[int, Answers | None] = field(default_factory=dict)
+    _constants: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+    def constants(self, stage: int, first: int) -> dict[int, torch.Tensor]:
+        """By position of a block before `first`, with which `stage` begins: what it returns there, whatever its arguments."""
+        if stage not in self._constants:
+            replays = {} if self.answers.get(stage) is None else self.replays
+            found = {position: replay.constant for position, replay in replays.items() if position < first}
+            self._constants[stage] = {position: value for position, value in found.items() if value is not None}
+        return self._constants[stage]
 
 
 class Replay:
@@ -74,13 +83,18 @@ class Replay:
 
     def __call__(self, args: Any, kwargs: Any, *, again: bool = False) -> Any:
         """again: with the fake tensors that were returned before, which nobody wrote to."""
-        if not again:
-            return self._with(args, kwargs, self._detached())
+        return self._with(args, kwargs, self._again() if again else self._detached())
+
+    @property
+    def constant(self) -> torch.Tensor | None:
+        """The one tensor that is returned again whatever the arguments are; None where that depends on them, or is another."""
+        alone = isinstance(self._like, int) and self._passed[0] is None
+        return self._again()[0] if alone and isinstance(self._leaves[0], torch.Tensor) else None
+
+    def _again(self) -> list[Any]:
         if self._shared is None:
             self._shared = self._detached()
-        if isinstance(self._like, int) and self._passed[0] is None:
-            return self._shared[0]
-        return self._with(args, kwargs, self._shared)
+        return self._shared
 
     def _with(self, args: Any, kwargs: Any, made: list[Any]) -> Any:
         if any(passed is not None for passed in self._passed):
@@ -94,6 +108,11 @@ class Replay:
 
 def substitute(args: Any, kwargs: Any, slots: list[tuple[int, int]], received: tuple[Any, ...]) -> tuple[Any, Any]:
     """(args, kwargs) with received tensors in the places that `slots` says."""
+    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):  # as most blocks are called
+        flat = list(args)
+        for leaf, number in slots:
+            flat[leaf] = received[number]
+        return tuple(flat), kwargs
     call = (args, kwargs)
     leaves = leaves_of(call)
     for leaf, number in slots:

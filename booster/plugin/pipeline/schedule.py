@@ -21,7 +21,13 @@ from booster import arguments
 from booster.micro_batch import at_stage
 from booster.plugin.pipeline.route import Route, TensorSpec
 from booster.plugin.pipeline.stage import Stage
-from booster.torch_internals import engine_backward, is_view, num_function_modes
+from booster.torch_internals import (
+    engine_backward,
+    is_view,
+    num_function_modes,
+    with_function_modes,
+    without_function_modes,
+)
 
 Shape = tuple[int, ...]
 STYLES: dict[str, Any] = {
@@ -112,7 +118,9 @@ class Runner:
         run = self._schedule.step if self._backward else self._schedule.eval
         while self._fresh:
             self._fresh.pop().keep_gradients()
-        run(*args, target=self._numbers, return_outputs=False)
+        # A precision's torch function modes are for what stages compute, not for all that a schedule does with tensors.
+        with without_function_modes():
+            run(*args, target=self._numbers, return_outputs=False)
 
 
 class _Chunk(PipelineStage):
@@ -152,16 +160,17 @@ class _Chunk(PipelineStage):
 
     def forward_maybe_with_nosync(self, *received: torch.Tensor) -> Any:
         stage, number = self._own.index, self._own.current
-        output = at_stage(stage, number, False, self._own.compute, received)
-        if self.is_last:
-            return _apart(at_stage(stage, number, True, self._loss_of, output, self._own.target))
+        with with_function_modes():
+            output = at_stage(stage, number, False, self._own.compute, received)
+            if self.is_last:
+                return _apart(at_stage(stage, number, True, self._loss_of, output, self._own.target))
         return tuple(_apart(value) for value in output)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
-        with _gradients_in_modes():
+        with with_function_modes(), nullcontext() if full_backward else _gradients_in_modes():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -170,7 +179,7 @@ class _Chunk(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id
-        with _gradients_in_modes():
+        with with_function_modes(), _gradients_in_modes():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     # torch's V-shaped schedule hands gradients to the other stage of a rank in evaluation too, where there are none.

@@ -33,6 +33,8 @@ class Stage:
         self._feeds: Sequence[MicroBatch] = ()
         self._received: dict[int, tuple[torch.Tensor, ...]] = {}
         self._running = False
+        self._blocks: dict[int, nn.Module] = {}  # own ones that do not take what was received yet, by position
+        self._constant: dict[int, torch.Tensor] = {}  # by position of a foreign block before: what it always returns
 
     @property
     def is_last(self) -> bool:
@@ -47,10 +49,13 @@ class Stage:
         """Make ready for a run over micro-batches of one shape."""
         self._route, self._feeds = route, feeds
         self._received.clear()
+        self._constant = route.constants(self.index, self._split.starts[self.index - 1]) if self.index else {}
+        for position in route.slots.keys() & self._blocks.keys():
+            self._receive_at(position, self._blocks.pop(position))
 
     def finish(self) -> None:
         """Forget the micro-batches."""
-        self._route, self._feeds = None, ()
+        self._route, self._feeds, self._constant = None, (), {}
         self._received.clear()
 
     def compute(self, received: tuple[torch.Tensor, ...]) -> Any:
@@ -98,8 +103,10 @@ class Stage:
 
     def arm(self, position: int, block: nn.Module) -> None:
         """Let `block`, the child of the container at `position`, take what was received. Call it after every other hook on
-        inputs is there: those are to see what was received."""
+        inputs is there: those are to see what was received. A block gets a hook in the first run in which it receives."""
+        self._blocks[position] = block
 
+    def _receive_at(self, position: int, block: nn.Module) -> None:
         def receive(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             slots = self._route.slots.get(position) if self._route is not None else None
             if not slots:
@@ -112,6 +119,9 @@ class Stage:
 
     def elsewhere(self, position: int, /, *args: Any, **kwargs: Any) -> Any:
         """The forward of a child of the container that another stage has."""
+        known = self._constant.get(position)
+        if known is not None:
+            return known
         if self._route is None:
             raise RuntimeError(
                 f"{self._split.name_of(position)} is on another pipeline stage; run the model by booster.execute_pipeline(...)"
