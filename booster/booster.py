@@ -88,6 +88,7 @@ class Booster:
         states: States | None = None,
         offload_states: bool = False,
     ) -> None:
+        checks.check_places(device, mixed_precision, plugin)
         checks.check_plugin(plugin)
         self.precision = make(mixed_precision)
         if states is not None:

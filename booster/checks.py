@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.interface.transparent import refuse_torchscript
-from booster.mixed_precision import MixedPrecision
+from booster.mixed_precision import MixedPrecision, available
 from booster.modules import bare
 from booster.optimizer_kinds import kind_of, unknown
 from booster.params import no_optimizer
@@ -26,6 +27,45 @@ from booster.plugin import Plugin
 from booster.update.options import UpdateOptions
 
 _logger = logging.getLogger(__name__)
+_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
+# What others call what we take: dtypes, and parallelisms as `booster estimate --plugin` names them.
+_PRECISIONS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+_PLUGINS = {
+    "single": "SingleDevice()",
+    "ddp": "TorchDDPPlugin()",
+    "fsdp": "TorchFSDPPlugin()",
+    "zero1": "LowLevelZeroPlugin(stage=1)",
+    "zero2": "LowLevelZeroPlugin(stage=2)",
+}
+
+
+def check_places(device: Any, mixed_precision: Any, plugin: Any) -> None:
+    """Raise TypeError or ValueError where an argument of `Booster` got what belongs to another one, and name that; and where
+    it got another name of what it takes, as of a dtype or a plugin."""
+    for name, value in (("device", device), ("mixed_precision", mixed_precision), ("plugin", plugin)):
+        meant, written = _meant_by(value)
+        is_other_name = isinstance(value, (str, torch.dtype)) and written != repr(value)
+        if meant is not None and (meant != name or is_other_name):
+            kind = ValueError if isinstance(value, str) and name != "plugin" else TypeError
+            raise kind(f"{name}={arguments.shown(value)} is not legal; write Booster({meant}={written})")
+
+
+def _meant_by(value: Any) -> tuple[str | None, str]:
+    """Return the argument that `value` is meant for, and what is written there; (None, "") where that is not known."""
+    if isinstance(value, (str, torch.dtype)):
+        text = str(value).removeprefix("torch.")
+        if text in available() or text in _PRECISIONS:
+            return "mixed_precision", repr(_PRECISIONS.get(text, text))
+        if text in _PLUGINS:
+            return "plugin", _PLUGINS[text]
+        return ("device", repr(text)) if _DEVICE.fullmatch(text) else (None, "")
+    if isinstance(value, torch.device):
+        return "device", repr(str(value))
+    kind = value if isinstance(value, type) else type(value)
+    for name, base in (("mixed_precision", MixedPrecision), ("plugin", Plugin)):
+        if issubclass(kind, base):
+            return name, f"{kind.__name__}(...)"
+    return None, ""
 
 
 def check_plugin(plugin: Any) -> None:

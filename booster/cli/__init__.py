@@ -26,8 +26,21 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (None: the process's own) and return its exit status; 2 is a usage error."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run the command line `argv` (None: the process's own) and return its exit status; 2 is a usage error.
+
+    Where nobody reads what it prints any more, as after `| head`, it ends without a word, with 141, as other tools do.
+    """
+    try:
+        status = _status(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where a reader that has gone can still be left in peace
+        return status
+    except BrokenPipeError:
+        from booster.cli.trouble import leave_unread
+
+        return leave_unread()
+
+
+def _status(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] == "run":
             from booster.cli.run import run

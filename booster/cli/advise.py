@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster.cli import values
+from booster.cli.trouble import told
 
 if TYPE_CHECKING:
     from booster.numerics import Advice
@@ -60,7 +61,7 @@ def advise(argv: Sequence[str]) -> int:
     from booster.numerics.advise import advise as advised
     from booster.numerics.lines import as_json
 
-    try:
+    with told("advise", OSError, ValueError, TypeError, ImportError, status=2):
         most = None if options.max_memory_mib is None else int(options.max_memory_mib * 2**20)
         budget = Budget(seconds=options.seconds, max_gradient_error=options.max_gradient_error, max_memory=most)
         task = _task(options.script)
@@ -76,9 +77,6 @@ def advise(argv: Sequence[str]) -> int:
             print(json.dumps(as_json(found.as_dict()), indent=2))
         else:
             _show(found)
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        print(f"booster advise: {error}", file=sys.stderr)
-        return 2
     return 0 if found.best is not None else 1
 
 
@@ -129,6 +127,9 @@ def _show(found: Advice) -> None:
         style = "bold green" if row.name == found.best else "" if row.rank is not None else "dim"
         table.add_row(*map(Text, cells), style=style)
     console.print(table)
+    console.print()
+    for line in found.legend():
+        console.print(Text(line), style="dim", highlight=False)
     console.print()
     for place, reason in enumerate(found.reasons):
         console.print(Text(reason), style="bold" if place == 0 else "", highlight=False)

@@ -51,7 +51,8 @@ class Stopped(Exception):
 def run_attempt(attempt: Attempt) -> int:
     """Start the processes, wait, and return the exit status: 0, the first failing rank's, or 128 + its signal.
 
-    On a failure the other processes are stopped and the first failing rank's traceback is the last thing on stderr.
+    On a failure the other processes are stopped and the first failing rank's traceback is the last thing on stderr, or, where
+    it left none, a line that says how it ended.
     Raises Stopped when a signal to this process ended the job. SIGTERM and SIGUSR1 are passed on to the ranks, which may
     save and stop: after SIGTERM within the grace time, after SIGUSR1 as soon as they like; the status is then theirs.
     Side effects: while it runs, SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT are handled in this process.
@@ -167,14 +168,25 @@ def _report(failures: dict[int, Any], attempt: Attempt, deaths: dict[int, int]) 
         lines.append(f"booster run: rank(s) {ended} had ended before, without an error: they came to their end earlier")
     told = [(other, str(_extra(failure).get("py_callstack", ""))) for other, failure in ordered]
     told = [(other, callstack) for other, callstack in told if callstack]
-    if not told or told[0][0] != rank:
-        lines.append("booster run: that process left no Python traceback; see its output above")
     if told:
         other, callstack = told[0]
         lines.append(f"booster run: the first traceback, of rank {other}:\n{callstack.rstrip()}")
+    if not told or told[0][0] != rank:  # the cause comes last, where it is read first
+        after = "\n" if told else ""
+        lines.append(
+            f"{after}booster run: the first to end was rank {rank}: {how}{_by_whom(first)}. It left no Python traceback; see "
+            "its output above"
+        )
     sys.stdout.flush()
     print("\n" + "\n".join(lines), file=sys.stderr, flush=True)
     return status
+
+
+def _by_whom(failure: Any) -> str:
+    """Return who sends the signal by which a process ended that did nothing wrong by itself; "" for other ends."""
+    if failure.exitcode == -signal.SIGKILL:
+        return ": killed from outside, or by the system for want of memory, which its log then says (dmesg)"
+    return ""
 
 
 def _extra(failure: Any) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _as_text(report: dict[str, Any]) -> str:
     # Speeds of different sizes do not compare.
     base = {(p["operation"], p["shape"]): p["gflops"] for p in report["precisions"] if p["precision"] == "fp32"}
     table = [header, *(_probe_row(p, base.get((p["operation"], p["shape"]))) for p in report["precisions"])]
-    note = "forward and backward, best of several short runs; fp8: forward only"
+    note = "forward and backward, best of several short runs; fp8: forward only; -: not timed in fp32 at that size"
     return f"{aligned(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{aligned(table)}"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from booster.cli import values
+from booster.cli.trouble import told
 
 __all__ = ["checkpoint"]
 
@@ -20,11 +20,8 @@ def checkpoint(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     from booster.checkpoint import CheckpointError
 
-    try:
+    with told("checkpoint", CheckpointError, OSError, ImportError, status=1):
         return {"show": _show, "verify": _verify, "convert": _convert}[options.action](options)
-    except (CheckpointError, OSError, ImportError) as error:
-        print(f"booster checkpoint: {error}", file=sys.stderr)
-        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

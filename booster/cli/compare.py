@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 
 from booster.cli import values
+from booster.cli.trouble import told
 
 __all__ = ["compare"]
 
@@ -28,10 +28,7 @@ def compare(argv: Sequence[str]) -> int:
     from booster.numerics.lines import as_json
     from booster.numerics.run import read_run
 
-    try:
+    with told("compare", OSError, ValueError, status=2):
         found = compared(read_run(options.a), read_run(options.b))
-    except (OSError, ValueError) as error:
-        print(f"booster compare: {error}", file=sys.stderr)
-        return 2
     print(json.dumps(as_json(found.as_dict()), indent=2) if options.json else found)
     return 0 if found.alike else 1

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args
 
 from booster.cli import values
+from booster.cli.trouble import told
 
 __all__ = ["estimate"]
 
 _PRECISIONS = "fp32,bf16,bf16_naive,bf16_naive+8bit"
 _PACKED = "+8bit"
+_PATIENCE = 15.0  # seconds until it is said what takes so long, and between that and when it is said again
 
 
 def estimate(argv: Sequence[str]) -> int:
@@ -44,6 +49,12 @@ def estimate(argv: Sequence[str]) -> int:
         choices=["cpu", "cuda"],
         help="default: cpu; cuda needs a build of torch for CUDA, and no GPU",
     )
+    add(
+        "emulate",
+        action="store_true",
+        help="estimate low precisions (fp8, mxfp8, nvfp4, int8, tf32) as booster emulates them where the device lacks the "
+        "format: what a rehearsal takes here, which is more than kernels take",
+    )
     add("release_gradients", choices=["exact", "previous_norm"], help="step within the backward pass")
     add("clips", action="store_true", help="gradients are clipped; says something with --release_gradients")
     add(
@@ -62,24 +73,23 @@ def estimate(argv: Sequence[str]) -> int:
     options = parser.parse_args(list(argv))
     if set(options.plugin) != {"single"} and options.world_size == [1]:
         parser.error("--plugin with several ranks needs --world_size")
-    try:
+    with told("estimate", ValueError, TypeError, ImportError, OSError, status=1):
         print(_answer(options), end="")
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"booster estimate: {error}", file=sys.stderr)
-        return 1
     return 0
 
 
 def _answer(options: argparse.Namespace) -> str:
     import dataclasses
 
-    from booster.memory import compare, named_job, picture, show
+    from booster.memory import named_job, picture, show
     from booster.memory.estimate import estimate as estimate_one
-    from booster.memory.fitting import largest_batch, resized, what_to_change
+    from booster.memory.fitting import largest_batch, resized, samples, what_to_change
 
     job = named_job(options.job, options.batch_size)
-    precisions = {name: _made(name) for name in options.precision}
-    placements: dict[str, Any] = {"plugins": options.plugin, "world_sizes": options.world_size}
+    precisions = {name: _made(name, emulate=options.emulate) for name in options.precision}
+    placements = [
+        (plugin, size) for plugin in options.plugin for size in ((1,) if plugin == "single" else options.world_size)
+    ]
     ways: dict[str, Any] = {
         "device": options.device,
         "release_gradients": options.release_gradients or False,
@@ -87,23 +97,28 @@ def _answer(options: argparse.Namespace) -> str:
         "offload_states": options.offload_states,
     }
     parts = (job.model, job.optimizer, job.batch, job.criterion)
-    found = [
-        dataclasses.replace(each, precision=name)
-        for name, precision in precisions.items()
-        for each in compare(*parts, precisions=[precision], **(ways | placements))
-    ]
-    batches = advice = None
+    rows = [(name, plugin, size) for name in precisions for plugin, size in placements]
+    found: list[Any] = []
+    batches: dict[str, int] | None = None if options.memory is None else {}
+    advice = None
+    with _patience() as doing:
+        for place, (name, plugin, size) in enumerate(rows, 1):
+            where = f"{place} of {len(rows)}, {name}" + ("" if plugin == "single" else f", {plugin} x {size}")
+            doing.now = where
+            chosen: dict[str, Any] = {"precision": precisions[name], "plugin": plugin, "world_size": size, **ways}
+            with _hinted():
+                each = dataclasses.replace(estimate_one(*parts, **chosen), precision=name)
+            found.append(each)
+            if batches is not None:
+                doing.now = f"{where}: the largest batch that fits"
+
+                def peak(size: int, chosen: Any = chosen) -> int:
+                    batch = resized(job.batch, size)
+                    return estimate_one(job.model, job.optimizer, batch, job.criterion, **chosen).peak
+
+                known = {samples(job.batch): each.peak}
+                batches[each.name] = largest_batch(peak, options.memory, known=known)
     if options.memory is not None:
-        batches = {}
-        for each in found:
-            placed: dict[str, Any] = {"plugin": each.plugin, "world_size": each.world_size, **ways}
-            chosen = {"precision": precisions[each.precision], **placed}
-
-            def peak(size: int, chosen: Any = chosen) -> int:
-                batch = resized(job.batch, size)
-                return estimate_one(job.model, job.optimizer, batch, job.criterion, **chosen).peak
-
-            batches[each.name] = largest_batch(peak, options.memory)
         advice = what_to_change(found, options.memory)
     if options.picture is not None:
         picture(found, options.picture, limit=options.memory)
@@ -116,19 +131,73 @@ def _answer(options: argparse.Namespace) -> str:
     return f"{advice}\n" if advice else ""
 
 
-def _made(name: str) -> Any:
+class _Doing:
+    """now: what is being estimated."""
+
+    now = ""
+
+
+@contextmanager
+def _patience() -> Iterator[_Doing]:
+    """Say on stderr, where it takes long, how far it is and what takes so long."""
+    doing, done, began = _Doing(), threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        why = (
+            ": every operation of forward and backward is followed, and recurrent layers over long sequences, or loops in a "
+            "forward pass, have many; shorter sequences or fewer of --precision and --plugin take less"
+        )
+        while not done.wait(_PATIENCE):
+            if not doing.now:
+                continue
+            print(
+                f"booster estimate: {doing.now}, after {time.monotonic() - began:.0f} s{why}",
+                file=sys.stderr,
+                flush=True,
+            )
+            why = ""
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield doing
+    finally:
+        done.set()
+        watcher.join()
+
+
+@contextmanager
+def _hinted() -> Iterator[None]:
+    """Name the option where an error names the argument of Python that emulates."""
+    try:
+        yield
+    except ValueError as error:
+        if "(emulate=True)" not in str(error):
+            raise
+        raise ValueError(f"{error}. Add --emulate to estimate that") from None
+
+
+def _made(name: str, *, emulate: bool = False) -> Any:
     """Return the precision; NAME+8bit is NAME with states of 8 bits, and masters of 24 where there are any."""
-    from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, available, make
+    from booster.mixed_precision import (
+        BF16NaiveMixedPrecision,
+        FP16NaiveMixedPrecision,
+        LowPrecision,
+        TF32MixedPrecision,
+        available,
+        make,
+    )
 
     if not name.endswith(_PACKED):
         if name not in available():
             raise ValueError(f"{name!r} is no precision; choose from {', '.join(available())}, or add {_PACKED}")
-        return name
+        precision: Any = make(name) if emulate else None
+        return type(precision)(emulate=True) if isinstance(precision, (LowPrecision, TF32MixedPrecision)) else name
     kinds: dict[str, Any] = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
     plain = name.removesuffix(_PACKED)
     if plain in kinds:
         return kinds[plain](master_weights="split24", states="8bit")
-    return make(plain).with_states("8bit")
+    return make(_made(plain, emulate=emulate)).with_states("8bit")
 
 
 def _precisions(text: str) -> list[str]:

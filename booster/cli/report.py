@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 
 from booster.cli import values
+from booster.cli.trouble import told
 
 __all__ = ["report"]
 
@@ -30,7 +30,7 @@ def report(argv: Sequence[str]) -> int:
     from booster.numerics.summary import summarise
     from booster.numerics.terminal import show
 
-    try:
+    with told("report", OSError, ValueError, ImportError, status=1):
         run = read_run(options.folder)
         if options.html is not None:
             options.html.write_text(page(run), encoding="utf-8")
@@ -39,7 +39,4 @@ def report(argv: Sequence[str]) -> int:
             print(json.dumps(as_json(summarise(run).as_dict()), indent=2))
         else:
             show(run)
-    except (OSError, ValueError, ImportError) as error:
-        print(f"booster report: {error}", file=sys.stderr)
-        return 1
     return 0

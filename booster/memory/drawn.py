@@ -11,6 +11,15 @@ from booster.memory.estimate import Estimate
 
 PARTS = ("weights", "masters", "gradients", "states", "inputs", "communication")
 _COLUMNS = (*PARTS, "held", "activations", "peak", "host")
+_MEANINGS = {
+    "masters": "float32 copies of half weights, or what is kept of them",
+    "states": "of the optimizer",
+    "communication": "buffers for gradients on their way between ranks",
+    "held": "what is there between steps: the sum of the columns before it",
+    "activations": "kept from forward for backward",
+    "peak": "the highest point of a step; it has to fit",
+    "host": "in the host's memory, in none of the others",
+}
 _MIB = 2**20
 _FILE_WIDTH = 200  # columns, where no terminal sets them
 
@@ -42,9 +51,17 @@ def show(
     narrow = wide > console.width
     if narrow:
         columns = [name for name in columns if name not in PARTS]
-    caption = f"in a terminal of {wide} columns, and with --json, also what is held" if narrow else None
+    told = [f"{name}: {what}" for name, what in _MEANINGS.items() if name in columns]
+    told += [f"in a terminal of {wide} columns, and with --json, also what is held"] if narrow else []
+    caption = "\n".join([*told, "all of it: docs/memory.md, Before the first step"])
     table = Table(
-        box=None, pad_edge=False, header_style="dim", title="MiB on one rank", title_justify="left", caption=caption
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        title="MiB on one rank",
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
     )
     table.add_column("", no_wrap=True)
     for name in columns:

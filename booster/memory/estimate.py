@@ -247,7 +247,11 @@ def compare(
 
 def checked_device(device: str | torch.device) -> torch.device:
     """Return `device`. Raises ValueError for one that tensors without memory cannot be on by name in this build of torch."""
-    found = torch.device(device)
+    arguments.instance("device", device, (str, torch.device), "'cpu', 'cuda' or a torch.device")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device; choose 'cpu' or 'cuda'") from error
     if found.type == "cuda" and not torch.backends.cuda.is_built():
         raise ValueError(
             f"device={str(device)!r} cannot be estimated by this build of torch, which is for CPUs: its autograd does not know "

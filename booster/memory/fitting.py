@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ def resized(batch: Any, size: int) -> Any:
 
     The size of a batch is the first dimension of its first tensor. Raises ValueError where no tensor has one.
     """
-    old = next((tensor.shape[0] for tensor in trees.tensors(batch) if tensor.dim()), None)
-    if old is None:
-        raise ValueError("the batch holds no tensor with a batch dimension, so its size cannot be changed")
+    old = samples(batch)
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
@@ -40,16 +38,28 @@ def resized(batch: Any, size: int) -> Any:
     return trees.map_tensors(part, batch)
 
 
-def largest_batch(peak_of: Callable[[int], int], limit: int, start: int = 1) -> int:
+def samples(batch: Any) -> int:
+    """Return the size of `batch`: the first dimension of its first tensor that has any. Raises ValueError where none has."""
+    for tensor in trees.tensors(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    raise ValueError("the batch holds no tensor with a batch dimension, so its size cannot be changed")
+
+
+def largest_batch(
+    peak_of: Callable[[int], int], limit: int, start: int = 1, *, known: Mapping[int, int] | None = None
+) -> int:
     """Return the largest batch whose peak is at most `limit` bytes, 0 if not even one sample fits; at most 2**24.
 
-    peak_of: bytes at the peak for a batch size, which grows with it. start: a size to begin with. Cost: some six calls, since
-    peaks grow nearly linearly, and at most twice as many as bisection takes.
+    peak_of: bytes at the peak for a batch size, which grows with it. start: a size to begin with. known: peaks that are
+    known already, by size, which are not asked for again. Cost: some six calls, since peaks grow nearly linearly, and at most
+    twice as many as bisection takes.
     """
     points: dict[int, int] = {}
-    low, high, size, halves = 0, _LARGEST + 1, start, False
+    given = dict(known or {})
+    low, high, size, halves = 0, _LARGEST + 1, start if not given else min(given), False
     while high - low > 1:
-        points[size] = peak_of(size)
+        points[size] = given[size] if size in given else peak_of(size)
         width = high - low
         low, high = (size, high) if points[size] <= limit else (low, size)
         # A line that cuts off little on one side is followed by a cut in the middle.

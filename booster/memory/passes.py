@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from booster.memory.tracker import StorageTracker
 from booster.micro_batch import MicroBatch
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.policy import cast_parameters
+from booster.user_code import where_raised
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,7 @@ def run_passes(
                 if sharding is not None:
                     sharding.finish()
         except errors as error:
-            raise ValueError(
-                f"the forward of {type(model).__name__} cannot be estimated, because it reads numbers out of tensors, which "
-                f"are not computed here ({error}); estimate a part of the model that does not"
-            ) from error
+            raise ValueError(_reading(model, error)) from error
         gradients = [param.grad for param in params if param.grad is not None]
     found = Passes(
         weights=_bytes(params),
@@ -104,6 +103,20 @@ def run_passes(
         weights=sum(dtype.itemsize * size for dtype, size, _ in sharding.stored),
         gradients=_bytes(sharding.gradients),
         sizes=sharding.sizes,
+    )
+
+
+def _reading(model: nn.Module, error: Exception) -> str:
+    """Return what to say of a pass that read a number, or a number of elements, out of a tensor: where, and the way out."""
+    place = where_raised(error)
+    at = f" at {place}" if place else ""
+    functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    fix = "estimate the model without that line, or a part of the model that does not read any"
+    if "_detect_is_causal_mask" in functions:
+        fix = "torch looks whether the mask is causal: say so by tgt_is_causal=True of nn.Transformer, is_causal=True of others"
+    return (
+        f"{type(model).__name__} cannot be estimated, because it reads a number out of a tensor{at}; "
+        f"tensors of an estimate have shapes and no numbers ({error}). The way out: {fix}"
     )
 
 

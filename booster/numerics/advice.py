@@ -122,13 +122,17 @@ class Advice:
         """Return the table that `str()` shows, with its heading."""
         return [_HEADING, *map(_cells, self.rows)]
 
+    def legend(self) -> list[str]:
+        """Return lines that say what the columns of the table are, and what is not measured in it."""
+        return [*_LEGEND, *([_REHEARSED] if any(row.status == "rehearsed" for row in self.rows) else [])]
+
     def __str__(self) -> str:
         table = self.table()
         widths = [max(len(row[place]) for row in table) for place in range(len(_HEADING))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
-        return "\n".join([*lines, "", *self.reasons])
+        return "\n".join([*lines, "", *self.legend(), "", *self.reasons])
 
 
 def ranked(rows: Sequence[Row], budget: Budget, noise: float) -> tuple[str | None, tuple[Row, ...], tuple[str, ...]]:
@@ -191,7 +195,15 @@ def _reasons(best: str | None, rows: Sequence[Row], noise: float) -> list[str]:
     return said
 
 
-_HEADING = ("", "precision", "step", "of fp32", "peak", "loss err", "grad err", "cosine", "worst layer; notes")
+_HEADING = ("", "precision", "step", "x fp32", "peak", "loss err", "grad err", "cosine", "worst layer; notes")
+_LEGEND = (
+    "step: median time of a training step; x fp32: that time over the time of a float32 step beside it, below 1.00 is faster;",
+    "peak: memory at the highest point of a step; loss err, grad err, cosine: of loss and gradients against float32's;",
+    "worst layer: the one whose gradient is furthest off, and by how much. All of it: docs/numerics.md, Choose a precision",
+)
+_REHEARSED = (
+    "rehearsed: this device does not have the format; errors are those of the real one, and time and memory say nothing"
+)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster import torch_internals
 from booster.micro_batch import at_stage
 from booster.torch_internals import engine_starts, graph_task, module_call, newest_node_number, running_node
+from booster.user_code import is_users
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Places:
                 at = {name: frame.f_locals[name] for name in ("stage", "micro_batch", "is_loss")}
             elif code in ends:
                 break
-            elif not source and _is_users(code):
+            elif not source and is_users(code):
                 source = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
             frame = frame.f_back
         return Place(tuple(reversed(modules)), inside, source, **at)
@@ -107,13 +105,3 @@ class Places:
         if name is not None:
             return name, True
         return self._criteria.get(id(module)) or type(module).__name__, False
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_users(code: CodeType) -> bool:
-    file = code.co_filename
-    return not file.startswith(("<", *_LIBRARIES)) and (not file.startswith(_STANDARD) or "site-packages" in file)
-
-
-_STANDARD = os.path.dirname(os.__file__) + os.sep
-_LIBRARIES = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, torch_internals))

@@ -755,6 +755,7 @@ COMMAND_OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "estimate --device": (nothing, _job),
     "estimate --release_gradients": (nothing, _job),
     "estimate --clips": (nothing, _job),
+    "estimate --emulate": (nothing, _job),
     "estimate --offload_states": (nothing, _job),
     "estimate --json": (nothing, _job),
     "estimate --picture": (lambda value: value.strip() != "", _job),

@@ -232,6 +232,7 @@ def test_what_the_machine_lacks_is_rehearsed_without_a_time():
     assert 0 < found["tf32"].gradient_error < found["fp8"].gradient_error < found["nvfp4"].gradient_error < 1
     assert found.best == "fp32"
     assert repr(found.precision) == "FP32(device='cpu')"
+    assert "rehearsed: this device does not have the format" in str(found)
 
 
 def test_a_precision_that_refuses_the_model_says_why():
@@ -385,7 +386,14 @@ def test_the_command_draws_a_table(script, capsys):
     bound = ["--max_memory_mib", "0.000001"]
     assert main(["advise", "--precisions", "bf16", "--steps", "3", "--device", "cpu", *bound, script]) == 1
     said = capsys.readouterr().out
-    assert "of fp32" in said
+    assert "x fp32" in said
+    for line in (
+        "x fp32: that time over the time of a float32 step",
+        "grad err, cosine: of loss and gradients",
+        "docs/numerics.md",
+    ):
+        assert line in " ".join(said.split())
+    assert "rehearsed:" not in said, "nothing was"
     assert "Nothing that was measured is within the bounds of the budget." in said
 
 

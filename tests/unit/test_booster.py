@@ -10,7 +10,8 @@ from everywhere import everywhere
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from booster import Booster
+from booster import Booster, checks
+from booster.memory.estimate import PLANS
 from booster.mixed_precision import (
     BF16MixedPrecision,
     DtypePolicy,
@@ -38,6 +39,43 @@ def fp16(**options):
 
 def loader():
     return DataLoader(TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,))), batch_size=4)
+
+
+# ---- arguments in each other's place ----
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "fix"),
+    [
+        (("bf16",), ValueError, "device='bf16' is not legal; write Booster(mixed_precision='bf16')"),
+        ((torch.bfloat16,), TypeError, "device=torch.bfloat16 is not legal; write Booster(mixed_precision='bf16')"),
+        (("fsdp",), ValueError, "device='fsdp' is not legal; write Booster(plugin=TorchFSDPPlugin())"),
+        ((SingleDevice(),), TypeError, "write Booster(plugin=SingleDevice(...))"),
+        ((BF16MixedPrecision(),), TypeError, "write Booster(mixed_precision=BF16MixedPrecision(...))"),
+        (("cpu", "cuda:1"), ValueError, "mixed_precision='cuda:1' is not legal; write Booster(device='cuda:1')"),
+        (("cpu", torch.device("cpu")), TypeError, "write Booster(device='cpu')"),
+        (
+            ("cpu", torch.float16),
+            TypeError,
+            "mixed_precision=torch.float16 is not legal; write Booster(mixed_precision='fp16')",
+        ),
+        (("cpu", "bfloat16"), ValueError, "write Booster(mixed_precision='bf16')"),
+        (("cpu", "ddp"), ValueError, "write Booster(plugin=TorchDDPPlugin())"),
+        (("cpu", SingleDevice), TypeError, "write Booster(plugin=SingleDevice(...))"),
+        (("cpu", None, "cpu"), TypeError, "plugin='cpu' is not legal; write Booster(device='cpu')"),
+        (("cpu", None, "bf16"), TypeError, "write Booster(mixed_precision='bf16')"),
+        (("cpu", "bf16", "zero2"), TypeError, "write Booster(plugin=LowLevelZeroPlugin(stage=2))"),
+        (("cpu", None, BF16MixedPrecision), TypeError, "write Booster(mixed_precision=BF16MixedPrecision(...))"),
+    ],
+)
+def test_what_belongs_to_another_argument_raises_and_names_that(given, error, fix):
+    with pytest.raises(error) as raised:
+        Booster(*given)
+    assert str(raised.value).endswith(fix)
+
+
+def test_the_names_of_parallelisms_are_those_that_an_estimate_takes():
+    assert set(checks._PLUGINS) == set(PLANS)
 
 
 # ---- device ----
@@ -140,7 +178,7 @@ def test_a_plugin_given_an_unknown_option_raises():
         TorchDDPPlugin(bucket_cap=3)
 
 
-@pytest.mark.parametrize("plugin", ["ddp", TorchDDPPlugin, object()])
+@pytest.mark.parametrize("plugin", ["tp", TorchDDPPlugin, object()])
 def test_something_else_than_a_plugin_raises(plugin):
     with pytest.raises(TypeError, match=r"plugin must be a booster.plugin.Plugin or None"):
         Booster("cpu", plugin=plugin)

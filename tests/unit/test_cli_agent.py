@@ -10,12 +10,12 @@ from booster.cli.agent import Attempt, _report
 SECOND = 10**9
 
 
-def failure(rank, exitcode, record=None):
+def failure(rank, exitcode, record=None, callstack=""):
     """What torchrun's agent tells of a rank it found dead in the second from 100 on; `record`: (ns, is_cut_off, status)."""
     data = {}
     if record is not None:
         moment, is_cut_off, status = record
-        extra = {"py_callstack": "", "timestamp_ns": moment, "status": status, "is_cut_off": is_cut_off}
+        extra = {"py_callstack": callstack, "timestamp_ns": moment, "status": status, "is_cut_off": is_cut_off}
         data = {"message": {"message": "", "extraInfo": extra}}
     return SimpleNamespace(
         local_rank=rank,
@@ -73,3 +73,26 @@ def test_who_failed_first(failures, noted, blamed, status, capsys):
     assert _report(by_rank, attempt, noted) == status
     told = f"status 75 of rank {blamed}" if status == 75 else f"booster run: rank {blamed} (local rank {blamed}"
     assert told in capsys.readouterr().err
+
+
+TRACEBACK = "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"
+
+
+def test_a_rank_that_was_killed_is_named_last_below_the_traceback_that_others_left(capsys):
+    broken = failure(0, 1, (100.6 * SECOND, True, 1), TRACEBACK)
+    killed = failure(1, -signal.SIGKILL)
+    attempt = Attempt(command=("train.py",), nproc_per_node=2)
+    assert _report({0: broken, 1: killed}, attempt, {1000: 100.7 * SECOND, 1001: 100.5 * SECOND}) == 137
+    *before, last = capsys.readouterr().err.rstrip().splitlines()
+    assert TRACEBACK.splitlines()[-1] in before
+    assert last.startswith(
+        "booster run: the first to end was rank 1: signal SIGKILL: killed from outside, or by the system"
+    )
+
+
+def test_a_rank_that_left_a_traceback_is_told_by_that_last(capsys):
+    raised = failure(1, 1, (100.5 * SECOND, False, 1), "Traceback:\nValueError: the reason\n")
+    broken = failure(0, 1, (100.6 * SECOND, True, 1), TRACEBACK)
+    attempt = Attempt(command=("train.py",), nproc_per_node=2)
+    assert _report({0: broken, 1: raised}, attempt, {}) == 1
+    assert capsys.readouterr().err.rstrip().endswith("ValueError: the reason")

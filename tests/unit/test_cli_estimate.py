@@ -1,8 +1,10 @@
 """`booster estimate`: what it says, as a table and as JSON, and its exit statuses."""
 
 import json
+import re
 
 import pytest
+import torch
 from test_memory_estimate import JOB, OF_CPUS
 
 from booster.cli import main
@@ -92,3 +94,84 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(capsys, monke
     monkeypatch.setitem(sys.modules, "timm", None)
     assert main(["estimate", "timm:resnet18"]) == 1
     assert "pip install timm" in capsys.readouterr().err
+
+
+LOW = """
+import torch
+from torch import nn
+def job():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 8))
+    return model, torch.optim.SGD(model.parameters()), (torch.ones(32, 64), torch.zeros(32, 8)), nn.MSELoss()
+"""
+
+# Both read a number out of a tensor: one by itself, the other through a layer of torch.
+READING = """
+import torch
+from torch import nn
+class Own(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return x / x.abs().max().item()
+class Masked(nn.TransformerEncoder):
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return super().forward(x, mask=mask)
+def own():
+    model = Own(8, 8)
+    return model, torch.optim.SGD(model.parameters()), (torch.ones(2, 8), torch.zeros(2, 8)), nn.MSELoss()
+def masked():
+    model = Masked(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1, enable_nested_tensor=False)
+    return model, torch.optim.SGD(model.parameters()), (torch.ones(2, 4, 8), torch.zeros(2, 4, 8)), nn.MSELoss()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about devices without fp8")
+def test_a_low_precision_that_is_not_there_is_estimated_as_it_is_emulated_where_that_is_asked_for(tmp_path, capsys):
+    (tmp_path / "low.py").write_text(LOW)
+    job = f"{tmp_path / 'low.py'}:job"
+    assert main(["estimate", "--precision", "fp8", job]) == 1
+    said = capsys.readouterr().err
+    assert "fp8 tensorwise needs an NVIDIA GPU" in said
+    assert said.endswith("Add --emulate to estimate that\n")
+    assert main(["estimate", "--precision", "fp32,fp8,fp8+8bit", "--emulate", "--json", job]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)["estimates"]}
+    assert found.keys() == {"fp32", "fp8", "fp8+8bit"}
+    assert found["fp8"]["peak"] > found["fp32"]["peak"]
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "fix"),
+    [
+        ("own", "7 in forward", "estimate the model without that line"),
+        ("masked", "11 in forward", "is_causal=True of others"),
+    ],
+)
+def test_a_number_read_out_of_a_tensor_is_named_with_the_line_of_the_script(function, line, fix, tmp_path, capsys):
+    (tmp_path / "reading.py").write_text(READING)
+    assert main(["estimate", "--precision", "fp32", f"{tmp_path / 'reading.py'}:{function}"]) == 1
+    said = capsys.readouterr().err
+    assert f"it reads a number out of a tensor at {tmp_path / 'reading.py'}:{line}" in said
+    assert fix in said
+
+
+def test_a_long_estimate_says_how_far_it_is_and_what_takes_so_long(tmp_path, monkeypatch, capsys):
+    slow = LOW.replace("import torch\n", "import time, torch\n", 1).replace(
+        "nn.MSELoss()", "lambda a, b: (time.sleep(0.1), (a - b).sum())[1]"
+    )
+    (tmp_path / "slow.py").write_text(slow)
+    monkeypatch.setattr("booster.cli.estimate._PATIENCE", 0.02)
+    options = ["--precision", "fp32", "--plugin", "single,ddp", "--world_size", "2", "--json"]
+    assert main(["estimate", *options, f"{tmp_path / 'slow.py'}:job"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert re.match(r"booster estimate: 1 of 2, fp32, after \d+ s: every operation of forward and backward is", said[0])
+    assert re.match(r"booster estimate: 2 of 2, fp32, ddp x 2, after \d+ s$", said[-1])
+    assert sum("every operation" in line for line in said) == 1
+
+
+def test_the_table_says_what_its_columns_are(job, capsys):
+    pytest.importorskip("rich")
+    assert main(["estimate", "--precision", "fp32", job]) == 0
+    said = capsys.readouterr().out
+    for line in ("held: what is there between steps", "peak: the highest point of a step", "docs/memory.md"):
+        assert line in said
+    assert "masters:" not in said, "a column that is not there"
