@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.optimizer_kinds import kind_of, unknown
-from booster.shards.base import Shards, State, is_dtensor, world_size
+from booster.shards.base import Shards, State, world_size
 from booster.shards.state_view import StateOfParts
 from booster.torch_internals import own_part, placed_alike
 
@@ -176,7 +176,7 @@ class DTensorShards(Shards):
         """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
         state = self.optimizer.state
         for param in (param for group in self.optimizer.param_groups for param in group["params"]):
-            if is_dtensor(param) and param in state:
+            if isinstance(param, DTensor) and param in state:
                 own = {key: _as_wide_as(value, param) for key, value in state.pop(param).items()}
                 state[self.part_of(param)] = {key: self._cut_entry(value, param) for key, value in own.items()}
 
@@ -186,7 +186,7 @@ class DTensorShards(Shards):
 
     def _widen(self, value: Any, param: torch.Tensor) -> Any:
         part = self._parts.get(param)
-        if part is None or not isinstance(value, torch.Tensor) or is_dtensor(value) or value.dim() == 0:
+        if part is None or not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.dim() == 0:
             return value
         if value.shape != part.shape:
             return value
