@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from benchmarks.memory import alive, allocations
+from benchmarks.estimates import high_level
+from benchmarks.memory import alive
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, SingleDevice, TorchFSDPPlugin
@@ -429,12 +430,10 @@ def taken(rank, world_size, tp_size, pp_size):
         gc.collect()
 
     alive()
-    level = highest = between = sum(size for _, _, size in allocations(build)[0])
-    for _, _, size in allocations(step)[0]:
-        level += size
-        highest = max(highest, level)
+    _, between = high_level(build, [])
+    highest, more = high_level(step, [])
     count = sum(getattr(param, "to_local", lambda p=param: p)().numel() for param in kept[0].parameters())
-    return between / count, level / count, highest / count
+    return between / count, (between + more) / count, (between + highest) / count
 
 
 @pytest.mark.parametrize(("tp_size", "pp_size"), PURE)
