@@ -43,15 +43,15 @@ def check_places(device: Any, mixed_precision: Any, plugin: Any) -> None:
     """Raise TypeError or ValueError where an argument of `Booster` got what belongs to another one, and name that; and where
     it got another name of what it takes, as of a dtype or a plugin."""
     for name, value in (("device", device), ("mixed_precision", mixed_precision), ("plugin", plugin)):
-        meant, written = _meant_by(value)
+        meant, written = meant_by(value)
         is_other_name = isinstance(value, (str, torch.dtype)) and written != repr(value)
         if meant is not None and (meant != name or is_other_name):
             kind = ValueError if isinstance(value, str) and name != "plugin" else TypeError
             raise kind(f"{name}={arguments.shown(value)} is not legal; write Booster({meant}={written})")
 
 
-def _meant_by(value: Any) -> tuple[str | None, str]:
-    """Return the argument that `value` is meant for, and what is written there; (None, "") where that is not known."""
+def meant_by(value: Any) -> tuple[str | None, str]:
+    """Return the argument of `Booster` that `value` is meant for, and what is written there; (None, "") for what is none."""
     if isinstance(value, (str, torch.dtype)):
         text = str(value).removeprefix("torch.")
         if text in available() or text in _PRECISIONS:

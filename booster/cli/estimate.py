@@ -127,7 +127,7 @@ def _answer(options: argparse.Namespace) -> str:
         if options.memory is not None:
             answer |= {"memory": options.memory, "largest_batch": batches, "advice": advice}
         return json.dumps(answer, indent=2) + "\n"
-    show(found, limit=options.memory, batches=batches)
+    show(found, limit=options.memory, batches=batches, batch_size=samples(job.batch))
     return f"{advice}\n" if advice else ""
 
 
@@ -190,7 +190,8 @@ def _made(name: str, *, emulate: bool = False) -> Any:
 
     if not name.endswith(_PACKED):
         if name not in available():
-            raise ValueError(f"{name!r} is no precision; choose from {', '.join(available())}, or add {_PACKED}")
+            legal = ", ".join(available())
+            raise ValueError(f"{name!r} is no precision{values.elsewhere(name)}; choose from {legal}, or add {_PACKED}")
         precision: Any = make(name) if emulate else None
         return type(precision)(emulate=True) if isinstance(precision, (LowPrecision, TF32MixedPrecision)) else name
     kinds: dict[str, Any] = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}
@@ -216,7 +217,8 @@ def _plugins(text: str) -> list[str]:
     names = values.listed(text)
     for name in names:
         if name not in get_args(Plugin):
-            raise argparse.ArgumentTypeError(f"{name!r} is not estimated; choose from {', '.join(get_args(Plugin))}")
+            legal = ", ".join(get_args(Plugin))
+            raise argparse.ArgumentTypeError(f"{name!r} is not estimated{values.elsewhere(name)}; choose from {legal}")
     return names
 
 

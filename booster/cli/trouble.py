@@ -15,7 +15,7 @@ UNREAD_STATUS = 128 + signal.SIGPIPE  # what a shell reports of a Unix tool whos
 
 @contextmanager
 def told(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
-    """Turn any of `errors` into a line on stderr and the exit status `status`.
+    """Turn any of `errors` into a line on stderr, with the user's own line that raised it, and the exit status `status`.
 
     A reader that has gone is none of them, though its BrokenPipeError is an OSError: `booster.cli.main` ends then.
     """
@@ -24,7 +24,10 @@ def told(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except errors as error:
-        print(f"booster {command}: {error}", file=sys.stderr)
+        from booster.user_code import where_raised  # which needs torch, as whatever raised here did
+
+        place = where_raised(error)
+        print(f"booster {command}: {error}{f' ({place})' if place else ''}", file=sys.stderr)
         raise SystemExit(status) from None
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["device", "file_path", "listed", "number", "precisions", "whole"]
+__all__ = ["device", "elsewhere", "file_path", "listed", "number", "precisions", "whole"]
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -56,6 +56,14 @@ def listed(text: str) -> list[str]:
     return names
 
 
+def elsewhere(text: str) -> str:
+    """Return what `text` is instead, for a message that says what it is not; "" where it is not known."""
+    from booster.checks import meant_by
+
+    meant, _ = meant_by(text)
+    return "" if meant is None else f"; {text} is a {'precision' if meant == 'mixed_precision' else meant}"
+
+
 def precisions(text: str) -> list[str]:
     """Names of precisions by commas."""
     from booster.mixed_precision import available
@@ -63,7 +71,8 @@ def precisions(text: str) -> list[str]:
     names = listed(text)
     for name in names:
         if name not in available():
-            raise argparse.ArgumentTypeError(f"{name!r} is no precision; choose from {', '.join(available())}")
+            legal = ", ".join(available())
+            raise argparse.ArgumentTypeError(f"{name!r} is no precision{elsewhere(name)}; choose from {legal}")
     return names
 
 
@@ -74,5 +83,5 @@ def device(text: str) -> str:
     try:
         resolve_device(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise argparse.ArgumentTypeError(f"{error}{elsewhere(text)}") from None
     return text

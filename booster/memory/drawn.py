@@ -29,13 +29,15 @@ def show(
     *,
     limit: int | None = None,
     batches: Mapping[str, int] | None = None,
+    batch_size: int | None = None,
     console: Any = None,
 ) -> None:
     """Print `estimates` in MiB, one row for each; columns that are zero everywhere are left out, and in a narrow terminal
     the parts of what is held. What lies in the host's memory is in none of the others.
 
-    limit: bytes; then which fit. batches: the largest batch of each, by its name. console: a `rich.console.Console`; None
-    makes one for stdout. Raises ImportError, with the line that installs it, where rich is missing.
+    limit: bytes; then which fit. batches: the largest batch of each, by its name. batch_size: samples in the batch they are
+    of, for the title. console: a `rich.console.Console`; None makes one for stdout. Raises ImportError, with the line that
+    installs it, where rich is missing.
     """
     try:
         from rich.console import Console
@@ -54,11 +56,12 @@ def show(
     told = [f"{name}: {what}" for name, what in _MEANINGS.items() if name in columns]
     told += [f"in a terminal of {wide} columns, and with --json, also what is held"] if narrow else []
     caption = "\n".join([*told, "all of it: docs/memory.md, Before the first step"])
+    title = "MiB on one rank" + ("" if batch_size is None else f", for a batch of {batch_size}")
     table = Table(
         box=None,
         pad_edge=False,
         header_style="dim",
-        title="MiB on one rank",
+        title=title,
         title_justify="left",
         caption=caption,
         caption_justify="left",

@@ -124,7 +124,7 @@ class Advice:
 
     def legend(self) -> list[str]:
         """Return lines that say what the columns of the table are, and what is not measured in it."""
-        return [*_LEGEND, *([_REHEARSED] if any(row.status == "rehearsed" for row in self.rows) else [])]
+        return [*_LEGEND, *([_REHEARSED] if any(row.status == "rehearsed" for row in self.rows) else []), _PAGE]
 
     def __str__(self) -> str:
         table = self.table()
@@ -179,7 +179,7 @@ def _reasons(best: str | None, rows: Sequence[Row], noise: float) -> list[str]:
             if row.product is not None and row.product >= _EMULATED:
                 why = f", and a product in its format {row.product:.1f} times as long: this processor does not have it"
             said.append(
-                f"{row.name} is not worth it here for speed: a step takes {row.ratio:.2f} of float32's time{why}."
+                f"{row.name} is not worth it here for speed: a step takes {row.ratio:.2f} times as long as in fp32{why}."
             )
         elif row.ratio >= 1.0 - noise:
             said.append(f"{row.name} is no faster than fp32 here: {row.ratio:.2f} of its time, within the noise.")
@@ -197,13 +197,14 @@ def _reasons(best: str | None, rows: Sequence[Row], noise: float) -> list[str]:
 
 _HEADING = ("", "precision", "step", "x fp32", "peak", "loss err", "grad err", "cosine", "worst layer; notes")
 _LEGEND = (
-    "step: median time of a training step; x fp32: that time over the time of a float32 step beside it, below 1.00 is faster;",
-    "peak: memory at the highest point of a step; loss err, grad err, cosine: of loss and gradients against float32's;",
-    "worst layer: the one whose gradient is furthest off, and by how much. All of it: docs/numerics.md, Choose a precision",
+    "step: median time of a training step",
+    "x fp32: its time over that of a float32 step timed beside it; below 1.00 is faster",
+    "peak: memory at the highest point of a step",
+    "loss err, grad err, cosine: of loss and gradients against float32's",
+    "worst layer: the one whose gradient is furthest off, and by how much",
 )
-_REHEARSED = (
-    "rehearsed: this device does not have the format; errors are those of the real one, and time and memory say nothing"
-)
+_REHEARSED = "rehearsed: this device lacks the format; its errors are real, its time and memory say nothing"
+_PAGE = "more: docs/numerics.md, Choose a precision"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

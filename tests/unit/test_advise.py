@@ -232,7 +232,7 @@ def test_what_the_machine_lacks_is_rehearsed_without_a_time():
     assert 0 < found["tf32"].gradient_error < found["fp8"].gradient_error < found["nvfp4"].gradient_error < 1
     assert found.best == "fp32"
     assert repr(found.precision) == "FP32(device='cpu')"
-    assert "rehearsed: this device does not have the format" in str(found)
+    assert "rehearsed: this device lacks the format" in str(found)
 
 
 def test_a_precision_that_refuses_the_model_says_why():
@@ -388,7 +388,7 @@ def test_the_command_draws_a_table(script, capsys):
     said = capsys.readouterr().out
     assert "x fp32" in said
     for line in (
-        "x fp32: that time over the time of a float32 step",
+        "x fp32: its time over that of a float32 step",
         "grad err, cosine: of loss and gradients",
         "docs/numerics.md",
     ):
@@ -399,7 +399,12 @@ def test_the_command_draws_a_table(script, capsys):
 
 @pytest.mark.parametrize(
     ("end", "says"),
-    [("x", "is no script"), ("{script}:wrong", "returned int"), ("{script}:absent", "no function 'absent'")],
+    [
+        ("--device=bf16", "'cuda:N'; bf16 is a precision"),
+        ("x", "is no script"),
+        ("{script}:wrong", "returned int"),
+        ("{script}:absent", "no function 'absent'"),
+    ],
 )
 def test_the_command_says_what_a_script_lacks(script, end, says, capsys):
     assert main(["advise", end.format(script=script)]) == 2

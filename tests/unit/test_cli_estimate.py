@@ -73,7 +73,9 @@ def test_a_table_and_a_picture(job, tmp_path, capsys):
     ("options", "status", "message"),
     [
         (["nothing"], 1, "names no job"),
-        (["--precision", "fp33", "JOB"], 2, "--precision: 'fp33' is no precision"),
+        (["--precision", "fp33", "JOB"], 2, "--precision: 'fp33' is no precision; choose from"),
+        (["--precision", "cuda", "JOB"], 2, "--precision: 'cuda' is no precision; cuda is a device; choose from"),
+        (["--plugin", "bf16", "JOB"], 2, "--plugin: 'bf16' is not estimated; bf16 is a precision; choose from"),
         (["--precision", "fp16_apex+8bit", "JOB"], 2, "in a way of its own"),
         (["--plugin", "tp", "--world_size", "2", "JOB"], 2, "--plugin: 'tp' is not estimated"),
         (["--plugin", "ddp", "JOB"], 2, "needs --world_size"),
@@ -154,6 +156,14 @@ def test_a_number_read_out_of_a_tensor_is_named_with_the_line_of_the_script(func
     assert fix in said
 
 
+@pytest.mark.parametrize("command", ["estimate", "advise"])
+def test_what_the_script_itself_raises_is_told_with_its_line(command, tmp_path, capsys):
+    (tmp_path / "own.py").write_text("def job():\n    raise ValueError('no data in ./data')\n")
+    assert main([command, f"{tmp_path / 'own.py'}:job"]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said == f"booster {command}: no data in ./data ({tmp_path / 'own.py'}:2 in job)\n"
+
+
 def test_a_long_estimate_says_how_far_it_is_and_what_takes_so_long(tmp_path, monkeypatch, capsys):
     slow = LOW.replace("import torch\n", "import time, torch\n", 1).replace(
         "nn.MSELoss()", "lambda a, b: (time.sleep(0.1), (a - b).sum())[1]"
@@ -172,6 +182,7 @@ def test_the_table_says_what_its_columns_are(job, capsys):
     pytest.importorskip("rich")
     assert main(["estimate", "--precision", "fp32", job]) == 0
     said = capsys.readouterr().out
+    assert said.startswith("MiB on one rank, for a batch of 8")
     for line in ("held: what is there between steps", "peak: the highest point of a step", "docs/memory.md"):
         assert line in said
     assert "masters:" not in said, "a column that is not there"
