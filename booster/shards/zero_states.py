@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster.communicate import communication_device, exchange
-from booster.flat import shaped_like
+from booster.flat import flat, shaped_like
 from booster.shards.base import State
 from booster.shards.zero_buckets import FlatParameters
 
@@ -44,26 +44,24 @@ def gather_states(
     another in messages of at most `MESSAGE` bytes.
     """
     rank = dist.get_rank(group)
-    mine = [
-        (key, name, *_describe(value, holdings[key], rank))
-        for key, own in states.items()
-        for name, value in own.items()
-    ]
-    merged: dict[tuple[Key, str], dict[int, Any]] = {}
-    for holder, entries in enumerate(_exchange(mine, group)):
-        for key, name, *description in entries:
-            merged.setdefault((key, name), {})[holder] = description
+    # In columns and without a container for each entry: with many, most of the time is the garbage collector's.
+    columns: list[list[Any]] = [[], [], [], [], []]
+    for key, own in states.items():
+        for name, value in own.items():
+            for column, entry in zip(columns, (key, name, *_describe(value, holdings[key], rank)), strict=True):
+                column.append(entry)
     found: dict[Key, State] = {}
     sent: list[torch.Tensor] = []
     kept: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size(group))]
-    for (key, name), holders in merged.items():
-        holding = holdings[key]
-        whole, parts = _room(holders, holding)
-        found.setdefault(key, {})[name] = whole
-        for holder, part in parts.items():
-            kept[holder].append(part)
-            if holder == rank:
-                sent.append(states[key][name])
+    for holder, entries in enumerate(_exchange(columns, group)):
+        for key, name, kind, dtype, content in zip(*entries, strict=True):
+            if key not in found:
+                found[key] = {}
+            part = _take(found[key], name, kind, dtype, content, holdings[key], holder)
+            if part is not None:
+                kept[holder].append(part)
+                if holder == rank:
+                    sent.append(states[key][name])
     device = next((holding.param.device for holding in holdings.values()), torch.device("cpu"))
     _travel(sent, kept, communication_device(device, group), group)
     position = {key: index for index, key in enumerate(holdings)}
@@ -79,21 +77,32 @@ def _describe(value: Any, holding: Holding, rank: int) -> tuple[str, str, Any]:
     return ("scalar", dtype, value.item()) if value.dim() == 0 else ("tensor", dtype, list(value.shape))
 
 
-def _room(holders: dict[int, Any], holding: Holding) -> tuple[Any, dict[int, torch.Tensor]]:
-    """Return what becomes of an entry, and by rank where in it goes what the rank sends."""
-    first = min(holders)
-    kind, dtype_name, content = holders[first]
+def _take(
+    own: State, name: str, kind: str, dtype_name: str, content: Any, holding: Holding, holder: int
+) -> torch.Tensor | None:
+    """Note in `own`, the state of a whole parameter, an entry that rank `holder` has; returns where goes what it sends of it.
+
+    None: it sends nothing, as the entry is a number or one that a rank before has whole.
+    """
+    if kind != "part" and name in own:
+        return None
     if kind == "number":
-        return content, {}
+        own[name] = content
+        return None
     dtype = getattr(torch, dtype_name)
     if kind == "scalar":
-        return torch.tensor(content, dtype=dtype), {}
+        own[name] = torch.tensor(content, dtype=dtype)
+        return None
     if kind == "tensor":
-        whole = torch.empty(content, dtype=dtype)
-        return whole, {first: whole.view(-1)}
-    flat = torch.empty(holding.param.numel(), dtype=dtype)
-    edges = {holder: holding.bucket.overlap(holding.position, holder) for holder in holders}
-    return shaped_like(flat, holding.param), {holder: flat[start:stop] for holder, (start, stop) in edges.items()}
+        own[name] = torch.empty(content, dtype=dtype)
+        return own[name].view(-1)
+    if name in own:
+        whole = flat(own[name])
+    else:
+        whole = torch.empty(holding.param.numel(), dtype=dtype)
+        own[name] = shaped_like(whole, holding.param)
+    start, stop = holding.bucket.overlap(holding.position, holder)
+    return whole[start:stop] if stop - start < whole.numel() else whole
 
 
 def _travel(
