@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.memory import alive, allocations
-from benchmarks.parallel.loops import GPT, TINY, Case, Loop, cases
+from benchmarks.parallel.loops import GPT, TINY, Case, Loop, cases, pipeline
 from benchmarks.scaling.bytes import NOISE, socket_bytes
-from benchmarks.timing import interleave, ratio
+from benchmarks.timing import clock, interleave, ratio
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster.interface.optimizer import OptimizerWrapper
 from booster.memory.decoder import Model
@@ -67,6 +69,63 @@ def timed(case: Case, size: Model, precision: str, rounds: int) -> dict[str, lis
     loops.clear()
     gc.collect()
     return found
+
+
+def phases(say: Say, rounds: int, precision: str, only: set[str]) -> None:
+    say(
+        f"\nOf tiny layers, {precision}: CPU ms over both ranks of raw torch, and booster's ratio to it; {rounds} rounds\n"
+    )
+    parts = ("passes", "clip", "step", "zero_grad")
+    say(heads("", *(title for part in parts for title in (f"{part}: raw ms", "booster"))))
+    for name, case in cases(only).items():
+        seconds: dict[str, list[list[float]]] = {"raw": [], "booster": []}
+        loops = {"raw": case.raw(TINY, BATCH, precision), "booster": case.booster(TINY, BATCH, precision)}
+
+        def run(way: str, loops: dict[str, Loop] = loops, seconds: Any = seconds) -> None:
+            dist.barrier()
+            times = [clock()]
+            for part in loops[way].parts():
+                part()
+                times.append(clock())
+            seconds[way].append([after - before for before, after in pairwise(times)])
+
+        interleave({way: lambda way=way: run(way) for way in loops}, rounds)  # type: ignore[misc]
+        found = {
+            way: [over_ranks(list(part)) for part in zip(*each[-rounds:], strict=True)] for way, each in seconds.items()
+        }
+        cells = []
+        for raw, ours in zip(found["raw"], found["booster"], strict=True):
+            cells += [f"{median(raw) * 1e3:.1f}", f"{ratio({'a': ours, 'b': raw}, 'a', 'b'):.2f}"]
+        say(f"| {name} | {' | '.join(cells)} |")
+
+
+def micro_batches(say: Say, rounds: int, precision: str) -> None:
+    few, many = 4, 16
+    say(
+        f"\nA pipeline of tiny layers, {precision}: CPU ms over both ranks, from steps of {few} and of {many} micro-batches;"
+    )
+    say(f"{rounds} rounds\n")
+    say(heads("", "raw ms", "raw again", "booster"))
+    loops: dict[tuple[str, int], Loop] = {}
+    for num in (few, many):
+        case = pipeline(num)
+        for name, make in (("raw", case.raw), ("again", case.raw), ("booster", case.booster)):
+            torch.manual_seed(0)
+            loops[name, num] = make(TINY, BATCH, precision)
+
+    def run(loop: Loop) -> None:
+        dist.barrier()
+        loop.run()
+
+    keyed = {f"{name} {num}": lambda loop=loop: run(loop) for (name, num), loop in loops.items()}  # type: ignore[misc]
+    found = {name: over_ranks(each) for name, each in interleave(keyed, rounds).items()}
+    ways = ("raw", "again", "booster")
+    one = {
+        way: [(b - a) / (many - few) for a, b in zip(found[f"{way} {few}"], found[f"{way} {many}"], strict=True)]
+        for way in ways
+    }
+    cells = [f"{median(one['raw']) * 1e3:.2f}", *(f"{ratio(one, way, 'raw'):.3f}" for way in ways[1:])]
+    say(f"| one more micro-batch | {' | '.join(cells)} |")
 
 
 # ---- bytes, collectives and reads

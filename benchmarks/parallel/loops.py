@@ -44,6 +44,10 @@ class Loop:
     passes: Callable[[], object]
     clip: Callable[[], object]
 
+    def parts(self) -> tuple[Callable[[], object], ...]:
+        """What a step consists of."""
+        return self.passes, self.clip, self.optimizer.step, self.optimizer.zero_grad
+
     def step(self) -> None:
         self.passes()
         self.clip()
@@ -250,11 +254,11 @@ class Part(nn.Module):
         return self.end(x)
 
 
-def raw_pp(size: Model, batch: int, precision: str) -> Loop:
+def raw_pp(size: Model, batch: int, precision: str, *, micro_batches: int) -> Loop:
     last = dist.get_rank() == 1
-    part, x = Part(Decoder(size), last), same_tokens(size, batch * MICRO_BATCHES)
+    part, x = Part(Decoder(size), last), same_tokens(size, batch * micro_batches)
     stage = PipelineStage(part, dist.get_rank(), 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=loss_of)
+    schedule = Schedule1F1B(stage, micro_batches, loss_fn=loss_of)
     cast = casts(precision)
 
     def passes() -> None:
@@ -309,9 +313,19 @@ class Case:
         return boosted(self.plugin, self.precision(precision), size, batch * self.factor, self.shared, clips=self.clips)
 
 
+def pipeline(micro_batches: int) -> Case:
+    """A pipeline of two stages, with a batch that grows as the number of micro-batches."""
+    return Case(
+        partial(raw_pp, micro_batches=micro_batches),
+        lambda: HybridParallelPlugin(1, 2, num_microbatches=micro_batches),
+        clips=False,
+        shared=True,
+        factor=micro_batches,
+    )
+
+
 def cases(only: Collection[str] = ()) -> dict[str, Case]:
     """By name; only: those of these names, or all."""
-    together = {"clips": False, "shared": True}
     found = {
         "single": Case(raw_single, SingleDevice),
         "DDP": Case(raw_ddp, TorchDDPPlugin),
@@ -323,12 +337,7 @@ def cases(only: Collection[str] = ()) -> dict[str, Case]:
         ),
         "ZeRO-2 beside all-to-all": Case(partial(raw_slices, by_all_to_all=True), lambda: LowLevelZeroPlugin(stage=2)),
         "FSDP": Case(raw_fsdp, TorchFSDPPlugin, "bf16_naive"),
-        "TP": Case(raw_tp, lambda: HybridParallelPlugin(2, 1, tp_plan=PLAN), **together),  # type: ignore[arg-type]
-        "PP": Case(
-            raw_pp,
-            lambda: HybridParallelPlugin(1, 2, num_microbatches=MICRO_BATCHES),
-            factor=MICRO_BATCHES,
-            **together,  # type: ignore[arg-type]
-        ),
+        "TP": Case(raw_tp, lambda: HybridParallelPlugin(2, 1, tp_plan=PLAN), clips=False, shared=True),
+        "PP": pipeline(MICRO_BATCHES),
     }
     return {name: case for name, case in found.items() if not only or name in only}

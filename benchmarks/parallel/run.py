@@ -1,6 +1,8 @@
 """Parallel training on two gloo ranks beside raw torch with fused kernels; see docs/benchmarks for a table.
 
-    python -m benchmarks.parallel [--only time,messages,memory,growth,bubble] [--rounds 9] [--cases DDP,FSDP] [--largest 16000]
+    python -m benchmarks.parallel [--only time,phases,...] [--rounds 9] [--cases DDP,FSDP] [--largest 16000]
+
+Parts: time, phases, micro_batches, messages, memory, growth, bubble.
         [--precisions fp32,bf16]
 
 Time is CPU time summed over both ranks, one thread each, in rounds shuffled alike on both; a ratio is the median over rounds of
@@ -20,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.parallel.bubble import bubbles
-from benchmarks.parallel.cost import memory, messages, times
+from benchmarks.parallel.cost import memory, messages, micro_batches, phases, times
 from benchmarks.parallel.growth import growth
 from benchmarks.timing import describe_machine
 
-PARTS = ("time", "messages", "memory", "growth", "bubble")
+PARTS = ("time", "phases", "micro_batches", "messages", "memory", "growth", "bubble")
 
 
 def on_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
@@ -41,6 +43,11 @@ def on_rank(rank: int, folder: str, options: argparse.Namespace) -> None:
     if "time" in options.only:
         for precision in options.precisions:
             times(say, options.rounds, precision, options.cases)
+    for precision in options.precisions:
+        if "phases" in options.only:
+            phases(say, 2 * options.rounds, precision, options.cases)
+        if "micro_batches" in options.only:
+            micro_batches(say, options.rounds, precision)
     if "messages" in options.only:
         for precision in options.precisions:
             messages(say, precision, options.cases)

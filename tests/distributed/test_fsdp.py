@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster, torch_internals
@@ -892,3 +893,36 @@ def test_float32_shards_are_stepped_in_one_call_without_copies_of_gradients(rank
     for names in ranks2(calls_of_a_step, precision):
         assert names.count("aten._fused_adamw_") == 1
         assert not {"aten.clone", "aten._to_copy", "aten._foreach_mul_"} & set(names)
+
+
+class Functions(TorchFunctionMode):
+    """Counts the torch functions that it sees."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def functions_of_a_block(rank, world_size):
+    """How many torch functions a mode around a forward pass sees of one more block: of a plain model, and of a sharded one."""
+    counts = []
+    for sharded in (False, True):
+        found = []
+        for num_blocks in (3, 7):
+            model = nn.Sequential(*(Block() for _ in range(num_blocks)))
+            if sharded:
+                model, *_ = Booster("cpu", "fp32", TorchFSDPPlugin()).boost(model)
+            x = torch.randn(2, LENGTH, DIM)
+            model(x)
+            with Functions() as functions:
+                model(x)
+            found.append(functions.count)
+        counts.append((found[1] - found[0]) / 4)
+    return counts
+
+
+def test_a_function_mode_around_a_forward_pass_sees_little_of_what_gathers_blocks(ranks2):
+    for plain, sharded in ranks2(functions_of_a_block):
+        assert sharded <= plain + 3  # whether an output is a view; gathering and freeing are 187
