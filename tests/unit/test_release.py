@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import booster
 from benchmarks import memory
-from booster import Booster
+from booster import Booster, register_elementwise
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 SCALE = 2.0**12
@@ -306,9 +306,19 @@ def test_two_passes_only_where_a_number_is_needed():
     assert [passes("fp32"), passes("bf16_naive"), passes("fp32", clip_grad_norm=1.0), passes("fp16")] == [1, 1, 2, 2]
 
 
-def test_step_hooks_fire_once():
-    for precision in ("fp32", "bf16_naive"):
-        run, seen = Run("exact", precision), []
+@register_elementwise
+class Calling(torch.optim.SGD):
+    """Calls the step that it overrides, around which torch has put the hooks too, once there has been a plain SGD."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_step_hooks_fire_once(precision):
+    OPTIMIZERS["SGD"](nn.Linear(1, 1).parameters())
+    for make in (OPTIMIZERS["AdamW"], lambda params: Calling(params, lr=1e-2)):
+        run, seen = Run("exact", precision, make), []
         run.inner.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
         run.inner.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
         run.train(2)
