@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from booster import Booster
@@ -21,7 +22,9 @@ from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevic
 
 COUNTS = (10, 100, 1000, 4000, 16000)
 MOST_RAW_FSDP = 1000  # beyond, raw torch takes minutes
-ELEMENTS = 64
+SIDE = 8
+ELEMENTS = SIDE * SIDE
+TP_PLAN = {"pairs.*.0": "colwise", "pairs.*.1": "rowwise"}
 Say = Callable[[str], None]
 
 
@@ -34,6 +37,24 @@ class Many(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (torch.stack(list(self.vectors)) * x).sum()
+
+    def input(self) -> torch.Tensor:
+        return torch.ones(ELEMENTS)
+
+
+class Pairs(nn.Module):
+    """So many small matrices, two after another, as tensor parallelism divides them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        made = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(count)]
+        self.pairs = nn.ModuleList(nn.Sequential(*pair) for pair in zip(made[::2], made[1::2], strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([pair(x) for pair in self.pairs]).sum()
+
+    def input(self) -> torch.Tensor:
+        return torch.ones(1, SIDE)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -59,6 +80,17 @@ def raw_fsdp(net: nn.Module) -> tuple[Any, Any]:
     return net, adamw(net.parameters())
 
 
+def raw_tp(net: Any) -> tuple[Any, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for pair in net.pairs:
+        parallelize_module(pair, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return net, adamw(net.parameters())
+
+
+def tensor_parallel() -> HybridParallelPlugin:
+    return HybridParallelPlugin(2, 1, tp_plan=TP_PLAN)
+
+
 ROWS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], Callable[[], Any], str]] = {
     "single fp32": (raw_single, SingleDevice, "fp32"),
     "single bf16_naive": (raw_single, SingleDevice, "bf16_naive"),
@@ -68,8 +100,8 @@ ROWS: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], Callable[[], Any],
     "ZeRO-2 bf16_naive": (raw_zero, lambda: LowLevelZeroPlugin(stage=2), "bf16_naive"),
     "FSDP fp32": (raw_fsdp, TorchFSDPPlugin, "fp32"),
     "FSDP bf16_naive": (raw_fsdp, TorchFSDPPlugin, "bf16_naive"),
-    "hybrid tp 2 fp32": (raw_single, lambda: HybridParallelPlugin(2, 1, tp_plan={}), "fp32"),
-    "hybrid tp 2 bf16_naive": (raw_single, lambda: HybridParallelPlugin(2, 1, tp_plan={}), "bf16_naive"),
+    "TP fp32": (raw_tp, tensor_parallel, "fp32"),
+    "TP bf16_naive": (raw_tp, tensor_parallel, "bf16_naive"),
 }
 TASKS = ("boost", "step", "zero_grad", "state_dict", "load", "state[p]")
 
@@ -84,25 +116,26 @@ def measured(run: Callable[[], object], repeats: int = 3) -> float:
     return statistics.median(found)
 
 
-def of_raw(wrap: Callable[[nn.Module], tuple[Any, Any]], count: int) -> dict[str, float]:
-    net, made = Many(count), []
+def of_raw(wrap: Callable[[nn.Module], tuple[Any, Any]], net: Many | Pairs) -> dict[str, float]:
+    made: list[tuple[Any, Any]] = []
+    x = net.input()
     found = {"boost": measured(lambda: made.append(wrap(net)), 1)}
     model, optimizer = made[0]
 
     def passes() -> None:
-        model(torch.ones(ELEMENTS)).backward()
+        model(x).backward()
 
     return found | tasks(passes, optimizer, isinstance(optimizer, ZeroRedundancyOptimizer))
 
 
-def of_booster(plugin: Callable[[], Any], precision: str, count: int) -> dict[str, float]:
-    booster, net, made = Booster("cpu", precision, plugin()), Many(count), []
+def of_booster(plugin: Callable[[], Any], precision: str, net: Many | Pairs) -> dict[str, float]:
+    booster, made, x = Booster("cpu", precision, plugin()), [], net.input()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     found = {"boost": measured(lambda: made.append(booster.boost(net, optimizer)), 1)}
     model, boosted, *_ = made[0]
 
     def passes() -> None:
-        booster.backward(model(torch.ones(ELEMENTS)).float(), boosted)
+        booster.backward(model(x).float(), boosted)
 
     return found | tasks(passes, boosted, False)
 
@@ -149,12 +182,13 @@ def growth(say: Say, most: int, only: set[str]) -> None:
     for name, (wrap, plugin, precision) in ROWS.items():
         if only and name.rpartition(" ")[0] not in only:
             continue
+        kind = Pairs if name.startswith("TP") else Many
         rows: dict[str, list[str]] = {task: [] for task in TASKS}
         for count in counts:
             alone = name.startswith("FSDP") and count > MOST_RAW_FSDP
-            raw = {} if alone else of_raw(wrap, count)
+            raw = {} if alone else of_raw(wrap, kind(count))
             gc.collect()
-            ours = of_booster(plugin, precision, count)
+            ours = of_booster(plugin, precision, kind(count))
             gc.collect()
             for task in TASKS:
                 rows[task].append(f"{ours[task]:.2f} / {raw[task]:.2f}" if task in raw else f"{ours[task]:.2f} / -")

@@ -19,9 +19,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from booster import Booster
 from booster.casting import cast_floats
 from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
+from booster.plugin import HybridParallelPlugin
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 
 DIM, HEADS, TIME, VOCAB = 16, 4, 8, 12
@@ -561,10 +563,10 @@ def check_start(rank, world_size):
     torch.manual_seed(rank)
     model = GPT()
     model.register_buffer("count", torch.tensor(rank))
-    divide(model, tp_mesh(world_size), STRINGS)
+    boosted, *_ = Booster("cpu", "fp32", HybridParallelPlugin(world_size, 1, tp_plan=STRINGS)).boost(model)
     torch.manual_seed(0)
     expected = GPT().state_dict()
-    state = model.state_dict()
+    state = boosted.module.state_dict()
     assert state.pop("count") == 0
     assert all(torch.equal(whole(value), expected[name]) for name, value in state.items())
 

@@ -17,7 +17,7 @@ from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
 from booster.plugin.tensor_parallel.shared_input import SharedInput, SharingForward, has_forward, siblings
 from booster.plugin.tensor_parallel.styles import Colwise
-from booster.plugin.tensor_parallel.tied_weights import broadcast_from_first, restore_frozen, tie, tied_slots
+from booster.plugin.tensor_parallel.tied_weights import restore_frozen, tie, tied_slots
 from booster.torch_internals import StridedShard
 
 
@@ -38,13 +38,12 @@ def apply_tensor_parallel(
     policy: which modules are kept in float32; the caller makes them compute so, afterwards.
 
     Parameters of divided modules become new DTensor parameters, in the dtype they have; all others stay plain, and their
-    gradients are the same on all ranks of `mesh`. Every rank starts from the first rank's weights (collectives).
+    gradients are the same on all ranks of `mesh`, which must come with the same weights: nothing is sent.
     Raises as `resolve_plan`, before anything is changed; after that only for two of torch's styles that part a tied weight.
     """
     plan = _resolve(model, mesh, tp_plan, sequence_parallelism)
     if not plan:
         return
-    broadcast_from_first(model, mesh)
     slots = tied_slots(model)
     frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
     forwards = _share_inputs(model, plan)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
@@ -78,12 +77,3 @@ def restore_frozen(model: nn.Module, frozen: set[str]) -> None:
     for name, param in model.named_parameters():
         if name in frozen:
             param.requires_grad_(False)
-
-
-def broadcast_from_first(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank of `mesh` the parameters and buffers of its first rank. Meta tensors are left alone."""
-    group = mesh.get_group()
-    source = torch.distributed.get_global_rank(group, 0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta and not isinstance(tensor, DTensor):
-            torch.distributed.broadcast(tensor.detach(), src=source, group=group)
