@@ -276,7 +276,10 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
             sizes |= storages(part for part in parts if isinstance(part, torch.Tensor))
         elif not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":  # those have shapes, but no bytes
             storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+            try:
+                sizes[storage.data_ptr()] = storage.nbytes()
+            except RuntimeError:  # of a tensor that a trace left behind, whose storage was never given memory
+                continue
     return sizes
 
 

@@ -44,7 +44,7 @@ def check_places(device: Any, mixed_precision: Any, plugin: Any) -> None:
     it got another name of what it takes, as of a dtype or a plugin."""
     for name, value in (("device", device), ("mixed_precision", mixed_precision), ("plugin", plugin)):
         meant, written = meant_by(value)
-        is_other_name = isinstance(value, (str, torch.dtype)) and written != repr(value)
+        is_other_name = isinstance(value, (str, torch.dtype)) and written != repr(str(value))
         if meant is not None and (meant != name or is_other_name):
             kind = ValueError if isinstance(value, str) and name != "plugin" else TypeError
             raise kind(f"{name}={arguments.shown(value)} is not legal; write Booster({meant}={written})")

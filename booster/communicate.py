@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterable
 
@@ -33,11 +34,14 @@ def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> No
 def align(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Give every rank of `group` the values that its first rank has, in place.
 
-    group: None means this rank alone. Tensors on the meta device are left out. Collectives: one for each tensor of more than
-    `SMALL` bytes, and one for so many others as make `TOGETHER` bytes.
+    group: None means this rank alone. Tensors on the meta device are left out. Collectives: a small one, one for each tensor
+    of more than `SMALL` bytes, and one for so many others as make `TOGETHER` bytes; a host read. Raises RuntimeError on every
+    rank where shapes and dtypes are not the same on all, in the same order.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
+    tensors = list(tensors)
+    _check_alike(tensors, group)
     waiting: dict[torch.device, list[torch.Tensor]] = {}
     sizes: Counter[torch.device] = Counter()
     for tensor in tensors:
@@ -55,6 +59,18 @@ def align(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> N
             del sizes[device]
     for others in waiting.values():
         _align(others, group)
+
+
+def _check_alike(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    kinds = zlib.crc32(repr([(str(each.dtype), tuple(each.shape), each.is_meta) for each in tensors]).encode())
+    extremes = torch.tensor([kinds, -kinds], device=communication_device(torch.device("cpu"), group))
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.tolist()
+    if largest != -smallest:
+        raise RuntimeError(
+            "parameters and buffers are not the same on all ranks, or not in the same order; build the model alike on every "
+            "rank: not from a set, whose order differs among processes, and with no layer that one rank leaves out"
+        )
 
 
 def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:

@@ -35,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that has gone can still be left in peace
         return status
     except BrokenPipeError:
-        from booster.cli.trouble import leave_unread
+        from booster.cli.trouble import leave_unread, reader_has_gone
 
+        if not reader_has_gone():
+            raise  # of a pipe of the user's own
         return leave_unread()
 
 

@@ -116,8 +116,10 @@ def _answer(options: argparse.Namespace) -> str:
                     batch = resized(job.batch, size)
                     return estimate_one(job.model, job.optimizer, batch, job.criterion, **chosen).peak
 
-                known = {samples(job.batch): each.peak}
-                batches[each.name] = largest_batch(peak, options.memory, known=known)
+                size = samples(job.batch)
+                batches[each.name] = largest_batch(
+                    peak, options.memory, known={} if size is None else {size: each.peak}
+                )
     if options.memory is not None:
         advice = what_to_change(found, options.memory)
     if options.picture is not None:

@@ -29,6 +29,8 @@ def resized(batch: Any, size: int) -> Any:
     The size of a batch is the first dimension of its first tensor. Raises ValueError where no tensor has one.
     """
     old = samples(batch)
+    if old is None:
+        raise ValueError("the batch holds no tensor with a batch dimension, so its size cannot be changed")
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.dim() or tensor.shape[0] != old:
@@ -38,12 +40,9 @@ def resized(batch: Any, size: int) -> Any:
     return trees.map_tensors(part, batch)
 
 
-def samples(batch: Any) -> int:
-    """Return the size of `batch`: the first dimension of its first tensor that has any. Raises ValueError where none has."""
-    for tensor in trees.tensors(batch):
-        if tensor.dim():
-            return int(tensor.shape[0])
-    raise ValueError("the batch holds no tensor with a batch dimension, so its size cannot be changed")
+def samples(batch: Any) -> int | None:
+    """Return the size of `batch`: the first dimension of its first tensor that has any; None where none has."""
+    return next((int(tensor.shape[0]) for tensor in trees.tensors(batch) if tensor.dim()), None)
 
 
 def largest_batch(

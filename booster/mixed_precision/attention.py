@@ -7,6 +7,7 @@ transformer spends most of its step there. Inference keeps the half kernel, whos
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,23 +19,31 @@ from booster.casting import HALF_DTYPES
 from booster.mixed_precision.engine import run_engine
 from booster.torch_internals import has_saved_tensors_hooks
 
+_SEEN: ContextVar[bool] = ContextVar("whether attention ran here that a backward pass may run again", default=False)
+
 
 class Recomputation:
-    """Whether attention of one strategy ever ran where a backward pass may run it again.
+    """Whether attention ever ran where a backward pass may run it again: of one strategy, or of any in this thread.
 
     That is without gradients, as reentrant checkpointing and autograd functions run what they recompute, or under hooks on
     saved tensors, by which other checkpointing recomputes. A mode sees every torch function, in a backward pass also those of
     hooks: under `fully_shard` as many again as the forward pass has. So backward passes enter it only once this was seen.
+    That of other strategies counts too, since a backward pass goes through the graphs of all models that a loss is made of.
     """
 
     def __init__(self) -> None:
-        self.seen = False
+        self._seen = False  # beside the variable, as forward and backward may run in threads of their own
+
+    @property
+    def seen(self) -> bool:
+        return self._seen or _SEEN.get()
 
     def look(self) -> None:
         """Attention is about to run."""
         # What is traced may run inside a checkpoint that the compiler does not see.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_saved_tensors_hooks():
-            self.seen = True
+            self._seen = True
+            _SEEN.set(True)
 
     def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return a context for backward passes of what ran in `Float32Attention` with this."""

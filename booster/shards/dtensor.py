@@ -243,7 +243,8 @@ def add_up_terms(params: Iterable[Any]) -> None:
         grad: Any = param.grad if isinstance(param, DTensor) else None
         if grad is None or placed_alike(grad, param):
             continue
-        if grad.device_mesh.ndim == 1 and grad.placements[0] == Partial() and param.placements[0] == Replicate():
+        plain = grad.device_mesh.ndim == 1 and not grad.requires_grad  # a graph goes through no collective of c10d
+        if plain and grad.placements[0] == Partial() and param.placements[0] == Replicate():
             terms.setdefault((grad.device_mesh, grad.dtype, grad.device), []).append(param)
         else:
             param.grad = grad.redistribute(param.device_mesh, param.placements)

@@ -117,9 +117,10 @@ class ZeroShards(Shards):
             buckets = self._buckets()
             self._versions = {bucket: list(map(version, bucket.params)) for bucket in buckets}
             kept = {bucket: bucket.parts_of_gradient(self._rank) for bucket in buckets} if self._reduced else {}
+            brought = set(map(id, self.optimizer.state))
             for params, group in zip(lists, groups, strict=True):
                 params[:] = group.parts
-                self._adopt(group)
+                self._adopt(group, brought)
                 for param, part, holding, shaped in group.stepped:
                     if part.requires_grad != param.requires_grad:
                         part.requires_grad_(param.requires_grad)
@@ -423,9 +424,11 @@ class ZeroShards(Shards):
             self._groups = [_Group(self, params) for params in lists]
         return self._groups
 
-    def _adopt(self, group: _Group) -> None:
-        """Cut the state that the optimizer has of whole parameters of `group`. Raises RuntimeError for a gradient that
-        cannot be stepped."""
+    def _adopt(self, group: _Group, brought: set[int]) -> None:
+        """Cut the state that the optimizer has of whole parameters of `group`. brought: the ids of what it has any of.
+
+        Raises RuntimeError for a gradient that cannot be stepped.
+        """
         for param in group.frozen:
             if param.requires_grad and param.grad is not None:
                 raise RuntimeError(FROZEN.format(name=self.name_of(param)))
@@ -433,7 +436,7 @@ class ZeroShards(Shards):
             if param.grad is not None and param.grad.is_sparse:
                 raise RuntimeError(SPARSE.format(shape=tuple(param.shape)))
         state = self.optimizer.state
-        if set(map(id, state)).isdisjoint(map(id, group.params)):
+        if brought.isdisjoint(map(id, group.params)):
             return
         for param, part in group.divided:
             if param in state:

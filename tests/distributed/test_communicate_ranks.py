@@ -36,7 +36,7 @@ def test_every_kind_of_tensor_becomes_what_the_first_rank_has(ranks2):
     for alike, laid_as_before, messages in ranks2(aligned):
         assert alike == [True] * 9
         assert laid_as_before
-        assert messages == 2  # the large one, and all others
+        assert messages == 3  # what they are, the large one, and all others
 
 
 def messages_for(rank, world_size, count, elements):
@@ -45,9 +45,30 @@ def messages_for(rank, world_size, count, elements):
     return sent.count
 
 
-@pytest.mark.parametrize(("count", "elements", "messages"), [(500, 64, 1), (3 * TOGETHER // SMALL, SMALL // 4, 3)])
+@pytest.mark.parametrize(("count", "elements", "messages"), [(500, 64, 2), (3 * TOGETHER // SMALL, SMALL // 4, 4)])
 def test_small_tensors_share_messages_of_bounded_size(ranks2, count, elements, messages):
     assert set(ranks2(messages_for, count, elements)) == {messages}
+
+
+UNLIKE = {
+    "another order": lambda rank: [torch.zeros(2, 3), torch.zeros(6)][:: 1 - 2 * rank],
+    "another dtype": lambda rank: [torch.zeros(4, dtype=(torch.float32, torch.int32)[rank])],
+    "one more": lambda rank: [torch.zeros(4)] * (1 + rank),
+    "on meta": lambda rank: [torch.zeros(4, device=("cpu", "meta")[rank])],
+}
+
+
+def refused(rank, world_size, name):
+    tensors = UNLIKE[name](rank)
+    before = [each.clone() for each in tensors]
+    with pytest.raises(RuntimeError, match="not the same on all ranks, or not in the same order"):
+        align(tensors, torch.distributed.group.WORLD)
+    return [torch.equal(*pair) for pair in zip(tensors, before, strict=True) if not pair[0].is_meta]
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_ranks_that_hold_other_tensors_raise_and_nothing_is_written(ranks2, name):
+    assert all(all(unchanged) for unchanged in ranks2(refused, name))
 
 
 def exchanged(rank, world_size):

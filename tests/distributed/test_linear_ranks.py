@@ -1,5 +1,7 @@
 """On ranks, too, what is done for every tensor is done once: calls grow as the number of tensors, messages not at all."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from counts import FEW, MANY, MOST, Messages, count
@@ -150,3 +152,32 @@ def test_calls_grow_as_the_number_of_tensors_and_messages_do_not(ranks2, name, p
         if precision == "fp32" or name == "FSDP":
             each = {task: (many[task] - few[task]) / (MANY - FEW) for task in MOST_PER_TENSOR[name]}
             assert {task: calls for task, calls in each.items() if calls > MOST_PER_TENSOR[name][task]} == {}
+
+
+class Looked(defaultdict):
+    """A dict that counts how often it is gone through."""
+
+    looks = 0
+
+    def __iter__(self):
+        self.looks += 1
+        return super().__iter__()
+
+
+def looks_at_states(rank, world_size, num_groups):
+    booster, model = Booster("cpu", "fp32", LowLevelZeroPlugin(stage=2)), Many(num_groups)
+    made = torch.optim.AdamW([{"params": [vector]} for vector in model.vectors], lr=1e-3)
+    made.state = Looked(dict)
+    net, optimizer, *_ = booster.boost(model, made)
+    for _ in range(2):
+        booster.backward(net(torch.ones(64)), optimizer)
+        before = made.state.looks
+        optimizer.step()
+        optimizer.zero_grad()
+    return made.state.looks - before
+
+
+def test_a_step_goes_through_all_states_as_often_for_many_groups_as_for_few(ranks2):
+    few, many = ranks2(looks_at_states, 2), ranks2(looks_at_states, 20)
+    assert few == many
+    assert max(few) > 0

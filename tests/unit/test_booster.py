@@ -74,6 +74,18 @@ def test_what_belongs_to_another_argument_raises_and_names_that(given, error, fi
     assert str(raised.value).endswith(fix)
 
 
+class Name(str):
+    """A string that shows itself in another way, as a member of an enum does."""
+
+    def __repr__(self):
+        return f"<Name {str(self)}>"
+
+
+def test_strings_of_a_class_of_their_own_are_strings():
+    booster = Booster(Name("cpu"), Name("bf16"))
+    assert (booster.device.type, booster.precision.dtype) == ("cpu", torch.bfloat16)
+
+
 def test_the_names_of_parallelisms_are_those_that_an_estimate_takes():
     assert set(checks._PLUGINS) == set(PLANS)
 

@@ -186,3 +186,28 @@ def test_the_table_says_what_its_columns_are(job, capsys):
     for line in ("held: what is there between steps", "peak: the highest point of a step", "docs/memory.md"):
         assert line in said
     assert "masters:" not in said, "a column that is not there"
+
+
+SCALAR = """
+import torch
+
+
+class Learned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def job():
+    model = Learned()
+    return model, torch.optim.SGD(model.parameters()), (torch.tensor(2.0), torch.tensor(1.0)), torch.nn.MSELoss()
+"""
+
+
+def test_a_batch_without_samples_is_estimated_all_the_same(tmp_path, capsys):
+    (tmp_path / "scalar.py").write_text(SCALAR)
+    assert main(["estimate", "--precision", "fp32", f"{tmp_path / 'scalar.py'}:job"]) == 0
+    assert "for a batch" not in capsys.readouterr().out

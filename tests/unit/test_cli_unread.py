@@ -82,3 +82,9 @@ def test_a_process_whose_reader_has_gone_is_quiet_at_its_end_too(folder):
     ended = subprocess.run(command, cwd=folder, env=environment, stdout=writing, stderr=subprocess.PIPE, timeout=120)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_of_the_script_itself_is_told(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("def job():\n    raise BrokenPipeError('a worker of mine is gone')\n")
+    assert main(["estimate", "--precision", "fp32", f"{tmp_path / 'own.py'}:job"]) == 1
+    assert "a worker of mine is gone" in capsys.readouterr().err
