@@ -40,8 +40,11 @@ class Recomputation:
 
     def look(self) -> None:
         """Attention is about to run."""
-        # What is traced may run inside a checkpoint that the compiler does not see.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or has_saved_tensors_hooks():
+        if torch.compiler.is_compiling():
+            self._seen = (
+                True  # it may run inside a checkpoint that the compiler does not see; a variable would break the graph
+            )
+        elif not torch.is_grad_enabled() or has_saved_tensors_hooks():
             self._seen = True
             _SEEN.set(True)
 
