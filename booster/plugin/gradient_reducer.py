@@ -27,17 +27,17 @@ ALONE = (
 
 
 class Reached:
-    """Which of some parameters got a gradient: on this rank, and on any. A small collective, for which only a rank waits that
-    lacks one."""
+    """Which of some parameters got a gradient: on this rank, a byte each, and on any. A small collective, which a rank that
+    lacks one reads on the host."""
 
-    def __init__(self, here: list[bool], device: torch.device, group: dist.ProcessGroup) -> None:
+    def __init__(self, here: bytearray, device: torch.device, group: dist.ProcessGroup) -> None:
         self._all = all(here)
-        self._anywhere = torch.tensor(here, dtype=torch.float32, device=device)
+        self._anywhere = torch.frombuffer(here, dtype=torch.uint8).to(device)
         self._work: Any = dist.all_reduce(self._anywhere, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def anywhere(self) -> list[bool]:
         """Return of each whether any rank has a gradient of it."""
-        self._work.wait()
+        self._work.wait()  # also where all is known: gloo ends a process that leaves with a work nobody waited for
         return [True] * len(self._anywhere) if self._all else [found > 0 for found in self._anywhere.tolist()]
 
 
@@ -158,23 +158,22 @@ class GradientReducer(ABC):
 
     def reached_anywhere(self) -> Callable[[], list[bool]]:
         """Ask, at the end of a pass, which parameters any rank reached; returns what waits for it."""
-        return Reached(list(map(bool, self._reached)), self._all[0].device, self._group).anywhere
+        return Reached(self._reached[:], self._all[0].device, self._group).anywhere
 
     # ------------------------------------------------------------------ one backward
 
     def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of `param` on this rank with what is held of before, detached; None if there is none."""
         grad = param.grad
-        grad = None if grad is None else grad.detach()
+        if grad is not None and grad.requires_grad:
+            grad = grad.detach()
         if not self.watches:
             return grad
         held = next((watch.held[param] for watch in self.watches if param in watch.held), None)
         return grad if held is None else held if grad is None else held + grad
 
     def has_gradient_here(self, param: torch.Tensor) -> bool:
-        if param.grad is not None or not self.watches:
-            return param.grad is not None
-        return any(param in watch.held for watch in self.watches)
+        return param.grad is not None or (bool(self.watches) and any(param in watch.held for watch in self.watches))
 
     def _start(self) -> None:
         buckets = self.buckets()
@@ -241,7 +240,7 @@ class GradientReducer(ABC):
         settle = self.send(index, params)
         reached = None
         if self.tells_at_once or self.watches:
-            here = [bool(self._reached[place]) for place in members]
+            here = bytearray(self._reached[place] for place in members)
             reached = Reached(here, params[0].device, self._group)
         self._sent.append(_Sent(index, settle, reached))
 
