@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.memory import allocations
-from benchmarks.scaling.bytes import Counting, alive_storages
+from benchmarks.scaling.bytes import Counting, high_level
 from benchmarks.timing import describe_machine
 from booster import Booster
 from booster.memory import Estimate, Measured, estimate, measure
@@ -220,32 +219,6 @@ def both(
     _, freed = high_level(kept[2].zero_grad, buffers)
     highest, _ = high_level(step, buffers)
     return Found(expected, held, held + freed + highest, measured)
-
-
-def high_level(run: Callable[[], object], buffers: list[torch.UntypedStorage]) -> tuple[int, int]:
-    """Bytes by which this thread's memory was higher than before, at the highest and at the end of `run`.
-
-    gloo's threads free some of what a collective took, which the record of this thread does not tell. The collective was
-    waited for, so what nobody has at the end, and was not seen to be freed, counts as freed where it was taken.
-    """
-    events, _ = allocations(run)
-    left: dict[int, int] = {}  # address -> index of the event that nothing took back
-    lost: set[int] = set()
-    for index, (_, address, nbytes) in enumerate(events):
-        if nbytes > 0:
-            lost |= {left[address]} if address in left else set()  # what it had before is there no more
-            left[address] = index
-        else:
-            left.pop(address, None)
-    if dist.is_initialized():
-        there = set(alive_storages()) | {buffer.data_ptr() for buffer in buffers}
-        lost |= {index for address, index in left.items() if address not in there}
-    level = highest = 0
-    for index, (_, _, nbytes) in enumerate(events):
-        highest = max(highest, level + nbytes)
-        if index not in lost:
-            level += nbytes
-    return highest, level
 
 
 # ---- all cases

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.estimates import high_level
 from benchmarks.memory import BATCH, MLP, adamw, data
-from benchmarks.scaling.bytes import Counting
+from benchmarks.scaling.bytes import Counting, high_level
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin

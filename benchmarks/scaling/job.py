@@ -163,6 +163,8 @@ def cases(n: int) -> list[Case]:
         Case("FSDP, kept", fsdp(n, reshard=False), half, TorchFSDPPlugin, kept),
         Case("DDP, 2 micro-batches", ddp(n), half, TorchDDPPlugin, {}, 2),
         Case("ZeRO-2, 2 micro-batches", zero(n, 2), half, LowLevelZeroPlugin, zero2, 2),
+        Case("ZeRO-2, small buckets", zero(n, 2), "fp32", LowLevelZeroPlugin, {**zero2, "bucket_cap_mb": 0.5}),
+        Case("ZeRO-2, small buckets", zero(n, 2), half, LowLevelZeroPlugin, {**zero2, "bucket_cap_mb": 0.5}),
         Case("FSDP, 2 micro-batches", fsdp(n), half, TorchFSDPPlugin, {}, 2),
         Case("FSDP, checkpointed", fsdp(n), half, TorchFSDPPlugin, checkpointed=True),
         Case("hybrid dp, stage 0", hybrid(n), half, *hybrid_plugin(1, 1)),

@@ -34,15 +34,8 @@ from booster.memory.decoder import (
     stage_parameters,
     zero,
 )
-from booster.memory.formulas import (
-    Memory,
-    accumulated_bytes,
-    activations,
-    gathered_bytes,
-    held_memory,
-    layer_activations,
-    receive_buffers,
-)
+from booster.memory.formulas import activations, held_memory, layer_activations
+from booster.memory.moments import Load, Moments, step_moments
 
 GB = 1e9
 SEQUENCES = 1024  # of one step, over all ranks: 4.2 million tokens
@@ -97,23 +90,9 @@ class Step:
         """Whether gradients are reduced once; elsewhere every micro-batch reduces, so that whole ones never pile up."""
         return self.plan.pp > 1 or self.plan.gradient_shards == 1
 
-    def memory(self) -> Memory:
-        model, plan, precision = self.model, self.plan, self.precision
-        parameters = stage_parameters(model, plan)
-        held = held_memory(parameters, plan, precision)
-        piles_up = plan.pp > 1 or (plan.engine == "fully_shard" and self.accumulates)
-        return dataclasses.replace(
-            held,
-            buffers=held.buffers + receive_buffers(model, plan, precision, self.tokens),
-            accumulated=accumulated_bytes(parameters, plan, precision)
-            if piles_up and self.num_micro_batches > 1
-            else 0,
-            gathered=gathered_bytes(model, plan, precision, parameters),
-            copies=parameters * precision.copy,
-            activations=activations(
-                model, plan, precision, self.micro_batch, self.num_micro_batches, checkpointed=True
-            ),
-        )
+    def moments(self) -> Moments:
+        load = Load(self.micro_batch, self.num_micro_batches, checkpointed=True, accumulates=self.accumulates)
+        return step_moments(self.model, self.plan, self.precision, load)
 
     def messages(self) -> list[Message]:
         """Of the middle of the pipeline, where there is one."""
@@ -132,7 +111,7 @@ class Step:
 
     @property
     def fits(self) -> bool:
-        return self.memory().total <= H100.memory - RESERVE
+        return self.moments().peak <= H100.memory - RESERVE
 
 
 def largest_step(model: Model, plan: Plan, precision: Precision) -> Step:
@@ -186,7 +165,7 @@ def memory_table(model: Model) -> str:
             cells = []
             for precision in PRECISIONS.values():
                 step = Step(model, plan, precision, 1)
-                total = f"{step.memory().total / GB:.0f}"
+                total = f"{step.moments().peak / GB:.0f}"
                 cells.append(f"**{total}**" if step.fits else total)
             rows.append([str(n), name, *cells])
     return table(["GPUs", "GB on the fullest GPU", *PRECISIONS], rows)
@@ -269,7 +248,7 @@ def check(rank: int, n: int, meeting: str) -> None:
 
     import torch.distributed as dist
 
-    from benchmarks.scaling.bytes import check_case
+    from benchmarks.scaling.bytes import check_case, expected_moments, with_gloo
     from benchmarks.scaling.job import cases
 
     warnings.simplefilter("ignore")
@@ -280,10 +259,22 @@ def check(rank: int, n: int, meeting: str) -> None:
         sent = sum(
             sent_bytes(kind, axis_shape(case.plan, axis)[0], size) for (kind, axis), size in measured.messages.items()
         )
-        rows.append([str(n), case.name, case.precision, str(measured.held), f"{sent:.0f}"])
+        said = expected_moments(case)
+        peaks = [f"{peak:.0f}" for peak in (measured.peak, said.peak, with_gloo(case, said).peak)]
+        rows.append([str(n), case.name, case.precision, str(measured.held), f"{sent:.0f}", *peaks])
     dist.barrier()
     if rank == 0:
-        print(table(["ranks", "plan", "precision", "held, bytes", "sent in a step, bytes"], rows), flush=True)
+        header = [
+            "ranks",
+            "plan",
+            "precision",
+            "held, bytes",
+            "sent in a step, bytes",
+            "peak",
+            "formula",
+            "with gloo's copies",
+        ]
+        print(table(header, rows), flush=True)
     dist.destroy_process_group()
 
 

@@ -72,6 +72,8 @@ class Precision:
 
     gather, reduce: dtype in which `fully_shard` gathers weights and averages gradients. copy: of weights that autocast makes.
     element: bytes of a number that a matrix product reads or writes; residual: of one between the branches of a layer.
+    scratch, shard_scratch: for each element of the bucket of masters that is being stepped: float32 gradients, and values if no
+    master has them.
     """
 
     weight: int
@@ -85,14 +87,16 @@ class Precision:
     copy: int = 0
     element: int = 2
     residual: int = 2
+    scratch: int = 0
+    shard_scratch: int = 0
 
 
 PRECISIONS = {
     "fp32": Precision(4, 0, 4, 4, 0, 4, gather=4, element=4, residual=4),
     "autocast": Precision(4, 0, 4, 4, 0, 4, gather=4, copy=2, residual=4),
-    "naive, fp32 masters": Precision(2, 4, 2, 4, 0, 4, gather=2),
-    "naive, split": Precision(2, 2, 2, 2, 2, 2, gather=2),
-    "naive, no masters": Precision(2, 0, 2, 2, 0, 2, gather=2),
+    "naive, fp32 masters": Precision(2, 4, 2, 4, 0, 4, gather=2, scratch=4),
+    "naive, split": Precision(2, 2, 2, 2, 2, 2, gather=2, scratch=8, shard_scratch=8),
+    "naive, no masters": Precision(2, 0, 2, 2, 0, 2, gather=2, scratch=8, shard_scratch=8),
 }
 
 

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds: weights, masters, Adam states, gradients, whole weights for a while, activations.
+"""Bytes that a rank holds: weights, masters, Adam states, gradients, activations.
 
 `benchmarks/scaling/bytes.py` compares them with what small jobs really hold.
 """
@@ -15,26 +15,18 @@ LOGIT = 12  # bytes a logit at the peak: float32 logits, their log-softmax, and 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank. Weights, masters, states and gradients; buffers of DDP's buckets and of what a pipeline receives;
-    the others exist at times within a step."""
+    """Bytes on one rank between steps. Weights, masters, states and gradients; buffers of DDP's buckets and of what a
+    pipeline receives."""
 
     weights: float = 0
     masters: float = 0
     states: float = 0
     gradients: float = 0
     buffers: float = 0
-    accumulated: float = 0
-    gathered: float = 0
-    copies: float = 0
-    activations: float = 0
 
     @property
     def held(self) -> float:
         return self.weights + self.masters + self.states + self.gradients + self.buffers
-
-    @property
-    def total(self) -> float:
-        return self.held + self.accumulated + self.gathered + self.copies + self.activations
 
 
 def held_memory(parameters: float, plan: Plan, precision: Precision) -> Memory:
@@ -71,16 +63,6 @@ def accumulated_bytes(parameters: float, plan: Plan, precision: Precision) -> fl
     if plan.engine == "fully_shard":
         return parameters * precision.reduce
     return parameters * precision.gradient if plan.gradient_shards > 1 else 0
-
-
-def gathered_bytes(model: Model, plan: Plan, precision: Precision, parameters: float) -> float:
-    """Whole weights that `fully_shard` has in memory at once: all of them, or, resharding, two layers (one in use, one on
-    its way) and those outside the layers, plus one layer's gradients before and after the cast for the reduction."""
-    if plan.engine == "replicated":
-        return 0
-    layer = model.layer_matrices / plan.tp + 2 * model.hidden
-    at_once = parameters - (model.layers // plan.pp - 2) * layer if plan.reshard else parameters
-    return at_once * precision.gather + layer * (precision.gather + precision.reduce)
 
 
 # ---- activations
@@ -132,4 +114,9 @@ def activations(
     num = model.layers // plan.pp * at_once
     spread = plan.tp if plan.sequence_parallel else 1
     kept = num * precision.residual * model.hidden * tokens / spread + layer if checkpointed else num * layer
-    return kept + (LOGIT * tokens * model.vocabulary if plan.pp == 1 else 0)
+    return kept + logit_bytes(model, plan, micro_batch)
+
+
+def logit_bytes(model: Model, plan: Plan, micro_batch: int) -> float:
+    """Bytes of logits at the loss, without a pipeline, whose first stage has none."""
+    return LOGIT * micro_batch * model.sequence * model.vocabulary if plan.pp == 1 else 0

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from benchmarks.estimates import high_level
 from benchmarks.memory import alive
+from benchmarks.scaling.bytes import high_level
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, SingleDevice, TorchFSDPPlugin

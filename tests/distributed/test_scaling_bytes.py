@@ -1,4 +1,4 @@
-"""What small jobs hold and send is what the formulas of docs/scaling.md say, to the byte."""
+"""What small jobs hold and send is what the formulas of docs/scaling.md say, to the byte, and their peak to 5 %."""
 
 import sys
 from pathlib import Path
@@ -26,6 +26,7 @@ QUICK = {
         ("ZeRO-1", "fp32"),
         ("ZeRO-1, reduce_scatter", "naive, split"),
         ("ZeRO-2", "naive, no masters"),
+        ("ZeRO-2, small buckets", HALF),
         ("FSDP", "autocast"),
         ("FSDP, kept", HALF),
         ("FSDP, 2 micro-batches", HALF),
@@ -77,6 +78,19 @@ def check_disagreement(rank, world_size):
     case = scaling_bytes.Case("wrong", fsdp(world_size), HALF, TorchFSDPPlugin, {"reshard_after_forward": False})
     with pytest.raises(AssertionError, match=r"messages .*'all_gather', 'dp'"):
         scaling_bytes.check_case(case)
+
+
+def check_peak(rank, world_size):
+    """What is held between steps is the same in both: only the peak can tell."""
+    torch.set_num_threads(1)
+    small = {"stage": 2, "bucket_cap_mb": 0.5}
+    case = scaling_bytes.Case("wrong", zero(world_size, 2), HALF, lambda **_: LowLevelZeroPlugin(stage=2), small)
+    with pytest.raises(AssertionError, match=r"peak \d+, by the formula"):
+        scaling_bytes.check_case(case)
+
+
+def test_a_peak_that_is_not_what_the_formula_says_is_noticed(ranks2):
+    ranks2(check_peak)
 
 
 @pytest.mark.slow

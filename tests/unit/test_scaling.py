@@ -37,11 +37,11 @@ from booster.memory.decoder import (
 from booster.memory.formulas import (
     accumulated_bytes,
     activations,
-    gathered_bytes,
     held_memory,
     layer_activations,
     receive_buffers,
 )
+from booster.memory.moments import Load, step_moments
 
 FP32, AUTOCAST = PRECISIONS["fp32"], PRECISIONS["autocast"]
 MASTERS, SPLIT, NONE = (PRECISIONS[f"naive, {form}"] for form in ("fp32 masters", "split", "no masters"))
@@ -104,13 +104,68 @@ def test_zero_stage_0_of_the_hybrid_plugin_divides_nothing_and_stages_1_and_2_al
         assert held_memory(1, hybrid(8, zero_stage=stage), FP32).held == 2
 
 
+def moments(model, plan, precision, **load):
+    return step_moments(model, plan, precision, Load(1, **load))
+
+
+def test_what_is_replicated_is_highest_when_backward_ends_or_in_the_update():
+    found = moments(LLAMA_7B, ddp(8), MASTERS, checkpointed=True)
+    held = held_memory(LLAMA_7B.parameters, ddp(8), MASTERS).held
+    assert found.ends == held
+    assert found.begins < found.ends  # gradients take more than activations
+    assert found.peak == found.update == held + LLAMA_7B.parameters // 8 // 64 * 64 * 4  # a bucket of float32 gradients
+
+
+def test_autocast_is_highest_when_backward_begins_where_copies_and_activations_outweigh_gradients():
+    found = moments(LLAMA_7B, zero(64, 2), AUTOCAST)
+    active = activations(LLAMA_7B, zero(64, 2), AUTOCAST, 1, 1, checkpointed=False)
+    assert (
+        found.peak
+        == found.begins
+        == held_memory(1, zero(64, 2), AUTOCAST).held * LLAMA_7B.parameters
+        + (active + LLAMA_7B.parameters * (2 - 4 / 64))
+    )
+
+
+def test_of_whole_gradients_zero_2_has_three_buckets_and_no_more():
+    small, large = (moments(LLAMA_7B, zero(8, 2), MASTERS, bucket_bytes=size * 2**20) for size in (25, 100))
+    assert large.ends - small.ends == 3 * 75 * 2**20 * (
+        1 - 1 / 8 * 1
+    )  # while they are under way they are not yet divided
+    assert moments(LLAMA_7B, zero(8, 2), MASTERS, bucket_bytes=1e12).ends == (
+        (2 + 4 / 8 + 8 / 8) * LLAMA_7B.parameters + 2 * 2 * LLAMA_7B.parameters
+    )
+
+
 def test_resharding_keeps_two_layers_whole_and_keeping_keeps_all():
-    parameters = LLAMA_7B.parameters
     layer = LLAMA_7B.layer
-    resharded, kept = (gathered_bytes(LLAMA_7B, fsdp(8, reshard=r), MASTERS, parameters) for r in (True, False))
-    assert kept - resharded == (LLAMA_7B.layers - 2) * layer * 2
-    assert resharded == (2 * layer + LLAMA_7B.outside) * 2 + layer * (2 + 4)
-    assert gathered_bytes(LLAMA_7B, ddp(8), MASTERS, parameters) == 0
+    resharded, kept = (moments(LLAMA_7B, fsdp(8, reshard=r), MASTERS) for r in (True, False))
+    still = (4 + 8) / 8 * LLAMA_7B.parameters
+    active = activations(LLAMA_7B, fsdp(8), MASTERS, 1, 1, checkpointed=False) - 12 * 4096 * 32000
+    # In the first layer that goes backward: its gradients, and all weights.
+    assert kept.gathers == pytest.approx(still + active + LLAMA_7B.parameters * 2 + layer * 2)
+    # In the second: besides, of the layer before, what is being sent of its gradients and what stays of them.
+    there = still + active * (1 - 1 / LLAMA_7B.layers) + layer * 2 + layer * 4 + layer * 4 / 8
+    assert resharded.gathers == pytest.approx(there + (2 * layer + LLAMA_7B.outside) * 2)
+    assert kept.begins - resharded.begins == LLAMA_7B.layers * layer * 2
+
+
+def test_gradients_that_are_summed_over_copies_stay_in_the_dtype_of_the_sum_until_backward_ends():
+    one, copies = (moments(LLAMA_7B, fsdp(8, replicas=r), SPLIT, checkpointed=True) for r in (1, 2))
+    divided = (2 + 2 + 2 + 8) / 8 - (2 + 2 + 2 + 8) / 4
+    last = LLAMA_7B.layers * LLAMA_7B.layer * 4 / 4
+    assert copies.reduces - one.reduces > last + divided * LLAMA_7B.outside
+
+
+def test_a_pipeline_under_autocast_keeps_half_gradients_until_its_last_micro_batch():
+    plan = hybrid(4, pp=4)
+    one = moments(LLAMA_7B, plan, AUTOCAST, num_micro_batches=8)
+    half = moments(LLAMA_7B, plan, dataclasses.replace(AUTOCAST, copy=0), num_micro_batches=8)
+    parameters = stage_parameters(LLAMA_7B, plan)
+    copied = activations(LLAMA_7B, plan, AUTOCAST, 1, 8, checkpointed=False) - activations(
+        LLAMA_7B, plan, dataclasses.replace(AUTOCAST, copy=0), 1, 8, checkpointed=False
+    )
+    assert one.begins - half.begins == 2 * 2 * parameters + copied
 
 
 def test_gradients_that_wait_take_room_only_where_the_result_is_divided():
