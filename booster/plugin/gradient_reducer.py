@@ -27,8 +27,8 @@ ALONE = (
 
 
 class Reached:
-    """Which of some parameters got a gradient: on this rank, a byte each, and on any. A small collective, which a rank that
-    lacks one reads on the host."""
+    """Which of some parameters got a gradient: on this rank, and on any. A small collective, which a rank that lacks one
+    reads on the host. here: a byte for each parameter, overwritten."""
 
     def __init__(self, here: bytearray, device: torch.device, group: dist.ProcessGroup) -> None:
         self._all = all(here)
@@ -163,7 +163,7 @@ class GradientReducer(ABC):
     # ------------------------------------------------------------------ one backward
 
     def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient of `param` on this rank with what is held of before, detached; None if there is none."""
+        """Return the gradient of `param` on this rank with what is held of before, without a graph; None if there is none."""
         grad = param.grad
         if grad is not None and grad.requires_grad:
             grad = grad.detach()

@@ -20,8 +20,8 @@ from booster.trees import tensors
 class ReducedModule(LaidOut, PlacedModule):
     """A module whose gradients `reducer` averages over `group`.
 
-    layout: how ranks divide the parameters; None where they do not. synchronise_buffers: give rank 0's buffers, of the
-    modules that are there now, to all at every forward, except under `no_sync`.
+    layout: how ranks divide the parameters; None where they do not. synchronise_buffers: give rank 0's
+    buffers to all at every forward, except under `no_sync`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ReducedModule(LaidOut, PlacedModule):
         super().__init__(module)
         self.reducer, self.layout = reducer, layout
         self._group = group
-        self._with_buffers = list(module.modules()) if synchronise_buffers else []
+        self._synchronise_buffers = synchronise_buffers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if graph_task() == -1:  # not recomputed inside a backward
@@ -59,8 +59,6 @@ class ReducedModule(LaidOut, PlacedModule):
 
     def _before_forward(self) -> None:
         self.reducer.before_forward()
-        if self.reducer.synchronises:
-            # Not `buffers()`, whose walk through a hundred layers takes as long as a message.
-            found = {id(b): b for module in self._with_buffers for b in module._buffers.values() if b is not None}
-            for buffer in found.values():
+        if self._synchronise_buffers and self.reducer.synchronises:
+            for buffer in self.module.buffers():
                 dist.broadcast(buffer.detach(), group=self._group, group_src=0)

@@ -63,12 +63,16 @@ class _Layout(torch.autograd.Function):
         grad_target: Placement,
     ) -> torch.Tensor:
         ctx.layouts = (mesh, grad_source, grad_target)
+        ctx.layouts_of_values = (source, target)
         moved = _move(x, mesh, source, target)
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _move(grad, *ctx.layouts), None, None, None, None, None
+        if not grad.requires_grad:
+            return _move(grad, *ctx.layouts), None, None, None, None, None
+        # What comes back to gradients is laid out as the values are that they belong to.
+        return _Layout.apply(grad, *ctx.layouts, *ctx.layouts_of_values), None, None, None, None, None
 
 
 def _move(x: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:
