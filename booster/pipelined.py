@@ -76,11 +76,12 @@ def _run_whole(
     for part in micro_batches:
         output = model(*part.args, **part.kwargs)
         loss = criterion(output, part.target)
+        if return_outputs:
+            outputs.append(map_tensors(torch.Tensor.detach, output))
+        del output  # logits take more than a layer does
         if backward is not None:
             backward(loss)
         losses.append(loss.detach())
-        if return_outputs:
-            outputs.append(map_tensors(torch.Tensor.detach, output))
     return losses, outputs
 
 

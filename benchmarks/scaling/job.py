@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, Plugin, Tor
 
 # Sizes divide evenly by 64 elements on 4 ranks, so that nothing is padded.
 SMALL = Model(hidden=256, layers=4, heads=4, kv_heads=2, ffn=512, vocabulary=256, sequence=8)
+LONG = replace(SMALL, vocabulary=1024, sequence=512)  # activations outweigh weights
 MICRO_BATCH = 2
 
 
@@ -107,7 +109,10 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, a precision of `PRECISIONS`, and the plugin and its options that carry the plan out."""
+    """A plan, a precision of `PRECISIONS`, and the plugin and its options that carry the plan out.
+
+    accumulates: gradients of micro-batches are reduced once.
+    """
 
     name: str
     plan: Plan
@@ -116,11 +121,13 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     num_micro_batches: int = 1
     checkpointed: bool = False
+    accumulates: bool = True
+    model: Model = SMALL
 
     @property
     def tokens(self) -> int:
         """Of one step, on one data-parallel rank."""
-        return self.num_micro_batches * MICRO_BATCH * SMALL.sequence
+        return self.num_micro_batches * MICRO_BATCH * self.model.sequence
 
 
 def make_precision(name: str, **options: Any) -> MixedPrecision:
@@ -138,7 +145,8 @@ def run_step(booster: Any, model: Any, optimizer: Any, criterion: Any, inputs: t
     if isinstance(booster.plugin, HybridParallelPlugin):
         booster.execute_pipeline(iter([(inputs, inputs)]), model, criterion, optimizer)
     else:
-        with booster.accumulate(model, optimizer, num_micro_batches=case.num_micro_batches):
+        num = case.num_micro_batches if case.accumulates else 1
+        with booster.accumulate(model, optimizer, num_micro_batches=num) if num > 1 else nullcontext():
             for part in inputs.split(MICRO_BATCH):
                 booster.backward(criterion(model(part), part), optimizer)
     optimizer.step()
@@ -166,6 +174,8 @@ def cases(n: int) -> list[Case]:
         Case("ZeRO-2, small buckets", zero(n, 2), "fp32", LowLevelZeroPlugin, {**zero2, "bucket_cap_mb": 0.5}),
         Case("ZeRO-2, small buckets", zero(n, 2), half, LowLevelZeroPlugin, {**zero2, "bucket_cap_mb": 0.5}),
         Case("FSDP, 2 micro-batches", fsdp(n), half, TorchFSDPPlugin, {}, 2),
+        Case("ZeRO-2, reduced twice", zero(n, 2), half, LowLevelZeroPlugin, zero2, 2, accumulates=False),
+        Case("FSDP, reduced twice", fsdp(n), half, TorchFSDPPlugin, {}, 2, accumulates=False),
         Case("FSDP, checkpointed", fsdp(n), half, TorchFSDPPlugin, checkpointed=True),
         Case("hybrid dp, stage 0", hybrid(n), half, *hybrid_plugin(1, 1)),
         Case("hybrid dp, stage 1", hybrid(n, zero_stage=1), half, *hybrid_plugin(1, 1, zero_stage=1)),
@@ -187,9 +197,13 @@ def cases(n: int) -> list[Case]:
         Case("PP 2, GPipe", hybrid(n, pp=2), half, *hybrid_plugin(1, 2, pp_style="gpipe"), 4),
         Case("PP 2, interleaved", hybrid(n, pp=2, chunks=2), half, *hybrid_plugin(1, 2, **interleaved), 4),
     ]
+    found += long_cases(n)
     if n == 4:
+        copies = {"replicate_size": 2}
         found += [
-            Case("HSDP 2 x 2", fsdp(4, replicas=2), half, TorchFSDPPlugin, {"replicate_size": 2}),
+            Case("HSDP 2 x 2", fsdp(4, replicas=2), half, TorchFSDPPlugin, copies),
+            Case("HSDP 2 x 2", fsdp(4, replicas=2), "naive, split", TorchFSDPPlugin, copies),
+            Case("HSDP 2 x 2, reduced twice", fsdp(4, replicas=2), half, TorchFSDPPlugin, copies, 2, accumulates=False),
             Case("TP 2 x dp 2, stage 2", hybrid(4, tp=2, zero_stage=2), half, *hybrid_plugin(2, 1, zero_stage=2)),
             Case(
                 "TP 2 SP x dp 2, stage 1",
@@ -202,6 +216,23 @@ def cases(n: int) -> list[Case]:
             Case("PP 2 x TP 2, SP", hybrid(4, pp=2, **parallel), half, *hybrid_plugin(2, 2, **sp), 4),
         ]
     return found
+
+
+def long_cases(n: int) -> list[Case]:
+    """Cases whose highest point is when backward begins."""
+    half, small = "naive, fp32 masters", {"stage": 2, "bucket_cap_mb": 0.5}
+    sp = {"sequence_parallelism": True}
+    return [
+        Case("long, DDP", ddp(n), "autocast", TorchDDPPlugin, model=LONG),
+        Case("long, ZeRO-2", zero(n, 2), "fp32", LowLevelZeroPlugin, small, model=LONG),
+        Case("long, ZeRO-2", zero(n, 2), half, LowLevelZeroPlugin, small, model=LONG),
+        Case("long, FSDP", fsdp(n), "fp32", TorchFSDPPlugin, model=LONG),
+        Case("long, FSDP", fsdp(n), "autocast", TorchFSDPPlugin, model=LONG),
+        Case("long, FSDP", fsdp(n), half, TorchFSDPPlugin, model=LONG),
+        Case("long, FSDP, checkpointed", fsdp(n), half, TorchFSDPPlugin, checkpointed=True, model=LONG),
+        Case("long, TP 2, SP", hybrid(n, tp=2, sequence_parallel=True), half, *hybrid_plugin(2, 1, **sp), model=LONG),
+        Case("long, PP 2, 1F1B", hybrid(n, pp=2), half, *hybrid_plugin(1, 2), 4, model=LONG),
+    ]
 
 
 def hybrid_plugin(tp: int, pp: int, **options: Any) -> tuple[Callable[..., Plugin], dict[str, Any]]:

@@ -35,7 +35,7 @@ from booster.memory.decoder import (
     zero,
 )
 from booster.memory.formulas import activations, held_memory, layer_activations
-from booster.memory.moments import Load, Moments, step_moments
+from booster.memory.moments import Load, step_moments
 
 GB = 1e9
 SEQUENCES = 1024  # of one step, over all ranks: 4.2 million tokens
@@ -90,9 +90,11 @@ class Step:
         """Whether gradients are reduced once; elsewhere every micro-batch reduces, so that whole ones never pile up."""
         return self.plan.pp > 1 or self.plan.gradient_shards == 1
 
-    def moments(self) -> Moments:
+    @property
+    def peak(self) -> float:
         load = Load(self.micro_batch, self.num_micro_batches, checkpointed=True, accumulates=self.accumulates)
-        return step_moments(self.model, self.plan, self.precision, load)
+        stages = range(self.plan.pp)
+        return max(step_moments(self.model, self.plan, self.precision, load, stage).peak for stage in stages)
 
     def messages(self) -> list[Message]:
         """Of the middle of the pipeline, where there is one."""
@@ -111,7 +113,7 @@ class Step:
 
     @property
     def fits(self) -> bool:
-        return self.moments().peak <= H100.memory - RESERVE
+        return self.peak <= H100.memory - RESERVE
 
 
 def largest_step(model: Model, plan: Plan, precision: Precision) -> Step:
@@ -165,7 +167,7 @@ def memory_table(model: Model) -> str:
             cells = []
             for precision in PRECISIONS.values():
                 step = Step(model, plan, precision, 1)
-                total = f"{step.moments().peak / GB:.0f}"
+                total = f"{step.peak / GB:.0f}"
                 cells.append(f"**{total}**" if step.fits else total)
             rows.append([str(n), name, *cells])
     return table(["GPUs", "GB on the fullest GPU", *PRECISIONS], rows)
@@ -248,7 +250,7 @@ def check(rank: int, n: int, meeting: str) -> None:
 
     import torch.distributed as dist
 
-    from benchmarks.scaling.bytes import check_case, expected_moments, with_gloo
+    from benchmarks.scaling.bytes import check_case, expected_moments, on_cpu
     from benchmarks.scaling.job import cases
 
     warnings.simplefilter("ignore")
@@ -260,7 +262,7 @@ def check(rank: int, n: int, meeting: str) -> None:
             sent_bytes(kind, axis_shape(case.plan, axis)[0], size) for (kind, axis), size in measured.messages.items()
         )
         said = expected_moments(case)
-        peaks = [f"{peak:.0f}" for peak in (measured.peak, said.peak, with_gloo(case, said).peak)]
+        peaks = [f"{peak:.0f}" for peak in (measured.peak, said.peak, on_cpu(case, said).peak)]
         rows.append([str(n), case.name, case.precision, str(measured.held), f"{sent:.0f}", *peaks])
     dist.barrier()
     if rank == 0:
@@ -272,7 +274,7 @@ def check(rank: int, n: int, meeting: str) -> None:
             "sent in a step, bytes",
             "peak",
             "formula",
-            "with gloo's copies",
+            "on CPU",
         ]
         print(table(header, rows), flush=True)
     dist.destroy_process_group()

@@ -50,6 +50,11 @@ class Model:
         return self.layer_matrices + 2 * self.hidden
 
     @property
+    def largest(self) -> int:
+        """Elements of the largest matrix."""
+        return self.hidden * max(self.hidden, self.ffn, self.vocabulary)
+
+    @property
     def outside(self) -> int:
         """Parameters of embedding, output layer and last norm."""
         return 2 * self.vocabulary * self.hidden + self.hidden

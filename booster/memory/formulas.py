@@ -100,23 +100,29 @@ def layer_activations(
 
 
 def activations(
-    model: Model, plan: Plan, precision: Precision, micro_batch: int, num_micro_batches: int, *, checkpointed: bool
+    model: Model,
+    plan: Plan,
+    precision: Precision,
+    micro_batch: int,
+    num_micro_batches: int,
+    *,
+    checkpointed: bool,
+    stage: int = 0,
 ) -> float:
-    """Bytes of activations on the fullest rank: the first stage (1F1B, which holds one micro-batch for each stage after it and
-    its own) or, without a pipeline, the one that also has the logits. checkpointed: only a layer's input is kept, and one
-    layer is computed again at a time.
+    """Bytes of activations on a rank of pipeline stage `stage`, which holds one micro-batch for each stage after it and its own
+    (1F1B); the last one has the logits. checkpointed: only a layer's input is kept, and one layer is computed again at a time.
     """
     tokens = micro_batch * model.sequence
     layer = layer_activations(model, precision, tokens, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
-    at_once: float = min(plan.pp, num_micro_batches)
+    at_once: float = plan.pp - stage
     if plan.chunks > 1:
         at_once *= 1 + (plan.pp - 1) / (plan.pp * plan.chunks)
-    num = model.layers // plan.pp * at_once
+    num = model.layers // plan.pp * min(at_once, num_micro_batches)
     spread = plan.tp if plan.sequence_parallel else 1
     kept = num * precision.residual * model.hidden * tokens / spread + layer if checkpointed else num * layer
-    return kept + logit_bytes(model, plan, micro_batch)
+    return kept + logit_bytes(model, plan, micro_batch, stage)
 
 
-def logit_bytes(model: Model, plan: Plan, micro_batch: int) -> float:
-    """Bytes of logits at the loss, without a pipeline, whose first stage has none."""
-    return LOGIT * micro_batch * model.sequence * model.vocabulary if plan.pp == 1 else 0
+def logit_bytes(model: Model, plan: Plan, micro_batch: int, stage: int = 0) -> float:
+    """Bytes of logits at the loss, which the last stage computes."""
+    return LOGIT * micro_batch * model.sequence * model.vocabulary if stage == plan.pp - 1 else 0

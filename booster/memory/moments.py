@@ -8,10 +8,17 @@ import torch
 
 from booster.flat import bucket_size
 from booster.memory.decoder import Model, Plan, Precision, stage_parameters
-from booster.memory.formulas import accumulated_bytes, activations, held_memory, logit_bytes, receive_buffers
+from booster.memory.formulas import (
+    accumulated_bytes,
+    activations,
+    held_memory,
+    layer_activations,
+    logit_bytes,
+    receive_buffers,
+)
+from booster.plugin.gradient_reducer import MOST_IN_FLIGHT
 
 BUCKET = 25 * 2**20  # bytes, what plugins send together unless told otherwise
-IN_FLIGHT = 2  # buckets of ZeRO-2 that are being reduced at one time; the next is being filled meanwhile
 
 
 @dataclass(frozen=True)
@@ -49,116 +56,134 @@ class Moments:
 def step_moments(model: Model, plan: Plan, precision: Precision, load: Load, stage: int = 0) -> Moments:
     """The moments of a step on a rank of pipeline stage `stage`, with Adam, which leaves its gradients until the next step.
 
-    Activations go and gradients come layer by layer, so that what is replicated is highest at one end of backward; where
-    `fully_shard` cuts the weights every layer is a moment of its own. Left out: what a single operation takes for itself.
+    Activations go and gradients come layer by layer, so that what is replicated is highest at one end of backward, or when
+    the first buckets are under way; where `fully_shard` cuts the weights every layer is a moment of its own. Left out: what a
+    single operation takes for itself.
     """
     parameters = stage_parameters(model, plan, stage)
     held = held_memory(parameters, plan, precision)
+    several = load.num_micro_batches > 1
     tokens = load.num_micro_batches * load.micro_batch * model.sequence
     still = held.held - held.gradients + receive_buffers(model, plan, precision, tokens, stage)
     active = activations(
-        model, plan, precision, load.micro_batch, load.num_micro_batches, checkpointed=load.checkpointed
+        model, plan, precision, load.micro_batch, load.num_micro_batches, checkpointed=load.checkpointed, stage=stage
     )
-    # Half gradients of weights wait for the last micro-batch where autocast's copies serve all of them.
-    copies = parameters * precision.copy * (2 if plan.pp > 1 else 1)
-    waiting = done = 0.0
-    if load.num_micro_batches > 1:
-        waiting = accumulated_bytes(parameters, plan, precision) if load.accumulates else 0
-        done = 0 if waiting else held.gradients
-    begins = still + active + copies + waiting + done
+    # What one layer alone takes, at a time, and what is kept of every layer until its backward.
+    layer = model.layer_matrices / plan.tp + 2 * model.hidden
+    at_once = load.micro_batch * model.sequence  # tokens
+    one = layer_activations(model, precision, at_once, tp=plan.tp, sequence_parallel=plan.sequence_parallel)
+    # Autocast's copies serve all micro-batches of a pipeline, so that the half gradients of one are widened at its end.
+    copies = parameters * precision.copy * (2 if plan.pp > 1 and several else 1)
+    waiting = accumulated_bytes(parameters, plan, precision) if several and load.accumulates else 0
+    done = held.gradients if several and not waiting else 0
+    # Where there are no logits, the widest of what a layer passes back instead.
+    logits = logit_bytes(model, plan, load.micro_batch, stage)
+    active += 0 if logits else at_once * 2 * model.ffn * precision.element / plan.tp
+    begins = still + active + copies + waiting + done - (one if load.checkpointed else 0)
     update = still + held.gradients + _scratch(parameters, plan, precision, load)
+    again = one + layer * precision.copy if load.checkpointed else 0
+    goes = active - logits
+    goes += -one if load.checkpointed else copies
     if plan.engine == "replicated":
-        under_way, there = _under_way(parameters, plan, precision, load)
+        under_way, there = _under_way(model, parameters, plan, precision, load)
+        share = max(0, 1 - under_way / (parameters * precision.gradient))
+        reduces = still + again + goes * share + max(under_way + done, waiting)
         ends = still + max(under_way + (done or there), waiting)
-        return Moments(begins, begins, ends, ends, update)
-    walk = _Walk(model, plan, precision, parameters, active - logit_bytes(model, plan, load.micro_batch) + copies)
-    layers = [walk.at(left, waiting, done) for left in range(walk.layers, 0, -1)]
-    gathers, reduces = (still + max(moment) for moment in zip(*layers, strict=True))
-    return Moments(
-        begins + walk.whole(walk.layers) * precision.gather, gathers, reduces, still + held.gradients, update
-    )
+        return Moments(begins, begins, reduces, ends, update)
+    walk = _Walk(model, plan, precision, parameters, goes, done)
+    if plan.pp > 1:
+        waiting = accumulated_bytes(parameters, plan, precision)  # also of a single micro-batch, until its pass is over
+    layers = [walk.at(left, waiting, several) for left in range(walk.layers, 0, -1)]
+    gathers, reduces = (still + again + max(moment) for moment in zip(*layers, strict=True))
+    begins += walk.whole(walk.layers) * precision.gather
+    return Moments(begins, gathers, reduces, still + walk.at_the_end(), update)
 
 
 class _Walk:
     """A backward pass through the layers of one stage, which `fully_shard` gathers and reduces one after another.
 
-    goes: bytes of activations and copies that go with their layers.
+    goes: bytes of activations and copies that go with their layers. done: of gradients that earlier micro-batches reduced.
     """
 
-    def __init__(self, model: Model, plan: Plan, precision: Precision, parameters: float, goes: float) -> None:
+    def __init__(
+        self, model: Model, plan: Plan, precision: Precision, parameters: float, goes: float, done: float
+    ) -> None:
         self.layers = model.layers // plan.pp
-        self._plan, self._precision, self._goes = plan, precision, goes
+        self._plan, self._precision, self._goes, self._done = plan, precision, goes, done
         self._layer = model.layer_matrices / plan.tp + 2 * model.hidden
         self._parameters = parameters
         self._outside = parameters - self.layers * self._layer
-        self._shard = self._layer * precision.shard_gradient / plan.gradient_shards
+        # The output layer's gradients come first, and are reduced last, with all that lies outside of the layers.
+        head = model.vocabulary * model.hidden / plan.tp if plan.pp == 1 else 0
+        self._head = head * precision.gather
+        arrived = self._layer * precision.reduce / plan.weight_shards
+        self._shard = 0 if done else self._layer * precision.shard_gradient / plan.gradient_shards
+        if plan.weight_shards < plan.dp and (done or precision.shard_gradient != precision.reduce):
+            self._shard += arrived  # what was summed over copies stays until backward ends
+        self._arrived = arrived if done else 0
         # Where nothing is divided, gradients are sent from where they stay, and weights are let go of afterwards.
         self._sent = self._layer * precision.reduce if plan.weight_shards > 1 else 0
-        if plan.weight_shards < plan.dp and precision.shard_gradient != precision.reduce:
-            self._shard += (
-                self._layer * precision.reduce / plan.weight_shards
-            )  # summed over copies, until backward ends
 
     def whole(self, left: int) -> float:
         """Parameters that are whole because they lie outside of all layers, or are kept from forward, of `left` layers."""
         return self._outside + (0 if self._plan.reshard else left * self._layer)
 
-    def at(self, left: int, waiting: float, done: float) -> tuple[float, float]:
+    def at(self, left: int, waiting: float, several: bool) -> tuple[float, float]:
         """What is there besides what always is, in the backward of the layer after which `left - 1` are left: while its
-        gradients come and the next layer is gathered, and while they are reduced. waiting, done: gradients of earlier
-        micro-batches, whole ones that are to be reduced, and reduced ones."""
+        gradients come and the next layer is gathered, and while they are reduced. waiting: whole gradients that are to be
+        reduced, by the last of `several` micro-batches."""
         precision, layer, share = self._precision, self._layer, left / self.layers
         reduced = self.layers - left
         came = layer * precision.gather
-        if self._plan.pp > 1:
-            return self._at_layer_of_a_pipeline(left, waiting, came)
+        kept = self.whole(left - 1 if self._plan.weight_shards > 1 else left)
+        waits = waiting * (self._outside + left * layer) / self._parameters
+        if self._plan.pp > 1:  # reduced when all micro-batches are through
+            first = 0 if precision.copy and several else came  # half gradients wait
+            gathers = self.whole(self.layers) * precision.gather + first + self._goes + (waiting if several else 0)
+            return gathers, kept * precision.gather + self._sent + waits + (reduced + 1) * self._shard
         following = layer if self._plan.reshard and left > 1 else 0
         here = layer if self._plan.reshard else 0
-        kept = left - 1 if self._plan.weight_shards > 1 else left
+        always = self._head + self._done + waits
         gathers = (
-            (self.whole(left) + here + following) * precision.gather
+            always
+            + (self.whole(left) + here + following) * precision.gather
             + came
             + self._goes * share
-            + waiting * (self._outside + left * layer) / self._parameters
-            + (done or reduced * self._shard)
+            + reduced * self._shard
             + (self._sent if reduced else 0)  # of the layer before, until this one's are sent
         )
         reduces = (
-            (self.whole(kept) + following) * precision.gather
+            always
+            + (kept + following) * precision.gather
             + (0 if waiting else came)
             + self._goes * (share - 1 / self.layers)
-            + waiting * (self._outside + left * layer) / self._parameters
-            + ((done + self._shard) if done else (reduced + 1) * self._shard)
+            + (reduced + 1) * self._shard
+            + self._arrived
             + self._sent
         )
         return gathers, reduces
 
-    def _at_layer_of_a_pipeline(self, left: int, waiting: float, came: float) -> tuple[float, float]:
-        """As `at`; gradients are reduced when all micro-batches are through."""
-        precision, layer = self._precision, self._layer
-        if precision.copy:
-            came = 0  # half gradients wait, and float32 ones come when activations are gone
-        gathers = self.whole(self.layers) * precision.gather + came + self._goes + waiting
-        kept = left - 1 if self._plan.weight_shards > 1 else left
-        reduces = self.whole(kept) * precision.gather + self._sent
-        reduces += waiting * (self._outside + left * layer) / self._parameters + (self.layers - left + 1) * self._shard
-        return gathers, reduces
+    def at_the_end(self) -> float:
+        """What is there besides what always is when all but what lies outside of the layers is reduced."""
+        sent = self._precision.reduce if self._plan.weight_shards > 1 else 0
+        outside = self._outside * (2 * self._precision.gather + sent)
+        return self._done + self.layers * self._shard + outside
 
 
 def _scratch(parameters: float, plan: Plan, precision: Precision, load: Load) -> float:
     """Float32 values and gradients of one bucket of masters, which are stepped one after another."""
     elements = bucket_size(int(parameters / plan.state_shards), torch.device(load.device))
-    cut = plan.engine == "fully_shard"
-    return elements * (precision.shard_scratch if cut else precision.scratch)
+    return elements * (precision.shard_scratch if plan.engine == "fully_shard" else precision.scratch)
 
 
-def _under_way(parameters: float, plan: Plan, precision: Precision, load: Load) -> tuple[float, float]:
-    """Gradients of buckets that are being filled or reduced when backward ends, and those that are done."""
+def _under_way(model: Model, parameters: float, plan: Plan, precision: Precision, load: Load) -> tuple[float, float]:
+    """Gradients of buckets that are being filled or reduced, and those that are done when backward ends."""
     whole = parameters * precision.gradient
     kept = whole / plan.gradient_shards
     if plan.gradient_shards == 1:
         return 0, kept
-    # A bucket is filled from whole gradients, unless they are in buckets that stay anyway.
-    most = IN_FLIGHT + (not plan.keeps_buckets)
-    under_way = min(most * load.bucket_bytes, whole * (1 if plan.keeps_buckets else 2))
+    # No parameter is divided among buckets. One is filled from whole gradients, unless they are in buckets that stay anyway.
+    bucket = max(load.bucket_bytes, model.largest * precision.gradient)
+    most = MOST_IN_FLIGHT + (not plan.keeps_buckets)
+    under_way = min(most * bucket, whole * (1 if plan.keeps_buckets else 2))
     return under_way, kept * max(0, 1 - under_way / whole)

@@ -27,6 +27,8 @@ QUICK = {
         ("ZeRO-1, reduce_scatter", "naive, split"),
         ("ZeRO-2", "naive, no masters"),
         ("ZeRO-2, small buckets", HALF),
+        ("long, ZeRO-2", "fp32"),
+        ("long, FSDP, checkpointed", HALF),
         ("FSDP", "autocast"),
         ("FSDP, kept", HALF),
         ("FSDP, 2 micro-batches", HALF),
@@ -37,6 +39,7 @@ QUICK = {
     4: {
         ("ZeRO-1", HALF),
         ("HSDP 2 x 2", HALF),
+        ("HSDP 2 x 2, reduced twice", HALF),
         ("TP 2 SP x dp 2, stage 1", HALF),
         ("PP 2 x TP 2, SP", HALF),
     },
@@ -103,7 +106,7 @@ def test_a_plan_that_is_not_what_the_plugin_does_is_noticed(ranks2):
 
 def check_waiting(rank, world_size, case):
     torch.set_num_threads(1)
-    precision, parameters = PRECISIONS[case.precision], stage_parameters(scaling_bytes.SMALL, case.plan)
+    precision, parameters = PRECISIONS[case.precision], stage_parameters(case.model, case.plan)
     formula = accumulated_bytes(parameters, case.plan, precision)
     if case.plan.gradient_shards == 1:  # they wait where the result will lie
         formula = parameters * precision.gradient

@@ -1,6 +1,7 @@
 """Gradient accumulation: a group of micro-batches is the full batch, and cannot be left half done."""
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -237,3 +238,19 @@ def test_the_optimizers_own_backward_is_refused_inside_a_group():
     optimizer.backward(model(torch.ones(1, 2)).sum())
     with pytest.raises(ValueError, match="whole number"):
         booster.accumulate(model, optimizer, num_micro_batches=2.5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_execute_pipeline_lets_go_of_outputs_before_their_backward(precision):
+    model = nn.Linear(4, 3)
+    booster = Booster("cpu", precision)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    outputs, alive = [], []
+    model.weight.register_hook(lambda grad: alive.append([output() is not None for output in outputs]))
+
+    def criterion(output, target):
+        outputs.append(weakref.ref(output))
+        return output.sum()  # saves nothing of it
+
+    booster.execute_pipeline(iter([(torch.ones(2, 4), torch.ones(2))]), boosted, criterion, optimizer)
+    assert alive == [[False]]

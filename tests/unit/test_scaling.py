@@ -128,13 +128,51 @@ def test_autocast_is_highest_when_backward_begins_where_copies_and_activations_o
 
 
 def test_of_whole_gradients_zero_2_has_three_buckets_and_no_more():
-    small, large = (moments(LLAMA_7B, zero(8, 2), MASTERS, bucket_bytes=size * 2**20) for size in (25, 100))
-    assert large.ends - small.ends == 3 * 75 * 2**20 * (
-        1 - 1 / 8 * 1
-    )  # while they are under way they are not yet divided
-    assert moments(LLAMA_7B, zero(8, 2), MASTERS, bucket_bytes=1e12).ends == (
-        (2 + 4 / 8 + 8 / 8) * LLAMA_7B.parameters + 2 * 2 * LLAMA_7B.parameters
+    whole = 2 * LLAMA_7B.parameters
+    small, mid, large, one = (
+        moments(LLAMA_7B, zero(8, 2), MASTERS, bucket_bytes=n * 2**20) for n in (25, 400, 500, 1e6)
     )
+    assert large.ends - mid.ends == 3 * 100 * 2**20 * (1 - 1 / 8)  # while they are under way they are not yet divided
+    assert small.ends == (2 + 4 / 8 + 8 / 8 + 2 / 8) * LLAMA_7B.parameters + 3 * (1 - 1 / 8) * (
+        2 * 32000 * 4096  # the embedding, which no bucket divides
+    )
+    assert one.ends == (2 + 4 / 8 + 8 / 8) * LLAMA_7B.parameters + 2 * whole
+
+
+def test_the_stages_of_a_pipeline_take_different_memory():
+    load = Load(1, 8, checkpointed=True)
+    first, middle, last = (step_moments(LLAMA_7B, hybrid(4, pp=4), MASTERS, load, stage) for stage in (0, 1, 3))
+    received = 8 * 4096 * LLAMA_7B.hidden * 2  # by a stage in the middle from both sides
+    table = LLAMA_7B.vocabulary * LLAMA_7B.hidden
+    assert middle.ends - first.ends == received - (2 + 4 + 8 + 2) * table
+    assert last.begins - first.begins > 12 * 4096 * 32000 - 4 * 4096 * LLAMA_7B.hidden * 2 * 8
+
+
+def test_of_an_interleaved_pipeline_no_more_micro_batches_are_active_than_there_are():
+    plan = hybrid(4, pp=4, chunks=2)
+    one, two = (activations(LLAMA_7B, plan, MASTERS, 1, num, checkpointed=False) for num in (1, 2))
+    assert two == 2 * one
+
+
+def test_a_single_micro_batch_of_a_pipeline_waits_for_its_end_before_it_is_reduced():
+    plan = hybrid(8, pp=4, zero_stage=1)
+    one, two = (moments(LLAMA_7B, plan, MASTERS, num_micro_batches=num) for num in (1, 2))
+    assert two.reduces - one.reduces == receive_buffers(LLAMA_7B, plan, MASTERS, 4096)
+
+
+def test_what_every_micro_batch_reduces_over_copies_stays_beside_what_was_there():
+    plans = (fsdp(8, replicas=2), fsdp(4))  # of the same shards
+    several = {"num_micro_batches": 2, "accumulates": False, "checkpointed": True}
+    copies, alone = (moments(LLAMA_7B, plan, MASTERS, **several) for plan in plans)
+    sums = LLAMA_7B.layers * LLAMA_7B.layer * 4 / 4  # all of them at the end, when activations have gone
+    assert sums * 0.8 < copies.reduces - alone.reduces <= sums
+
+
+@pytest.mark.parametrize("plan", [ddp(1), zero(1, 2), fsdp(1), hybrid(1), hybrid(32, pp=32), hybrid(64, pp=32)])
+@pytest.mark.parametrize("num", [1, 4])
+def test_one_rank_and_stages_of_one_layer_hold_at_least_what_is_held(plan, num):
+    found = moments(LLAMA_7B, plan, SPLIT, num_micro_batches=num)
+    assert found.peak >= held_memory(stage_parameters(LLAMA_7B, plan), plan, SPLIT).held
 
 
 def test_resharding_keeps_two_layers_whole_and_keeping_keeps_all():
@@ -142,10 +180,11 @@ def test_resharding_keeps_two_layers_whole_and_keeping_keeps_all():
     resharded, kept = (moments(LLAMA_7B, fsdp(8, reshard=r), MASTERS) for r in (True, False))
     still = (4 + 8) / 8 * LLAMA_7B.parameters
     active = activations(LLAMA_7B, fsdp(8), MASTERS, 1, 1, checkpointed=False) - 12 * 4096 * 32000
+    head = LLAMA_7B.hidden * LLAMA_7B.vocabulary * 2  # whose gradients come first, and are reduced last
     # In the first layer that goes backward: its gradients, and all weights.
-    assert kept.gathers == pytest.approx(still + active + LLAMA_7B.parameters * 2 + layer * 2)
+    assert kept.gathers == pytest.approx(still + active + head + LLAMA_7B.parameters * 2 + layer * 2)
     # In the second: besides, of the layer before, what is being sent of its gradients and what stays of them.
-    there = still + active * (1 - 1 / LLAMA_7B.layers) + layer * 2 + layer * 4 + layer * 4 / 8
+    there = still + head + active * (1 - 1 / LLAMA_7B.layers) + layer * 2 + layer * 4 + layer * 4 / 8
     assert resharded.gathers == pytest.approx(there + (2 * layer + LLAMA_7B.outside) * 2)
     assert kept.begins - resharded.begins == LLAMA_7B.layers * layer * 2
 
