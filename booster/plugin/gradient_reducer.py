@@ -37,7 +37,7 @@ class Reached:
 
     def anywhere(self) -> list[bool]:
         """Return of each whether any rank has a gradient of it."""
-        self._work.wait()  # also where all is known: gloo ends a process that leaves with a work nobody waited for
+        self._work.wait()  # also where all is known, so that no message outlives its pass
         return [True] * len(self._anywhere) if self._all else [found > 0 for found in self._anywhere.tolist()]
 
 
