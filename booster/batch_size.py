@@ -65,6 +65,6 @@ def _on_any_rank(failed: bool) -> bool:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return failed
     device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
-    flag = torch.tensor([float(failed)], device=device)
+    flag = torch.tensor([float(failed)], dtype=torch.float32, device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())

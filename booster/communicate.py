@@ -63,7 +63,8 @@ def align(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> N
 
 def _check_alike(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     kinds = zlib.crc32(repr([(str(each.dtype), tuple(each.shape), each.is_meta) for each in tensors]).encode())
-    extremes = torch.tensor([kinds, -kinds], device=communication_device(torch.device("cpu"), group))
+    device = communication_device(torch.device("cpu"), group)
+    extremes = torch.tensor([kinds, -kinds], dtype=torch.int64, device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.tolist()
     if largest != -smallest:

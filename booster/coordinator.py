@@ -147,7 +147,8 @@ class DistCoordinator:
 
     def _told(self, succeeded: bool, executor_rank: int, group: dist.ProcessGroup | None) -> bool:
         on_cuda = "nccl" in dist.get_backend(group)
-        flag = torch.tensor([float(succeeded)], device=torch.device("cuda" if on_cuda else "cpu"))
+        device = torch.device("cuda" if on_cuda else "cpu")
+        flag = torch.tensor([float(succeeded)], dtype=torch.float32, device=device)
         dist.broadcast(flag, group=group, group_src=executor_rank)
         return bool(flag.item())
 

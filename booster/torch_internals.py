@@ -425,13 +425,13 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks,
     "torch.autograd.Variable._execution_engine": lambda: torch.autograd.Variable._execution_engine,
     "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
-    "Node._sequence_nr": lambda: torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr,  # type: ignore[union-attr]
+    "Node._sequence_nr": lambda: torch.ones(1, dtype=torch.float32, requires_grad=True).exp().grad_fn._sequence_nr,  # type: ignore[union-attr]
     "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
     "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward.__code__,
     "torch._C.DisableTorchFunction": lambda: torch._C.DisableTorchFunction,
     "torch._C._EnableTorchFunction": lambda: torch._C._EnableTorchFunction,
     "Module._compiled_call_impl": lambda: nn.Module._compiled_call_impl,
-    "UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage()._cdata,
+    "UntypedStorage._cdata": lambda: torch.zeros(1, dtype=torch.float32).untyped_storage()._cdata,
     "Module._call_impl": lambda: nn.Module._call_impl.__code__.co_varnames.index("self"),
     "torch._C._get_function_stack_at": lambda: torch._C._get_function_stack_at,
     "torch._C._len_torch_function_stack": lambda: torch._C._len_torch_function_stack,
@@ -467,4 +467,4 @@ NAMES: Mapping[str, Callable[[], Any]] = {
 
 
 def _an_optimizer(kind: type[Any] = torch.optim.Adam) -> Any:
-    return kind([nn.Parameter(torch.zeros(1))], lr=0.1, fused=True)
+    return kind([nn.Parameter(torch.zeros(1, dtype=torch.float32))], lr=0.1, fused=True)

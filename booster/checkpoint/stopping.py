@@ -35,7 +35,8 @@ class StopRequests:
         """Return whether any rank was asked to stop; one scalar MAX all-reduce, and a host read."""
         if group is None:
             return self._received
-        flag = torch.tensor(float(self._received), device=communication_device(torch.device("cpu"), group))
+        device = communication_device(torch.device("cpu"), group)
+        flag = torch.tensor(float(self._received), dtype=torch.float32, device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         return bool(flag.item())
 

@@ -93,9 +93,9 @@ def _attention(device: torch.device, dtype: torch.dtype) -> _Built:
 def _fp8_matmul(device: torch.device) -> _Built:
     # On CPU this kernel is a reference loop: at 128 it takes milliseconds, at 1024 seconds.
     size = 128 if device.type == "cpu" else 4096
-    left = torch.randn(size, size, device=device).to(torch.float8_e4m3fn)
-    right = torch.randn(size, size, device=device).to(torch.float8_e4m3fn).t()
-    one = torch.ones((), device=device)
+    left = torch.randn(size, size, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    right = torch.randn(size, size, dtype=torch.float32, device=device).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), dtype=torch.float32, device=device)
 
     def once() -> torch.Tensor:
         return scaled_matmul(left, right, one, one, torch.bfloat16)

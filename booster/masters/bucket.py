@@ -49,13 +49,16 @@ class Bucket:
         self.device, self.dtype = first.device, first.dtype
         self.format = format
         self.rest = format.allocate(self.size, self.dtype, self.device)
-        likes = self.params if whole else [torch.empty(self.size, device="meta")]
+        likes = self.params if whole else [torch.empty(self.size, dtype=torch.float32, device="meta")]
         self.handles = [empty_handle(like, self.device) for like in likes]
         self._filled = [filled(handle) for handle in self.handles]
         self._empty = [tensor.data for tensor in self._filled]
         self._params = self.params
         self._divided = any(map(is_dtensor, self._params))
-        self._layouts = [torch.empty_strided(p.shape, p.stride(), device="meta") for p in map(local_part, self.params)]
+        self._layouts = [
+            torch.empty_strided(p.shape, p.stride(), dtype=torch.float32, device="meta")
+            for p in map(local_part, self.params)
+        ]
         self._bounds = [(piece.offset, piece.offset + piece.size) for piece in pieces]
         self._present: torch.Tensor | None = None
         self._addresses: list[int] = []

@@ -223,7 +223,7 @@ class Stochastic(Nearest):
             # The sum of a number and a chance is rounded, and would reach the next one too often. What is left of the
             # share, less a chance, is above zero where it goes up; to say so by `<` takes six times as long. Of infinity
             # nothing is left.
-            chance = torch.rand(chunk.shape, generator=generator, device=chunk.device)
+            chance = torch.rand(chunk.shape, generator=generator, dtype=chunk.dtype, device=chunk.device)
             up = chunk.sub_(below).sub_(chance).ceil_().nan_to_num_(0.0)
             torch.mul(below.add_(up), ulp, out=chunk)
         torch._foreach_copy_(list(working), pieces_like(values, working))

@@ -75,7 +75,7 @@ class Split24Float16(Split24):
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))
-        wide = torch.empty(min(_CHUNK, len(values)), device=values.device)
+        wide = torch.empty(min(_CHUNK, len(values)), dtype=torch.float32, device=values.device)
         for chunk, left, step in zip(*(t.split(_CHUNK) for t in (values, rest, spare)), strict=True):
             chunk.add_(to_ulp(step.copy_(chunk), STEP).mul_(wide[: len(chunk)].copy_(left)))
         take_foreign(working, values, spare)

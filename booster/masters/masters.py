@@ -201,7 +201,11 @@ class Masters:
         optimizer = self.optimizer
         # Torch casts state to the dtype of the parameter that it belongs to.
         stand_ins = {
-            p: nn.Parameter(torch.zeros((), device="cpu" if self._offloads(p.device) else p.device).expand(p.shape))
+            p: nn.Parameter(
+                torch.zeros((), dtype=torch.float32, device="cpu" if self._offloads(p.device) else p.device).expand(
+                    p.shape
+                )
+            )
             for p in self._half_params()
         }
         optimizer.state = defaultdict(dict)
@@ -271,7 +275,7 @@ class Masters:
             for device, generator in form.generators.items()
         }
         if self.packing is not None or any(isinstance(form, Split24) for form in self._formats.values()):
-            generators[DRAWS] = torch.tensor(self.dither.count)
+            generators[DRAWS] = torch.tensor(self.dither.count, dtype=torch.int64)
         return state | ({"rounding": generators} if generators else {})
 
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
@@ -383,7 +387,9 @@ class Masters:
                 whole = self.kind != "elementwise" or param.dim() == 0
                 kept = () if whole else signature(param, states.get(param))
                 alike.setdefault((param.device, param.dtype, whole, kept), []).append(param)
-                self._layouts[param] = torch.empty_strided(param.shape, param.stride(), device="meta")
+                self._layouts[param] = torch.empty_strided(
+                    param.shape, param.stride(), dtype=torch.float32, device="meta"
+                )
             for (device, dtype, whole, _), several in alike.items():
                 host = None if whole else self._host(device)
                 packed = self.packing is not None or host is not None

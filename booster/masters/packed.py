@@ -128,7 +128,7 @@ class Packed:
             self.codes.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
             return
         if spare is None:
-            spare = torch.empty(len(values), device=values.device)
+            spare = torch.empty(len(values), dtype=torch.float32, device=values.device)
         signed = self.way == "signed"
         sizes = torch.abs(values, out=spare) if signed else values.abs_()  # no NaN is negative then
         groups = sizes.view(-1, GROUP)

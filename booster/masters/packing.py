@@ -104,7 +104,7 @@ class Packing:
 def unpacked(state: State) -> State:
     """Return `state` with new float32 tensors in the place of what is packed."""
     return {
-        name: value.unpack(torch.empty(value.codes.numel(), device=value.codes.device))
+        name: value.unpack(torch.empty(value.codes.numel(), dtype=torch.float32, device=value.codes.device))
         if isinstance(value, Packed)
         else value
         for name, value in state.items()

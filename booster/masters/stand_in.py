@@ -42,8 +42,8 @@ def step_stand_in(
 
 def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> bool:
     """Return whether a first step of `optimizer` creates state for a parameter; tries it on one of a few zeros."""
-    masters = torch.zeros(1, device=device)
-    masters.grad = torch.zeros(1, device=device)
+    masters = torch.zeros(1, dtype=torch.float32, device=device)
+    masters.grad = torch.zeros(1, dtype=torch.float32, device=device)
     own = stand_in_class(type(optimizer)), instance_attributes(optimizer)
     return bool(step_stand_in(*own, read_entries(group), group.get("lr"), masters, {})[1])
 

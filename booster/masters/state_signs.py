@@ -65,13 +65,13 @@ def _tried(optimizer: Optimizer) -> dict[str, Sign]:
     generator = torch.Generator().manual_seed(0)
     signs: dict[str, Sign] = {}
     for group in optimizer.param_groups:
-        weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=generator))
+        weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32))
         probe = object.__new__(type(optimizer))
         vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
         probe.state = defaultdict(dict)
         probe.param_groups = [{**group, "params": [weights]}]
         for _ in range(_STEPS):
-            weights.grad = torch.randn(_ELEMENTS, generator=generator)
+            weights.grad = torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32)
             try:
                 with torch.no_grad():
                     unhooked(type(probe).step)(probe)

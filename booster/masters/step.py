@@ -318,7 +318,7 @@ class _Scratch:
     def _tensor(self, bucket: Bucket, name: str) -> torch.Tensor:
         key = (bucket.device, name)
         if key not in self._tensors:
-            self._tensors[key] = torch.zeros(self._sizes[bucket.device], device=bucket.device)
+            self._tensors[key] = torch.zeros(self._sizes[bucket.device], dtype=torch.float32, device=bucket.device)
         return self._tensors[key][: bucket.size]
 
 

@@ -71,7 +71,8 @@ def _of_timm(name: str, size: int) -> Job:
         raise ValueError(f"timm has no model {name!r}; timm.list_models() lists them")
     with torch.device("meta"):
         model: Any = timm.create_model(name)
-        batch = torch.empty(size, *model.default_cfg["input_size"]), torch.empty(size, dtype=torch.long)
+        images = torch.empty(size, *model.default_cfg["input_size"], dtype=torch.get_default_dtype())
+        batch = images, torch.empty(size, dtype=torch.long)
     return Job(model, torch.optim.AdamW(model.parameters()), batch, nn.functional.cross_entropy)
 
 
@@ -99,7 +100,7 @@ def _model_and_data(transformers: Any, config: Any, size: int) -> tuple[nn.Modul
     maker = transformers.AutoModelForImageClassification
     if kind in maker._model_mapping:
         side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        pixels = torch.empty(size, config.num_channels, side, side)
+        pixels = torch.empty(size, config.num_channels, side, side, dtype=torch.get_default_dtype())
         return maker.from_config(config), {"pixel_values": pixels, "labels": torch.empty(size, dtype=torch.long)}
     raise ValueError(
         f"a {config.model_type} of transformers predicts neither tokens nor classes of images; give a function that returns "

@@ -94,7 +94,7 @@ def stepped(
 def _kept(packing: Packing | None, name: str, size: float) -> float:
     if packing is None:
         return size
-    way = packing.way_of(name, torch.empty(64), _Bucket())
+    way = packing.way_of(name, torch.empty(64, dtype=torch.float32), _Bucket())
     return {None: size, "bf16": 2.0}.get(way, 1 + 2 / GROUP)
 
 
@@ -108,14 +108,15 @@ class _Bucket:
 
 def _observed(optimizer: Optimizer, fused: bool) -> tuple[dict[str, float], int, float]:
     """Return bytes an element of each state, bytes of single numbers, and bytes an element that a step takes for a while."""
-    weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0)))
+    drawn = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    weights = torch.nn.Parameter(drawn)
     probe = object.__new__(type(optimizer))
     vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
     probe.state = defaultdict(dict)
     probe.param_groups = [{**optimizer.param_groups[0], "params": [weights]}]
     if fused:
         switch_to_fused(probe)
-    weights.grad = torch.ones(_ELEMENTS)
+    weights.grad = torch.ones(_ELEMENTS, dtype=torch.float32)
     with torch.no_grad():
         for _ in range(2):
             unhooked(type(probe).step)(probe)

@@ -36,12 +36,12 @@ def encode_nf4(x: torch.Tensor) -> torch.Tensor:
     x: float32 of shape (m, n), numbers from -1 to 1; of what lies beyond the end is nearest. NaN is not legal. A row of odd
     length is filled up with a zero.
     """
-    codes = torch.bucketize(x, torch.tensor(_BETWEEN, device=x.device)).to(torch.uint8)
+    codes = torch.bucketize(x, torch.tensor(_BETWEEN, dtype=torch.float32, device=x.device)).to(torch.uint8)
     codes = F.pad(codes, (0, x.shape[1] % 2), value=NF4_LEVELS.index(0.0))
     return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def decode_nf4(codes: torch.Tensor, columns: int) -> torch.Tensor:
     """Return the numbers, float32 of shape (m, columns), whose codes `encode_nf4` made."""
-    pairs = F.embedding(codes.int(), torch.tensor(_PAIRS, device=codes.device))
+    pairs = F.embedding(codes.int(), torch.tensor(_PAIRS, dtype=torch.float32, device=codes.device))
     return pairs.flatten(1)[:, :columns]

@@ -63,7 +63,7 @@ class AverageReducer(GradientReducer):
         super().before_forward()
         if self._is_settled or not self._order or not torch.is_grad_enabled():
             return
-        order = torch.tensor(self._order, device=self._all[0].device)
+        order = torch.tensor(self._order, dtype=torch.int64, device=self._all[0].device)
         dist.broadcast(order, group=self._group, group_src=0)
         indices = order.tolist()
         found = bucket_assignment([self._all[index] for index in indices], self._bytes, indices)

@@ -126,7 +126,7 @@ class _Bucket:
         self._params = bucket.parameters()
         blocks = sum(-(-param.numel() // BLOCK) for param in self._params)
         self._share = -(-blocks // ranks) * BLOCK
-        values = torch.zeros(ranks * self._share, device=self.buffer.device)
+        values = torch.zeros(ranks * self._share, dtype=torch.float32, device=self.buffer.device)
         places = dict(_places(self._params, values))
         torch._foreach_copy_(list(places.values()), list(self._parts()))
         values /= ranks

@@ -60,7 +60,10 @@ class FlatParameters:
         self._strides: list[tuple[int, ...]] = []
         self._orders = [
             torch.empty_strided(
-                p.shape, p.stride() if is_dense(p) else torch.empty(p.shape, device="meta").stride(), device="meta"
+                p.shape,
+                p.stride() if is_dense(p) else torch.empty(p.shape, dtype=torch.float32, device="meta").stride(),
+                dtype=torch.float32,
+                device="meta",
             )
             for p in self.params
         ]

@@ -212,7 +212,9 @@ def _smallest(scales: list[Any]) -> Any:
     smallest = scales[0]
     for scale in scales[1:]:
         if isinstance(smallest, torch.Tensor) or isinstance(scale, torch.Tensor):
-            smallest = torch.minimum(torch.as_tensor(smallest), torch.as_tensor(scale))
+            smallest = torch.minimum(
+                torch.as_tensor(smallest, dtype=torch.float32), torch.as_tensor(scale, dtype=torch.float32)
+            )
         else:
             smallest = min(smallest, scale)
     return smallest

@@ -198,7 +198,7 @@ class Update(ABC):
         """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim."""
         with self.shards.local():
             if self._nobody_has_gradients():
-                return torch.tensor(0.0)
+                return torch.tensor(0.0, dtype=torch.float32)
             self._require_backward()
             self._check = True
             norm = self._true_norm(norm_type)
@@ -208,7 +208,7 @@ class Update(ABC):
                 "loss scaler this is ordinary: leave error_if_nonfinite=False and the step is skipped"
             )
         self._factor = self._clipped(norm, max_norm)
-        return torch.as_tensor(norm)
+        return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=torch.float32)
 
     @abstractmethod
     def clip_value(self, clip_value: float) -> None:

@@ -109,7 +109,7 @@ def can_compile(optimizer: Optimizer) -> bool:
     else:
         device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
         try:
-            torch.compile(_probe)(torch.zeros(1, device=device))
+            torch.compile(_probe)(torch.zeros(1, dtype=torch.float32, device=device))
         except Exception as error:
             reason = f"torch.compile finds no working compiler: {str(error).strip().splitlines()[0]}"
     if reason is not None:

@@ -158,7 +158,7 @@ class DeviceUpdate(Update):
         )
 
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
-        norms = self._norms(values, norm_type) if values else torch.zeros(0, device=self.device)
+        norms = self._norms(values, norm_type) if values else torch.zeros(0, dtype=torch.float32, device=self.device)
         if self.shards.sharded:
             return _Norm(self._shared_total(norms, norm_type), norms)
         return _Norm(torch.linalg.vector_norm(norms, norm_type) if values else norms.sum(), norms)

@@ -180,7 +180,7 @@ class HostUpdate(Update):
         return self._pending * factor if factor < 1.0 and math.isfinite(norm) else self._factor
 
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
-        norms = self._tensor_norms(values, norm_type) if values else torch.zeros(0)
+        norms = self._tensor_norms(values, norm_type) if values else torch.zeros(0, dtype=torch.float32)
         total = self._total(norms, norm_type)
         if math.isfinite(total):
             return _Norm(total, [])

@@ -128,7 +128,7 @@ class ReleasedPass:
     def stacked(self) -> torch.Tensor:
         norms = [self.norms[param] for param in self._with_norms]
         if not norms:
-            return torch.zeros(0)
+            return torch.zeros(0, dtype=torch.float32)
         return torch.stack([norm.to(norms[0].device) for norm in norms])
 
     def take_norm(self) -> None:

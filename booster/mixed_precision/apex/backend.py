@@ -93,6 +93,6 @@ def _find(
 
 def _cast_twice(device: torch.device) -> None:
     utils = importlib.import_module("apex.amp.utils")
-    param, cache = nn.Parameter(torch.ones(1, device=device)), {}  # type: ignore[var-annotated]
+    param, cache = nn.Parameter(torch.ones(1, dtype=torch.float32, device=device)), {}  # type: ignore[var-annotated]
     for _ in range(2):
         utils.cached_cast(utils.maybe_half, param, cache)

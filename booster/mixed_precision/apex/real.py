@@ -76,7 +76,10 @@ class RealUpdate(HostUpdate):
             device = optimizers[0].param_groups[0]["params"][0].device
             # apex scales a loss that it is given; the engine is started with the scale instead.
             self._context = self._amp.scale_loss(
-                torch.zeros((), device=device), optimizers, loss_id=this.loss_id, delay_unscale=this.delayed
+                torch.zeros((), dtype=torch.float32, device=device),
+                optimizers,
+                loss_id=this.loss_id,
+                delay_unscale=this.delayed,
             )
             self._context.__enter__()
 

@@ -85,4 +85,4 @@ def _after(x: Scaled, *, transposed: bool = False) -> torch.Tensor | None:
 
 
 def _rotation(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_ROTATION, device=device)
+    return torch.tensor(_ROTATION, dtype=torch.float32, device=device)

@@ -35,7 +35,7 @@ def complaint(
     draw = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw).to(device)
+        return torch.randn(*shape, generator=draw, dtype=torch.float32).to(device)
 
     x, g = normal(_TOKENS, layer.in_features).to(dtype), normal(_TOKENS, layer.out_features).to(dtype)
     params = {"weight": normal(layer.out_features, layer.in_features) / layer.in_features**0.5}

@@ -111,7 +111,10 @@ class Pipeline(PlacedModule):
     def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """The 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
         last = self._plan.ranks[-1]
-        value = torch.zeros((), device=device) if self._rank != last or loss is None else loss.detach().float()
+        if self._rank != last or loss is None:
+            value = torch.zeros((), dtype=torch.float32, device=device)
+        else:
+            value = loss.detach().float()
         source = dist.get_global_rank(self._group or dist.group.WORLD, last)  # type: ignore[arg-type]
         dist.broadcast(value, src=source, group=self._group)
         return value

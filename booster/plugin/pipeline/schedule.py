@@ -98,7 +98,7 @@ class Runner:
         device: torch.device,
     ) -> None:
         self._backward = backward
-        self._numbers = torch.arange(num_micro_batches)
+        self._numbers = torch.arange(num_micro_batches, dtype=torch.int64)
         num_stages = len(route.boundaries) + 1
         self._has_first = stages[0].index == 0
         chunks = []
@@ -234,7 +234,7 @@ def _metas(route: Route, number: int, boundary: Callable[[Shape], Shape] | None)
     if number < 0:
         return (torch.empty(1, dtype=torch.int64, device="meta"),)
     if number == len(route.boundaries):
-        return (torch.empty((), device="meta", requires_grad=True),)
+        return (torch.empty((), dtype=torch.float32, device="meta", requires_grad=True),)
     return tuple(_meta(spec, boundary) for spec in route.boundaries[number].specs)
 
 
