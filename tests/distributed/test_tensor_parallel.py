@@ -430,8 +430,8 @@ def compare(model, reference, args, kwargs, tolerance):
     largest = max(grad.abs().max().item() for grad in expected.values() if grad is not None)
     for name, grad in expected.items():
         assert (found[name].grad is None) == (grad is None), name
-        if grad is not None:  # keys' biases have gradients of zero, up to rounding
-            scale = max(grad.abs().max().item(), largest / 100)
+        if grad is not None:  # of keys' biases zero, up to rounding, which differs among CPUs
+            scale = max(grad.abs().max().item(), largest / 20)
             assert distance(whole(found[name].grad) / scale, grad / scale) <= 10 * tolerance, name
 
 
