@@ -33,6 +33,14 @@ def places_of(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tensor, 
     return found
 
 
+def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Return all names of each parameter of `model`, in the order in which a state dict is loaded."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
+
+
 def _visit(
     module: nn.Module, prefix: str, path: tuple[nn.Module, ...], buffers: bool
 ) -> Iterator[tuple[torch.Tensor, Place]]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from booster.checkpoint.agree import exchange
 from booster.checkpoint.layout import Held, storable
 from booster.checkpoint.parts import Parts
-from booster.checkpoint.plain import encode
+from booster.checkpoint.plain import encode, reference
 from booster.data import OWN_STATE, RANDOM, DataLoaderWrapper
 from booster.interface.model import ModelWrapper, pins_of
 from booster.interface.optimizer import OptimizerWrapper
+from booster.modules import bare
 from booster.randomness import random_state
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 
@@ -43,6 +45,7 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
             for name, optimizer in parts.optimizers.items()
         },
     }
+    tree["masters"] = masters_behind(parts, tree["optimizers"])
     rank = 0 if group is None else dist.get_rank(group)
     own: Tensors = {}
     tree["random"] = encode(random_state(), f"random/{rank}", own)
@@ -96,6 +99,33 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
         ],
         STATE_KEY: _without_names(state[STATE_KEY]),
     }
+
+
+def masters_behind(parts: Parts, optimizers: Mapping[str, Any]) -> dict[str, str]:
+    """Return which master is behind which weight, by the names of both tensors in the checkpoint.
+
+    By the parameters themselves: several models may have parameters of one name, and a tied weight has several names. Of two
+    optimizers of one parameter, whose masters both round to it, the first counts.
+    """
+    masters: dict[torch.Tensor, str] = {}
+    for name, optimizer in parts.optimizers.items():
+        kept = (optimizers[name][STATE_KEY].get("masters") or {}).get("weights", {})
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for param, (own, _) in zip(params, (n for names in optimizer.parameter_names() for n in names), strict=True):
+            if own in kept:
+                masters.setdefault(param, reference(kept[own]))  # type: ignore[arg-type]
+    return {
+        f"{kind}/{name}/{key}": masters[param]
+        for kind, modules in (("models", parts.models), ("criteria", parts.criteria))
+        for name, module in modules.items()
+        for key, param in _named_as_users_do(module)
+        if param in masters
+    }
+
+
+def _named_as_users_do(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    own = bare(module.module) if isinstance(module, ModelWrapper) else module
+    return own.named_parameters(remove_duplicate=False)
 
 
 def _by_parameter(model: ModelWrapper, carried: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:

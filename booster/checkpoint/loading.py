@@ -16,12 +16,14 @@ from booster.checkpoint.folder import checkpoints, damage, manifest_now, standin
 from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, parts
-from booster.checkpoint.saved import Saved, listed, reference
+from booster.checkpoint.plain import reference
+from booster.checkpoint.saved import Saved, listed
 from booster.checkpoint.saved_module import SavedModule
 from booster.checkpoint.saved_optimizer import SavedOptimizer
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper
 from booster.interface.model import ModelWrapper, pins_of
+from booster.modules import bare
 from booster.randomness import set_random_state
 from booster.trees import map_tensors
 from booster.update.loading import Reading
@@ -143,8 +145,14 @@ class _Loading:
             for kind, modules in (("models", parts.models), ("criteria", parts.criteria))
             for name, module in modules.items()
         ]
+        homes: dict[torch.Tensor, tuple[str, str]] = {
+            param: (name, key)
+            for name, model in parts.models.items()
+            for key, param in bare(model.module).named_parameters()
+        }
         self._optimizers = [
-            (name, optimizer, SavedOptimizer(saved, name, optimizer)) for name, optimizer in parts.optimizers.items()
+            (name, optimizer, SavedOptimizer(saved, name, optimizer, homes))
+            for name, optimizer in parts.optimizers.items()
         ]
 
     def compare(self, *, strict: bool) -> None:

@@ -72,6 +72,11 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor | Divided]) -> Any:
     return made(decode(entry, tensors) for entry in value["items"])
 
 
+def reference(value: Any) -> str | None:
+    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry."""
+    return value["name"] if isinstance(value, dict) and value.get(_TAG) == "tensor" else None
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from booster.checkpoint.agree import agree_on_success, first_failure
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.layout import Held, LoadPlanner, empty_like_whole
 from booster.checkpoint.manifest import CheckpointError, Tensor, read_manifest
-from booster.checkpoint.plain import decode
+from booster.checkpoint.plain import decode, reference
 from booster.checkpoint.saving import STATE
 from booster.checkpoint.storage import ManifestReader
 from booster.checkpoint.tensor_file import dtype_of
@@ -59,22 +59,69 @@ class Saved:
         """Return what was kept of the masters of an optimizer: "weights" by parameter, "rounding"."""
         return self.tree["optimizers"][optimizer][STATE_KEY].get("masters") or {}
 
-    def masters_of_models(self) -> dict[str, str]:
-        """Return the float32 numbers behind half weights, by the model's key; where several models share a name, none."""
-        if len(self.tree["models"]) != 1:
-            return {}
+    def masters_behind(self, kind: str, module: str) -> dict[str, str]:
+        """Return the tensors with the float32 numbers behind half weights of a module, by the weights' names in it."""
+        told = self.tree.get("masters")
+        if told is None:
+            return self._masters_by_name(module) if kind == "models" else {}
+        prefix = f"{kind}/{module}/"
+        return {weight[len(prefix) :]: master for weight, master in told.items() if weight.startswith(prefix)}
+
+    def whose_masters(self, model: str, weights: Iterable[str]) -> str:
+        """Say that a checkpoint of an earlier version leaves open whether masters are those of `weights` of `model`."""
+        if "masters" in self.tree:
+            return ""
+        others = {
+            other
+            for optimizer, owners in self._owners().items()
+            if len(owners) > 1 and model in owners and not self.masters(optimizer)["weights"].keys().isdisjoint(weights)
+            for other in owners
+        }
+        return (
+            f"models {sorted(others)} have parameters of the same names, and this checkpoint, of an earlier version, does not "
+            f"say whose masters are whose: those of {model!r} are its half weights"
+            if others
+            else ""
+        )
+
+    def _masters_by_name(self, model: str) -> dict[str, str]:
+        """What checkpoints of earlier versions tell: no tied names, and nothing where two models could be meant."""
         return {
             key: name
-            for optimizer in self.tree["optimizers"]
+            for optimizer, owners in self._owners().items()
+            if owners == [model]
             for key, value in self.masters(optimizer).get("weights", {}).items()
             if (name := reference(value)) is not None
         }
 
-    def widest(self, param: str, optimizer: str) -> str | None:
-        """Return where the widest numbers of a parameter are: its master's, else those of its weight."""
+    def _owners(self) -> dict[str, list[str]]:
+        """By optimizer that keeps masters, the models that have all its names, in the same shapes."""
+        found = {}
+        for optimizer in self.tree["optimizers"]:
+            masters = {key: self.entry(reference(v)) for key, v in self.masters(optimizer).get("weights", {}).items()}
+            found[optimizer] = [
+                model
+                for model, tree in self.tree["models"].items()
+                if all(
+                    master is not None
+                    and (weight := self.entry(reference(tree.get(key)))) is not None
+                    and weight.shape == master.shape
+                    for key, master in masters.items()
+                )
+            ]
+        return {optimizer: owners for optimizer, owners in found.items() if self.masters(optimizer).get("weights")}
+
+    def widest(self, param: str, optimizer: str, home: tuple[str, str] | None) -> str | None:
+        """Return where the widest numbers of a parameter are: its master's, else those of its weight.
+
+        home: the model of the job that has it, and its name there. Where none of them has, the only model that has the name.
+        """
         master = reference(self.masters(optimizer).get("weights", {}).get(param))
         if master is not None:
             return master
+        if home is not None and home[0] in self.tree["models"]:
+            model, key = home
+            return self.masters_behind("models", model).get(key) or reference(self.tree["models"][model].get(key))
         holders = [tree[param] for tree in self.tree["models"].values() if param in tree]
         return reference(holders[0]) if len(holders) == 1 else None
 
@@ -129,11 +176,6 @@ class Saved:
     def value(self, tree: Any) -> Any:
         """Return what a part of the tree stands for, with the tensors that were read."""
         return decode(tree, self._targets)
-
-
-def reference(value: Any) -> str | None:
-    """Return the name of the tensor that an entry of the tree refers to."""
-    return value["name"] if isinstance(value, dict) and value.get("__booster__") == "tensor" else None
 
 
 def _references(tree: Any) -> Iterator[str]:

@@ -10,11 +10,13 @@ from torch import nn
 
 from booster.casting import HALF_DTYPES
 from booster.checkpoint.layout import placed_like
-from booster.checkpoint.saved import Saved, listed, reference
+from booster.checkpoint.plain import reference
+from booster.checkpoint.saved import Saved, listed
 from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.interface.model import ModelWrapper
 from booster.masters.loaded import LoadedWeights
 from booster.modules import bare
+from booster.tied import names_of
 
 
 class SavedModule:
@@ -30,6 +32,9 @@ class SavedModule:
             return
         current = self._module.state_dict()
         sources = self._sources(saved, current)
+        rounded = [key for key, value in current.items() if not self._is_half(sources.get(key), value)]
+        if self._kind == "models" and (untold := self._saved.whose_masters(self._name, rounded)):
+            self._saved.notes.append(untold)
         missing = [key for key in current if key not in saved]
         # A rank of a pipeline holds some layers; what no rank wants cannot be seen from here.
         partial = getattr(getattr(self._module, "module", None), "is_partial", False)
@@ -40,9 +45,8 @@ class SavedModule:
             elif keys:
                 self._saved.notes.append(f"{self._kind} {self._name!r}: {listed(keys)} {text}")
         for key, value in current.items():
-            reference = saved.get(key)
-            if reference is None or not isinstance(value, torch.Tensor):
-                self._saved.want_all(reference)
+            if key not in saved or not isinstance(value, torch.Tensor):
+                self._saved.want_all(saved.get(key))
                 continue
             entry = self._saved.entry(sources[key])
             if entry is None or entry.shape != tuple(value.shape):
@@ -73,11 +77,18 @@ class SavedModule:
         Not if the module wants just the half weights that were saved: rounded anew, ties could become others.
         """
         sources = {key: reference(value) for key, value in saved.items()}
-        wide = self._saved.masters_of_models() if self._kind == "models" else {}
-        watched = LoadedWeights.watched(bare(self._module.module)) if isinstance(self._module, ModelWrapper) else set()
+        wide = self._saved.masters_behind(self._kind, self._name)
+        module = bare(self._module.module) if isinstance(self._module, ModelWrapper) else self._module
+        for names in names_of(module).values() if "masters" not in self._saved.tree else ():
+            behind = [wide[name] for name in names if name in wide]
+            wide |= dict.fromkeys(names, behind[0]) if behind else {}
+        watched = LoadedWeights.watched(module)
         for key in wide.keys() & sources.keys() & current.keys():
-            entry = self._saved.entry(sources[key])
-            same = entry is not None and dtype_of(entry) in HALF_DTYPES and current[key].dtype == dtype_of(entry)
-            if key in watched or not same:
+            if key in watched or not self._is_half(sources[key], current[key]):
                 sources[key] = wide[key]
         return sources
+
+    def _is_half(self, source: str | None, current: Any) -> bool:
+        """Whether an entry was saved in half precision, and is wanted in the same."""
+        entry = self._saved.entry(source)
+        return entry is not None and dtype_of(entry) in HALF_DTYPES and current.dtype == dtype_of(entry)

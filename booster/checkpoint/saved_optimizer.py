@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from booster.checkpoint.layout import Held
-from booster.checkpoint.saved import Saved, listed, reference
+from booster.checkpoint.plain import reference
+from booster.checkpoint.saved import Saved, listed
 from booster.interface.optimizer import OptimizerWrapper
 from booster.shards.divided import Divided
 from booster.update.checkpoint import PARAMETERS, STATE_KEY
 
 
 class SavedOptimizer:
-    """One boosted optimizer of the job, and its entry in the checkpoint."""
+    """One boosted optimizer of the job, and its entry in the checkpoint.
 
-    def __init__(self, saved: Saved, name: str, optimizer: OptimizerWrapper) -> None:
-        self._saved, self._name, self._optimizer = saved, name, optimizer
+    homes: by parameter, the model of the job that has it, and its name in there.
+    """
+
+    def __init__(
+        self, saved: Saved, name: str, optimizer: OptimizerWrapper, homes: Mapping[torch.Tensor, tuple[str, str]]
+    ) -> None:
+        self._saved, self._name, self._optimizer, self._homes = saved, name, optimizer, homes
 
     def differences(self) -> Iterator[str]:
         """Say what differs between the two; note what is to be read."""
@@ -43,7 +49,7 @@ class SavedOptimizer:
             for value in (saved["state"].get(param_name) or {}).values():
                 self._saved.want_part(reference(value), param, optimizer)
             if optimizer.has_master(param):
-                self._saved.want_part(self._saved.widest(param_name, name), param, optimizer)
+                self._saved.want_part(self._saved.widest(param_name, name, self._homes.get(param)), param, optimizer)
         for key, value in saved[STATE_KEY].items():
             if key != "masters":
                 self._saved.want_all(value)
@@ -75,7 +81,11 @@ class SavedOptimizer:
         rounding = self._saved.masters(name).get("rounding")
         if any(map(optimizer.has_master, _params(optimizer))) or (rounding and optimizer.keeps_masters):
             held = dict(zip(numbers, _params(optimizer), strict=True))
-            weights = {key: self._saved.widest(key, name) for key, param in held.items() if optimizer.has_master(param)}
+            weights = {
+                key: self._saved.widest(key, name, self._homes.get(param))
+                for key, param in held.items()
+                if optimizer.has_master(param)
+            }
             own["masters"] = {
                 "weights": {
                     key: _float(self._saved.tensor(source)) for key, source in weights.items() if source is not None

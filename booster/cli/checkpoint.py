@@ -113,6 +113,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from booster.checkpoint.folder import damage, standing
     from booster.checkpoint.manifest import CheckpointError, read_manifest
+    from booster.checkpoint.saved import Saved
     from booster.checkpoint.weights import export
 
     folder = _newest(standing(options.folder))
@@ -126,10 +127,10 @@ def _convert(options: argparse.Namespace) -> int:
         models = sorted({name.split("/")[1] for name in manifest.tensors if name.startswith("models/")})
         raise CheckpointError(f"{folder} holds no model {options.model!r}; choose one of {models}")
     if options.masters:
-        for name in manifest.tensors:
-            kind, _, own = name.partition("/booster/masters/weights/")
-            if kind.startswith("optimizers/") and own in names:
-                names[own] = name
+        saved = Saved(folder)
+        if untold := saved.whose_masters(options.model, names):
+            raise CheckpointError(f"{folder}: {untold}; convert it without --masters")
+        names |= {key: name for key, name in saved.masters_behind("models", options.model).items() if key in names}
     export(
         folder,
         manifest,

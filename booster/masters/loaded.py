@@ -10,6 +10,7 @@ from torch import nn
 
 from booster.masters.rounding import rounded
 from booster.shards.base import is_dtensor
+from booster.tied import names_of
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -40,33 +41,42 @@ class LoadedWeights:
 
     @classmethod
     def watched(cls, model: nn.Module) -> set[str]:
-        """The names of the parameters of `model` whose masters take over what is loaded."""
+        """All names of the parameters of `model` whose masters take over what is loaded."""
         found = cls._of(model)
-        return set() if found is None else set(found._wanted)
+        return set() if found is None else {name for names in found._names(model).values() for name in names}
 
     @classmethod
     def _of(cls, model: nn.Module) -> LoadedWeights | None:
         hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
         return next((hook for hook in hooks if isinstance(hook, cls)), None)
 
+    def _names(self, model: nn.Module) -> dict[str, list[str]]:
+        """All names in `model` of each parameter that is watched for, by the one that is known of it."""
+        return {name: names for names in names_of(model).values() for name in names if name in self._wanted}
+
     def take(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """The values for `names`, which are forgotten."""
         return {name: self.values.pop(name) for name in names if name in self.values}
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        params = dict(module.named_parameters())
+        params = dict(module.named_parameters(remove_duplicate=False))
         brought: dict[str, torch.Tensor] = {}
-        for name in self._wanted & params.keys():
-            value = state_dict.get(prefix + name)
-            if not isinstance(value, torch.Tensor):
+        for name, names in self._names(module).items():
+            param, given = (
+                params[name],
+                [key for key in names if isinstance(state_dict.get(prefix + key), torch.Tensor)],
+            )
+            if not given:
                 continue
             self.values.pop(name, None)
             self.given.discard(name)
-            if value.dtype in _WIDE and value.shape == params[name].shape:
-                brought[name] = value.detach()
-                if not is_dtensor(value):
-                    # This is the load's own dict, not the user's.
-                    state_dict[prefix + name] = rounded(brought[name], params[name].dtype)
+            for key in given:  # in the order in which torch copies them: the last one counts
+                value = state_dict[prefix + key]
+                if value.dtype in _WIDE and value.shape == param.shape:
+                    brought[name] = value.detach()
+                    if not is_dtensor(value):
+                        # This is the load's own dict, not the user's.
+                        state_dict[prefix + key] = rounded(brought[name], param.dtype)
         self.given |= brought.keys()
         if not all(holds(value, params[name].dtype) for name, value in brought.items()):
             self.values |= brought

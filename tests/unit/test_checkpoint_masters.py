@@ -1,0 +1,210 @@
+"""The float32 numbers behind half weights go with them: of every model of a checkpoint, and under every name of a tied one."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from booster import Booster
+from booster.checkpoint import manifest
+from booster.cli.checkpoint import checkpoint as command
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
+
+HALF = {
+    "bf16_naive": BF16NaiveMixedPrecision,
+    "bf16_naive fp32": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
+    "O2": lambda: FP16ApexMixedPrecision("O2", max_loss_scale=2.0**10, verbosity=0),
+}
+WIDE = ["fp32", "bf16", "fp16"]
+
+
+class Tied(nn.Module):
+    """One table with two names, of which optimizers and masters know the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 6)
+        self.between = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        return self.head(self.between(self.table(x)))
+
+
+class Job:
+    """Tied models whose parameters bear the same names, as many as `names`, each with an optimizer of its own."""
+
+    def __init__(self, precision, names=("g", "d"), seed=0, steps=3):
+        self.booster = Booster("cpu", HALF[precision]() if precision in HALF else precision)
+        self.models, self.optimizers = {}, {}
+        for number, name in enumerate(names):
+            torch.manual_seed(seed + number)
+            model = Tied()
+            made = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            # The optimizer of one model may well bear the name of the other.
+            self.models[name], self.optimizers[name[::-1]], *_ = self.booster.boost(model, made)
+        for step in range(steps):
+            self.step(step)
+
+    def step(self, seed):
+        torch.manual_seed(seed)
+        x = torch.randint(0, 8, (5,))
+        for model, optimizer in zip(self.models.values(), self.optimizers.values(), strict=True):
+            self.booster.backward(nn.functional.cross_entropy(model(x).float(), x), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def save(self, folder):
+        return self.booster.save(folder, self.models, self.optimizers, step=1)
+
+    def load(self, folder):
+        self.booster.load(folder, self.models, self.optimizers)
+        return self
+
+    def masters(self):
+        """The float32 weights, by model and every name."""
+        found = {}
+        for (name, model), optimizer in zip(self.models.items(), self.optimizers.values(), strict=True):
+            weights = optimizer.state_dict()["booster"].get("masters", {}).get("weights", {})
+            names = {param: key for key, param in model.named_parameters()}
+            found[name] = {
+                key: weights.get(names[param], param.detach()).float()
+                for key, param in model.named_parameters(remove_duplicate=False)
+            }
+        return found
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+NUMBERS = [("0",), ("g", "d")]
+
+
+@pytest.mark.parametrize("names", NUMBERS, ids=["one model", "two"])
+@pytest.mark.parametrize("half", HALF)
+def test_masters_of_every_model_reach_wide_weights_under_all_names(tmp_path, half, names):
+    source = Job(half, names)
+    source.save(tmp_path)
+    want = source.masters()
+    assert all(len(weights) == 4 for weights in want.values())
+    for wide in [*WIDE, *HALF]:
+        loaded = Job(wide, names, seed=7, steps=0).load(tmp_path)
+        for name in names:
+            assert equal(loaded.masters()[name], want[name]), f"{half} into {wide}: {name}"
+        with_weights_alone = Job(wide, names, seed=7, steps=0)
+        with_weights_alone.booster.load(tmp_path, with_weights_alone.models)
+        for name in names:
+            assert equal(with_weights_alone.masters()[name], want[name]), f"{half} into {wide}, no optimizer: {name}"
+
+
+@pytest.mark.parametrize("half", HALF)
+def test_wide_weights_of_every_model_become_masters(tmp_path, half):
+    source = Job("fp32")
+    source.save(tmp_path)
+    assert all(
+        equal(Job(half, seed=7, steps=steps).load(tmp_path).masters()[name], weights)
+        for steps in (0, 2)
+        for name, weights in source.masters().items()
+    )
+
+
+@pytest.mark.parametrize("names", NUMBERS, ids=["one model", "two"])
+@pytest.mark.parametrize("half", HALF)
+def test_convert_writes_the_masters_of_the_model_that_is_asked_for(tmp_path, half, names):
+    source = Job(half, names)
+    folder = source.save(tmp_path / "saved")
+    for name in names:
+        written = tmp_path / f"{name}.safetensors"
+        assert command(["convert", str(folder), str(written), "--masters", "--model", name]) == 0
+        assert equal(load_file(written), source.masters()[name])
+        assert command(["convert", str(folder), str(written), "--model", name]) == 0
+        assert equal(load_file(written), dict(source.models[name].state_dict()))
+
+
+@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("given", ["table.weight", "head.weight", "both", "second half"])
+def test_float32_weights_loaded_under_any_name_of_a_tied_one_reach_its_master(half, given):
+    job = Job(half, ("0",))
+    torch.manual_seed(3)
+    value = torch.randn(8, 6)
+    state = {"table.weight": value, "head.weight": value}
+    if given == "second half":  # as rounded as the first will be
+        state["head.weight"] = value.to(job.models["0"].head.weight.dtype)
+    elif given != "both":
+        state = {given: value}
+    job.models["0"].load_state_dict(state, strict=False)
+    assert torch.equal(job.masters()["0"]["table.weight"], value)
+
+
+def test_of_two_names_with_different_weights_the_last_counts_as_in_torch():
+    job = Job("bf16_naive", ("0",))
+    one, two = torch.randn(8, 6), torch.randn(8, 6)
+    for state in ({"table.weight": one, "head.weight": two}, {"head.weight": two, "table.weight": one}):
+        job.models["0"].load_state_dict(state, strict=False)
+        assert torch.equal(job.masters()["0"]["head.weight"], two)
+
+
+def without_whose(folder):
+    """Make of a checkpoint one of an earlier version, which did not say whose masters are whose."""
+    from booster.checkpoint.hashing import hash_of
+
+    tree = json.loads((folder / "state.json").read_bytes())
+    assert tree.pop("masters")
+    data = json.dumps(tree).encode()
+    (folder / "state.json").write_bytes(data)
+    told = manifest.read_manifest(folder)
+    files = {**told.files, "state.json": manifest.File(len(data), hash_of(data))}
+    (folder / "manifest.json").write_bytes(
+        manifest.Manifest(told.step, told.world_size, told.versions, files, told.tensors).dumps()
+    )
+
+
+def test_an_earlier_checkpoint_of_one_model_has_its_masters_by_name(tmp_path):
+    source = Job("bf16_naive", ("0",))
+    folder = source.save(tmp_path)
+    without_whose(folder)
+    assert equal(Job("fp32", ("0",), seed=7).load(tmp_path).masters()["0"], source.masters()["0"])
+
+
+def test_an_earlier_checkpoint_that_leaves_open_whose_masters_are_whose_says_so(tmp_path, caplog, capsys):
+    source = Job("bf16_naive")
+    folder = source.save(tmp_path)
+    without_whose(folder)
+    loaded = Job("fp32", seed=7).load(tmp_path)
+    assert "whose masters" in caplog.text
+    assert equal(loaded.masters()["g"], {key: value.float() for key, value in source.models["g"].state_dict().items()})
+    with pytest.raises(SystemExit):
+        command(["convert", str(folder), str(tmp_path / "g"), "--masters", "--model", "g"])
+    assert "whose masters" in capsys.readouterr().err
+    caplog.clear()
+    assert equal(Job("bf16_naive", seed=7).load(tmp_path).masters()["d"], source.masters()["d"])
+    assert "whose masters" not in caplog.text
+
+
+def test_an_earlier_checkpoint_of_models_with_other_names_has_all_masters(tmp_path):
+    booster = Booster("cpu", BF16NaiveMixedPrecision())
+
+    def made(booster, sizes, shift):
+        models, optimizers = {}, {}
+        for name, prefix in (("g", "one"), ("d", "two")):
+            torch.manual_seed(shift)
+            model = nn.Sequential()
+            for number, (width, after) in enumerate(pairwise(sizes)):
+                model.add_module(f"{prefix}{number}", nn.Linear(width, after))
+            models[name], optimizers[name], *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return models, optimizers
+
+    models, optimizers = made(booster, (4, 5, 3), 0)
+    folder = booster.save(tmp_path, models, optimizers)
+    without_whose(folder)
+    wide = Booster("cpu", "fp32")
+    others, theirs = made(wide, (4, 5, 3), 1)
+    wide.load(tmp_path, others, theirs)
+    for name, optimizer in optimizers.items():
+        assert equal(dict(others[name].state_dict()), optimizer.state_dict()["booster"]["masters"]["weights"])
