@@ -14,10 +14,10 @@ import torch.distributed as dist
 from benchmarks.memory import alive, allocations
 from benchmarks.parallel.loops import GPT, TINY, Case, Loop, cases, pipeline
 from benchmarks.scaling.bytes import NOISE, socket_bytes
+from benchmarks.scaling.decoder import Model
 from benchmarks.timing import clock, interleave, ratio
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster.interface.optimizer import OptimizerWrapper
-from booster.memory.decoder import Model
 from booster.torch_internals import TorchDispatchMode
 
 Say = Callable[[str], None]

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.scaling.decoder import Model
 from benchmarks.scaling.job import TP_PLAN, Decoder, loss_of
 from booster import Booster
-from booster.memory.decoder import Model
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 # torch 2.13 renamed the collectives and warns about the old names.

@@ -23,13 +23,14 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.memory import allocations
+from benchmarks.scaling.decoder import PRECISIONS, Axis, Model, axis_shape, layer_parameters, stage_parameters
+from benchmarks.scaling.formulas import Memory, held_memory, receive_buffers
 from benchmarks.scaling.job import MICRO_BATCH, Case, Decoder, loss_of, make_precision, run_step
+from benchmarks.scaling.moments import BUCKET, Load, Moments, step_moments
 from benchmarks.scaling.traffic import Message, data_parallel_messages, pipeline_messages, tensor_parallel_messages
 from booster import Booster
 from booster.flat import bucket_size
-from booster.memory.decoder import PRECISIONS, Axis, Model, Plan, axis_shape, layer_parameters, stage_parameters
-from booster.memory.formulas import Memory, held_memory, receive_buffers
-from booster.memory.moments import BUCKET, Load, Moments, step_moments
+from booster.memory.plan import Plan
 from booster.plugin.gradient_reducer import MOST_IN_FLIGHT
 
 PEAK = 0.05  # of a peak, by which formula and record may differ: what single operations take for themselves

@@ -8,6 +8,19 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from benchmarks.scaling.decoder import (
+    LLAMA_7B,
+    LLAMA_70B,
+    PRECISIONS,
+    Model,
+    Precision,
+    axis_shape,
+    hybrid,
+    layer_parameters,
+    stage_parameters,
+)
+from benchmarks.scaling.formulas import activations, held_memory, layer_activations
+from benchmarks.scaling.moments import Load, step_moments
 from benchmarks.scaling.traffic import (
     H100,
     Message,
@@ -19,23 +32,7 @@ from benchmarks.scaling.traffic import (
     sent_bytes,
     tensor_parallel_messages,
 )
-from booster.memory.decoder import (
-    LLAMA_7B,
-    LLAMA_70B,
-    PRECISIONS,
-    Model,
-    Plan,
-    Precision,
-    axis_shape,
-    ddp,
-    fsdp,
-    hybrid,
-    layer_parameters,
-    stage_parameters,
-    zero,
-)
-from booster.memory.formulas import activations, held_memory, layer_activations
-from booster.memory.moments import Load, step_moments
+from booster.memory.plan import Plan, ddp, fsdp, zero
 
 GB = 1e9
 SEQUENCES = 1024  # of one step, over all ranks: 4.2 million tokens

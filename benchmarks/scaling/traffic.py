@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from booster.memory.decoder import Axis, Model, Plan, Precision, axis_shape, boundary_bytes
+from benchmarks.scaling.decoder import Axis, Model, Precision, axis_shape, boundary_bytes
+from booster.memory.plan import Plan
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 

@@ -15,8 +15,8 @@ from booster import arguments
 from booster.grads import PIECE
 from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
-from booster.memory.decoder import Plan, ddp, fsdp, zero
 from booster.memory.passes import Passes, run_passes
+from booster.memory.plan import Plan, ddp, fsdp, zero
 from booster.memory.released import Arrivals, Bucketed, Released, Sizes, Whole
 from booster.memory.stepped import Stepped, stepped
 from booster.mixed_precision import MixedPrecision, make

@@ -10,47 +10,22 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.scaling import bytes as scaling_bytes
+from benchmarks.scaling.decoder import PRECISIONS, Model, hybrid, stage_parameters
+from benchmarks.scaling.formulas import accumulated_bytes, layer_activations
 from benchmarks.scaling.job import cases, hybrid_plugin
 from benchmarks.scaling.traffic import sent_bytes
 from booster import Booster
-from booster.memory.decoder import PRECISIONS, Model, Plan, ddp, fsdp, hybrid, stage_parameters, zero
-from booster.memory.formulas import accumulated_bytes, layer_activations
+from booster.memory.plan import Plan, ddp, fsdp, zero
 from booster.plugin import LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
 HALF = "naive, fp32 masters"
 
-# One of each kind of formula; the others run in the full job.
-QUICK = {
-    2: {
-        ("DDP", "naive, split"),
-        ("ZeRO-1", "fp32"),
-        ("ZeRO-1, reduce_scatter", "naive, split"),
-        ("ZeRO-2", "naive, no masters"),
-        ("ZeRO-2, small buckets", HALF),
-        ("long, ZeRO-2", "fp32"),
-        ("long, FSDP, checkpointed", HALF),
-        ("FSDP", "autocast"),
-        ("FSDP, kept", HALF),
-        ("FSDP, 2 micro-batches", HALF),
-        ("TP 2", "autocast"),
-        ("TP 2, checkpointed", HALF),
-        ("PP 2, interleaved", HALF),
-    },
-    4: {
-        ("ZeRO-1", HALF),
-        ("HSDP 2 x 2", HALF),
-        ("HSDP 2 x 2, reduced twice", HALF),
-        ("TP 2 SP x dp 2, stage 1", HALF),
-        ("PP 2 x TP 2, SP", HALF),
-    },
-}
+pytestmark = pytest.mark.slow  # formulas that benchmarks alone use
 
 
-def marked(world_size):
+def named(world_size):
     for index, case in enumerate(cases(world_size)):
-        quick = (case.name, case.precision) in QUICK[world_size]
-        marks = [] if quick else [pytest.mark.slow]
-        yield pytest.param(index, id=f"{case.name}-{case.precision}".replace(" ", "_"), marks=marks)
+        yield pytest.param(index, id=f"{case.name}-{case.precision}".replace(" ", "_"))
 
 
 def check(rank, world_size, index):
@@ -58,19 +33,14 @@ def check(rank, world_size, index):
     scaling_bytes.check_case(cases(world_size)[index])
 
 
-@pytest.mark.parametrize("index", list(marked(2)))
+@pytest.mark.parametrize("index", list(named(2)))
 def test_two_ranks_hold_and_send_what_the_formulas_say(ranks2, index):
     ranks2(check, index)
 
 
-@pytest.mark.parametrize("index", list(marked(4)))
+@pytest.mark.parametrize("index", list(named(4)))
 def test_four_ranks_hold_and_send_what_the_formulas_say(ranks4, index):
     ranks4(check, index)
-
-
-def test_every_quick_case_exists():
-    for world_size, quick in QUICK.items():
-        assert quick <= {(case.name, case.precision) for case in cases(world_size)}
 
 
 def check_disagreement(rank, world_size):
@@ -96,7 +66,6 @@ def test_a_peak_that_is_not_what_the_formula_says_is_noticed(ranks2):
     ranks2(check_peak)
 
 
-@pytest.mark.slow
 def test_a_plan_that_is_not_what_the_plugin_does_is_noticed(ranks2):
     ranks2(check_disagreement)
 

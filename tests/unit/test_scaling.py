@@ -10,6 +10,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.scaling import tables as scaling
+from benchmarks.scaling.decoder import LLAMA_7B, LLAMA_70B, PRECISIONS, Model, axis_shape, hybrid, stage_parameters
+from benchmarks.scaling.formulas import (
+    accumulated_bytes,
+    activations,
+    held_memory,
+    layer_activations,
+    receive_buffers,
+)
+from benchmarks.scaling.moments import Load, step_moments
 from benchmarks.scaling.traffic import (
     H100,
     Message,
@@ -21,27 +30,7 @@ from benchmarks.scaling.traffic import (
     sent_bytes,
     tensor_parallel_messages,
 )
-from booster.memory.decoder import (
-    LLAMA_7B,
-    LLAMA_70B,
-    PRECISIONS,
-    Model,
-    Plan,
-    axis_shape,
-    ddp,
-    fsdp,
-    hybrid,
-    stage_parameters,
-    zero,
-)
-from booster.memory.formulas import (
-    accumulated_bytes,
-    activations,
-    held_memory,
-    layer_activations,
-    receive_buffers,
-)
-from booster.memory.moments import Load, step_moments
+from booster.memory.plan import Plan, ddp, fsdp, zero
 
 FP32, AUTOCAST = PRECISIONS["fp32"], PRECISIONS["autocast"]
 MASTERS, SPLIT, NONE = (PRECISIONS[f"naive, {form}"] for form in ("fp32 masters", "split", "no masters"))

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from booster.flat import bucket_size
-from booster.memory.decoder import Model, Plan, Precision, stage_parameters
-from booster.memory.formulas import (
+from benchmarks.scaling.decoder import Model, Precision, stage_parameters
+from benchmarks.scaling.formulas import (
     accumulated_bytes,
     activations,
     held_memory,
@@ -16,6 +15,8 @@ from booster.memory.formulas import (
     logit_bytes,
     receive_buffers,
 )
+from booster.flat import bucket_size
+from booster.memory.plan import Plan
 from booster.plugin.gradient_reducer import MOST_IN_FLIGHT
 
 BUCKET = 25 * 2**20  # bytes, what plugins send together unless told otherwise

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from booster.memory.decoder import Model, Plan, Precision, boundary_bytes
+from benchmarks.scaling.decoder import Model, Precision, boundary_bytes
+from booster.memory.plan import Plan
 
 ADAM_STATES = 8  # bytes a parameter: two float32 moments
 LOGIT = 12  # bytes a logit at the peak: float32 logits, their log-softmax, and its gradient
