@@ -394,6 +394,17 @@ def set_gather(module: Any, gather: Any) -> None:
     module.set_custom_all_gather(gather)
 
 
+def has_workers(loader: Any) -> bool:
+    """Return whether the workers of a loader with `persistent_workers=True` run."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+def end_workers(loader: Any) -> None:
+    """Have the next iteration of a DataLoader begin with new workers, as its first one did."""
+    if has_workers(loader):
+        loader._iterator = None
+
+
 def gather_of(group: Any) -> Any:
     """Return what a group of `fsdp_groups` all-gathers by."""
     return group._all_gather_comm
@@ -461,6 +472,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Adam.step unwrapped": lambda: unwrapped(torch.optim.Adam.step).__code__.co_varnames.index("closure"),
     "Module._state_dict_hooks": lambda: nn.Module()._state_dict_hooks,
     "Module._register_state_dict_hook": lambda: nn.Module._register_state_dict_hook,
+    "DataLoader._iterator": lambda: DataLoader([0])._iterator,  # type: ignore[arg-type]
     "DataLoader._index_sampler": lambda: DataLoader.__dict__["_index_sampler"].fget,
 }
 """How to reach every name above that needs no process group, for the test that says which are missing."""

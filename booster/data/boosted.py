@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from booster import arguments
 from booster.data.batch import to_device
-from booster.data.iteration import Iteration
+from booster.data.iteration import Iteration, Progress
 from booster.data.position import OWN_STATE, RANDOM, is_stateful, position_of
 from booster.data.samplers import Announced, distributed_sampler
 
@@ -50,8 +50,9 @@ class DataLoaderWrapper:
         self._announced = Announced(loader)
         self._epoch = self._announced.epoch
         self._chosen = False  # whether the user has set the next epoch here
-        self._current: Iteration | None = None  # the one that yielded last
-        self._newest: Iteration | None = None  # the one that was made last
+        # Of iterators no more is kept than how far they are: their workers end with the loop that is left.
+        self._current: Progress | None = None  # of the one that yielded last
+        self._newest: Progress | None = None  # of the one that was made last
         self._position: dict[str, Any] | None = None  # that the next iteration goes on from
 
     @property
@@ -143,10 +144,11 @@ class DataLoaderWrapper:
         position, self._position = self._position, None
         if position is not None and position["epoch"] != self._epoch:
             position = None  # the user has chosen another epoch since
-        self._newest = iteration = Iteration(self._loader, self._announced, self._epoch, position, self._deliver)
+        iteration = Iteration(self._loader, self._announced, self._epoch, position, self._deliver)
+        self._newest = iteration.progress
         self._epoch += 1
         return iteration
 
-    def _deliver(self, iteration: Iteration, batch: Any) -> Any:
-        self._current = iteration
+    def _deliver(self, progress: Progress, batch: Any) -> Any:
+        self._current = progress
         return to_device(batch, self.device)

@@ -39,7 +39,7 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
 
 def skips(loader: Any) -> bool:
     """Return whether `loader` leaves out what was seen without reading it."""
-    return callable(getattr(loader, "start_after", None))
+    return getattr(loader, "can_start_after", False) is True
 
 
 def is_stateful(loader: Any) -> bool:

@@ -8,7 +8,15 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from booster import arguments
 
@@ -28,43 +36,80 @@ class SeededDataLoader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], *, seed: int, rank: int, shuffle: bool, **options: Any) -> None:
         self._seed = seed
         self._rank = rank
-        self._consumed = 0  # samples over all ranks that the next iteration leaves out
         # Two generators: the order of the samples must not depend on whether there are workers to seed.
         self._order = torch.Generator().manual_seed(seed)
         if shuffle:
             options["sampler"] = RandomSampler(dataset, generator=self._order)  # type: ignore[arg-type]
         generator = torch.Generator().manual_seed(_mix(seed, rank, 0))
         super().__init__(dataset, generator=generator, **options)
+        self._rest = _Rest(self.batch_sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of `epoch`; `booster.data.DataLoaderWrapper` calls it by itself."""
         self._order.manual_seed(self._seed + epoch)
         self.generator.manual_seed(_mix(self._seed, self._rank, epoch))
-        self._consumed = 0
+        self._rest.consumed = 0
+
+    @property
+    def can_start_after(self) -> bool:
+        """Whether the whole order over all ranks is known here, as it is not of a stream or of samplers of the user's own."""
+        return type(self.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
 
     def start_after(self, num_samples: int) -> None:
         """Make the next iteration leave out the first `num_samples` of the epoch's order over all ranks, unread.
 
         What is left is dealt to the ranks that there are now, in batches as ever; call it after `set_epoch`.
         """
-        self._consumed = num_samples
+        self._rest.consumed = num_samples
 
     def num_batches_after(self, num_samples: int) -> int:
         """Return how many batches this rank has left after the first `num_samples` of the order over all ranks."""
         sampler: Any = self.sampler
-        total = len(getattr(sampler, "dataset", sampler)) if hasattr(sampler, "num_replicas") else len(sampler)
-        return len(list(self._batches_after(range(total), num_samples)))
+        return len(list(self._rest.after(range(len(getattr(sampler, "dataset", sampler))), num_samples)))
 
     @property
     def _index_sampler(self) -> Any:  # what DataLoader's iterators draw batches of indices from
-        if not self._consumed:
-            return super()._index_sampler
-        consumed, self._consumed = self._consumed, 0
-        return self._batches_after(self._whole_order(), consumed)
+        return self._rest
+
+
+class _Rest:
+    """The batches of indices that are left of an epoch.
+
+    batches: those of a whole epoch on this rank. consumed: samples over all ranks that the next iteration leaves out. Workers
+    that persist ask it anew for each epoch; it does not keep the loader, which would keep them for ever.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.consumed = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, since an iterator with workers makes one that it drops: this runs when the first batch is drawn.
+        consumed, self.consumed = self.consumed, 0
+        yield from self.after(self._whole_order(), consumed) if consumed else self._batches
+
+    def after(self, order: Sequence[int], consumed: int) -> Iterator[list[int]]:
+        """Yield what this rank reads, in batches, after the first `consumed` of the order over all ranks."""
+        sampler: Any = self._batches.sampler
+        batch_size, drop_last = self._batches.batch_size, self._batches.drop_last
+        replicas, rank = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
+        rest = list(order)[consumed:]
+        if rest and len(rest) % replicas:
+            if drop_last:
+                rest = rest[: len(rest) // replicas * replicas]
+            else:  # repeated, as DistributedSampler does, so that all ranks have equally many
+                rest += [rest[index % len(rest)] for index in range(replicas - len(rest) % replicas)]
+        own = iter(rest[rank::replicas])
+        while batch := list(islice(own, batch_size)):
+            if len(batch) == batch_size or not drop_last:
+                yield batch
 
     def _whole_order(self) -> list[int]:
         """The indices of the epoch over all ranks."""
-        sampler: Any = self.sampler
+        sampler: Any = self._batches.sampler
         if not isinstance(sampler, DistributedSampler):
             return list(sampler)
         whole: DistributedSampler[Any] = DistributedSampler(
@@ -72,20 +117,6 @@ class SeededDataLoader(DataLoader[Any]):
         )
         whole.set_epoch(sampler.epoch)
         return list(whole)
-
-    def _batches_after(self, order: Sequence[int], consumed: int) -> Iterator[list[int]]:
-        sampler: Any = self.sampler
-        replicas, rank = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", 0)
-        rest = list(order)[consumed:]
-        if rest and len(rest) % replicas:
-            if self.drop_last:
-                rest = rest[: len(rest) // replicas * replicas]
-            else:  # repeated, as DistributedSampler does, so that all ranks have equally many
-                rest += [rest[index % len(rest)] for index in range(replicas - len(rest) % replicas)]
-        own = iter(rest[rank::replicas])
-        while batch := list(islice(own, self.batch_size)):
-            if len(batch) == self.batch_size or not self.drop_last:
-                yield batch
 
 
 def prepare_dataloader(

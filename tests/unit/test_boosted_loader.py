@@ -1,6 +1,10 @@
 """The boosted loader in one process: epochs, iterators, and what it knows of its rows."""
 
 import copy
+import gc
+import multiprocessing
+import os
+import weakref
 
 import pytest
 import torch
@@ -229,3 +233,98 @@ def test_a_position_in_batches_of_another_size_is_refused():
     next(iter(first))
     with pytest.raises(ValueError, match="reads 5 samples in a step over all ranks, and 2 when the state was taken"):
         second.load_state_dict(first.state_dict())
+
+
+def left_in_the_middle():
+    """The workers of loaders that were left in the middle, in every way that one leaves them."""
+
+    def made(**options):
+        return DataLoaderWrapper(DataLoader(numbers(), 2, num_workers=1, **options), "cpu")
+
+    def looped(loader):
+        for _ in loader:
+            return
+
+    def asked_again(loader):
+        batches = iter(loader)
+        next(batches)
+        loader.state_dict()
+        next(iter(loader))
+
+    def resumed(loader):
+        looped(loader)
+        again = made()
+        again.load_state_dict(loader.state_dict())
+        looped(again)
+
+    for leave in (looped, asked_again, resumed):
+        leave(made())
+    looped(boosted(num_workers=1))
+    looped(made(persistent_workers=True))
+    persistent = boosted(num_workers=1, persistent_workers=True)
+    looped(persistent)
+    persistent.load_state_dict(persistent.state_dict())
+    looped(persistent)
+
+
+def test_workers_of_loaders_left_in_the_middle_end_by_reference_count_alone(capfd):
+    left_in_the_middle()  # a first time, for what multiprocessing keeps for itself
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        left_in_the_middle()
+        assert multiprocessing.active_children() == []
+        assert not [each for each in gc.get_objects() if "DataLoaderIter" in type(each).__name__]
+        assert len(os.listdir("/proc/self/fd")) < before + 4, "one loader's are 6; threads close theirs when they like"
+    finally:
+        gc.enable()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_loader_keeps_no_iterator_that_is_left():
+    class Batches:
+        def __iter__(self):
+            return iter(self.made)
+
+        made = [1, 2]
+
+    class Iterating(list):
+        def __iter__(self):
+            batches = Batches()
+            found.append(weakref.ref(batches))
+            return (batch for batch in batches if batches)
+
+    found = []
+    loader = DataLoaderWrapper(Iterating([1, 2]), "cpu")
+    gc.disable()
+    try:
+        for _ in loader:
+            break
+        assert [each() for each in found] == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+@pytest.mark.parametrize("warm", [False, True], ids=["a new loader", "one that has run"])
+def test_epochs_after_a_resumed_one_are_whole(options, warm):
+    unbroken = boosted(world_size=1, **options)
+    batches = iter(unbroken)
+    next(batches), next(batches)
+    state = unbroken.state_dict()
+    expected = [flat(batches), flat(unbroken), flat(unbroken)]
+    resumed = boosted(world_size=1, **options)
+    if warm:
+        flat(resumed)
+    resumed.load_state_dict(state)
+    assert [flat(resumed) for _ in range(3)] == expected
+
+
+def test_an_iterator_that_resumes_is_its_own_though_another_was_made_before_its_first_batch():
+    expected = epochs(1, 2)
+    state = boosted(world_size=1).state_dict() | {"batches": 2, "samples": 4}
+    loader = boosted(world_size=1)
+    loader.load_state_dict(state)
+    resumed, following = iter(loader), iter(loader)
+    assert (flat(following), flat(resumed)) == (expected[1], expected[0][4:])
