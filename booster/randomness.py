@@ -29,8 +29,22 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Continue where `random_state` was taken. CUDA devices that this process lacks, and numpy where absent, are left out."""
+    """Continue where `random_state` was taken. CUDA devices that this process lacks, and numpy where absent, are left out.
+
+    Raises ValueError, with no generator touched, for what `random_state` did not give.
+    """
+    before = random_state()
+    try:
+        _set(state)
+    except Exception as error:
+        _set(before)
+        raise ValueError(f"this is no state of random number generators: {type(error).__name__}: {error}") from error
+
+
+def _set(state: dict[str, Any]) -> None:
     own = state["python"]
+    if not isinstance(own["gauss"], (float, type(None))):  # python takes anything, and numpy any position
+        raise TypeError(f"python's next normal number is {own['gauss']!r}")
     random.setstate((own["version"], tuple(own["words"].tolist()), own["gauss"]))
     torch.set_rng_state(state["torch"].to(torch.uint8).cpu())
     if torch.cuda.is_available():
@@ -39,6 +53,10 @@ def set_random_state(state: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         own = state["numpy"]
+        if not (isinstance(own["position"], int) and 0 <= own["position"] <= len(own["words"])):
+            raise ValueError(f"numpy's position is {own['position']!r}")
+        if own["words"].dtype != torch.int64:
+            raise TypeError(f"numpy's words are {own['words'].dtype}")
         words = own["words"].numpy().astype("uint32")
         numpy.random.set_state((own["name"], words, own["position"], own["gauss"], own["cached"]))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,16 @@ from booster.checkpoint.plain import reference
 from booster.checkpoint.saved import Saved, listed
 from booster.checkpoint.saved_module import SavedModule
 from booster.checkpoint.saved_optimizer import SavedOptimizer
+from booster.checkpoint.tensor_file import dtype_of
+from booster.checkpoint.way_back import load_module, may_refuse, way_back
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper
-from booster.interface.model import ModelWrapper, pins_of
+from booster.interface.model import ModelWrapper, Pinned, pins_of
 from booster.modules import bare
-from booster.randomness import set_random_state
-from booster.trees import map_tensors
+from booster.randomness import random_state, set_random_state
 from booster.update.loading import Reading
 
 _logger = logging.getLogger(__name__)
-_CAUGHT = (OSError, ValueError, KeyError, TypeError, CheckpointError)  # what a wrong file or a wrong job raises
 
 
 def load(root: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | None) -> Loaded:
@@ -46,7 +47,7 @@ def load(root: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | N
         try:
             loading = _read(folder, parts, strict=strict, group=group)
             break
-        except _CAUGHT as error:
+        except (OSError, CheckpointError) as error:
             # What the first rank sees counts: another process may be replacing the folder.
             found = damage(folder) if is_first(group) else []
             bad, replaced, named = exchange([found, before != manifest_now(folder), folder == standing(root)], group)[0]
@@ -91,22 +92,29 @@ def _next(root: Path, passed_over: list[str]) -> Path:
 
 def _read(folder: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | None) -> _Loading:
     """Read and verify a checkpoint, and compare it with the job; touches no object. Raises on all ranks, or on none."""
-    problem: BaseException | None = None
-    loading: _Loading | None = None
-    try:
-        loading = _Loading(Saved(folder), parts, 0 if group is None else dist.get_rank(group))
-        loading.compare(strict=strict)
-    except _CAUGHT as error:
-        problem = error
-    agree_on_success(problem, group)
-    assert loading is not None  # there was no problem
+    found: list[_Loading] = []
+    with _agreed(f"{folder} cannot be compared with this job", group):
+        found.append(_Loading(Saved(folder), parts, 0 if group is None else dist.get_rank(group)))
+        found[0].compare(strict=strict)
+    (loading,) = found
     loading.saved.read(group)
-    try:
+    with _agreed(f"{folder} does not say what save() writes", group):
         loading.prepare()
-    except _CAUGHT as error:
-        problem = error
-    agree_on_success(problem, group)
     return loading
+
+
+@contextmanager
+def _agreed(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """If the body raises on one rank, raise on all: an OSError as it is, anything else as a CheckpointError."""
+    problem: BaseException | None = None
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        problem = error
+    except Exception as error:  # whatever a wrong file or a wrong job leads to
+        problem = CheckpointError(f"{what}: {type(error).__name__}: {error}")
+        problem.__cause__ = error
+    agree_on_success(problem, group)
 
 
 def anything_in(root: Path, group: dist.ProcessGroup | None) -> bool:
@@ -128,9 +136,24 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
     except (CheckpointError, OSError) as error:
         problem = error
     agree_on_success(problem, group)
-    model.load_state_dict(state, strict=False)
+    with ExitStack() as undo:
+        with _refusable(f"{path} does not load into this model", group):
+            load_module(model, state, undo)
+        undo.pop_all()
     if left_out:
         _logger.warning("%s: %s", path, listed(left_out))
+
+
+@contextmanager
+def _refusable(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """As `_agreed`, for an object of the user's: whatever it raises, nothing was loaded."""
+    problem: CheckpointError | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = CheckpointError(f"{what}, and nothing was loaded: {error}")
+        problem.__cause__ = error
+    agree_on_success(problem, group)
 
 
 class _Loading:
@@ -141,7 +164,7 @@ class _Loading:
         self.parts = parts
         self.rank = rank
         self._modules = [
-            (module, SavedModule(saved, kind, name, module))
+            (f"{kind} {name!r}", module, SavedModule(saved, kind, name, module))
             for kind, modules in (("models", parts.models), ("criteria", parts.criteria))
             for name, module in modules.items()
         ]
@@ -168,7 +191,7 @@ class _Loading:
             missing = sorted(found.keys() - self.saved.tree.get(kind, {}).keys())
             if missing:
                 different.append(f"{kind}: the checkpoint has {sorted(self.saved.tree.get(kind, {}))}, not {missing}")
-        for _, saved_module in self._modules:
+        for _, _, saved_module in self._modules:
             different += saved_module.differences(strict=strict)
         different += self._compare_pins()
         for _, _, saved_optimizer in self._optimizers:
@@ -234,13 +257,14 @@ class _Loading:
         params = dict(self.parts.models[name].named_parameters())
         for key, value in ranks[self.rank][name].items():
             entry = self.saved.entry(reference(value))
-            if key not in params or entry is None or entry.shape != (params[key].numel(),):
+            fits = key in params and entry is not None and entry.shape == (params[key].numel(),)
+            if not fits or not dtype_of(entry).is_floating_point:  # type: ignore[arg-type]
                 yield f"models {name!r}: what is carried of {key} fits no parameter here"
         self.saved.want_all(ranks[self.rank][name])
 
     def prepare(self) -> None:
         """Make of what was read the state dicts that the objects take."""
-        self._module_states = [(module, saved_module.state()) for module, saved_module in self._modules]
+        self._module_states = [(what, module, saved_module.state()) for what, module, saved_module in self._modules]
         self._optimizer_states = [
             (name, optimizer, saved_optimizer.state()) for name, optimizer, saved_optimizer in self._optimizers
         ]
@@ -253,9 +277,15 @@ class _Loading:
         ]
         ranks = self.saved.tree.get("carried", [])
         own = ranks[self.rank] if len(ranks) == self._world_size else {}
-        self._carried = {name: self.saved.value(own.get(name, {})) for name in self.parts.carried}
+        self._carried = {
+            name: self._by_parameter(name, self.saved.value(own.get(name, {}))) for name in self.parts.carried
+        }
         self._extra = self.saved.value(self.saved.tree["extra"])
-        self._random = self.saved.value(self.saved.tree["random"][self.rank]) if self._same_ranks else None
+        self._random: Any = self.saved.value(self.saved.tree["random"][self.rank]) if self._same_ranks else None
+
+    def _by_parameter(self, model: str, carried: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        params = dict(self.parts.models[model].named_parameters())
+        return {params[key]: value.to(params[key].device) for key, value in carried.items()}
 
     def _loader_state(self, name: str, loader: Any) -> Any:
         position = self.saved.value(self.saved.tree["dataloaders"][name])
@@ -265,45 +295,46 @@ class _Loading:
         return {**position, **own} if isinstance(loader, DataLoaderWrapper) else own[OWN_STATE]
 
     def apply(self, group: dist.ProcessGroup | None) -> Loaded:
-        """Hand every object its state: first those that may refuse it, and that can be undone; then what only copies."""
+        """Hand every object its state: whatever may refuse it, so that it can be undone; then what only copies."""
         readings: list[Reading] = []
+        modules = sorted(self._module_states, key=lambda entry: not may_refuse(entry[1]))
+        refuses = f"{self.saved.folder} does not load into "
         with ExitStack() as undo:
+            with _refusable(f"{refuses}the random states", group):
+                undo.callback(set_random_state, random_state())  # what loads may draw numbers, too
+                if self._same_ranks:
+                    set_random_state(self._random)
             for name, optimizer, state in self._optimizer_states:
-                with self._agreed(f"optimizers {name!r}", group):
+                with _refusable(f"{refuses}optimizers {name!r}", group):
                     readings.append(optimizer.read_state_dict(state))
                     undo.callback(readings[-1].undo)
-            with self._agreed("dataloaders, lr_schedulers or extra", group):
+            with _refusable(f"{refuses}dataloaders, lr_schedulers or extra", group):
                 for part, state in [*self._other_states, *_takers(self.parts.extra, self._extra)]:
-                    undo.callback(_way_back(part))
+                    undo.callback(way_back(part))
                     part.load_state_dict(state)
+            with _refusable(f"{refuses}the modules pinned to float32", group):
+                for name, pins in self._pins_here():
+                    undo.callback(pins.load_state_dict, copy.deepcopy(pins.state_dict()))
+                    pins.load_state_dict(self._pins(name))
+            for what, module, state in modules:
+                with _refusable(f"{refuses}{what}", group):
+                    load_module(module, state, undo)
             undo.pop_all()
-        for module, state in self._module_states:
-            module.load_state_dict(state, strict=False)
-        for name, model in self.parts.models.items():
-            if (pins := pins_of(model)) is not None:
-                pins.load_state_dict(self._pins(name))
         for read in readings:
             read.take_over()
         for name, carried in self.parts.carried.items():
-            params = dict(self.parts.models[name].named_parameters())
             carried.clear()
-            carried.update({params[key]: value.to(params[key].device) for key, value in self._carried[name].items()})
-        if self._random is not None:
+            carried.update(self._carried[name])
+        if self._same_ranks:
             set_random_state(self._random)
         if self.saved.notes:
             _logger.warning("%s: %s", self.saved.folder, "; ".join(self.saved.notes))
         return Loaded(self.saved.manifest.step, self._extra, self.saved.folder)
 
-    @contextmanager
-    def _agreed(self, what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-        """If the body raises on one rank, raise CheckpointError on all."""
-        problem: CheckpointError | None = None
-        try:
-            yield
-        except Exception as error:
-            problem = CheckpointError(f"{self.saved.folder} does not load into {what}, and nothing was loaded: {error}")
-            problem.__cause__ = error
-        agree_on_success(problem, group)
+    def _pins_here(self) -> Iterator[tuple[str, Pinned]]:
+        for name, model in self.parts.models.items():
+            if (pins := pins_of(model)) is not None:
+                yield name, pins
 
     @property
     def _same_ranks(self) -> bool:
@@ -325,17 +356,3 @@ def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
         for key, value in extra.items():
             if key in state:
                 yield from _takers(value, state[key])
-
-
-def _way_back(part: Any) -> Callable[[], None]:
-    """Return what gives `part` the state that it has now."""
-    # Copied, and to host memory: loading writes into the tensors that are there.
-    state = map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), part.state_dict(), copy_containers=True)
-    attributes = dict(vars(part)) if isinstance(part, DataLoaderWrapper) else {}
-
-    def back() -> None:
-        part.load_state_dict(state)
-        if attributes:  # its state says where to go on, and not that nobody had asked for that
-            vars(part).update(attributes)
-
-    return back

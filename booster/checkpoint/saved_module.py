@@ -48,7 +48,7 @@ class SavedModule:
             if key not in saved or not isinstance(value, torch.Tensor):
                 self._saved.want_all(saved.get(key))
                 continue
-            entry = self._saved.entry(sources[key])
+            entry = self._saved.entry(sources[key]) if reference(saved[key]) else None
             if entry is None or entry.shape != tuple(value.shape):
                 shape = "no tensor" if entry is None else f"shape {entry.shape}"
                 yield f"{self._kind} {self._name!r}: {key} has {shape} in the checkpoint and shape {tuple(value.shape)} here"

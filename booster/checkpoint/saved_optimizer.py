@@ -73,6 +73,8 @@ class SavedOptimizer:
             if param in saved["state"]
         }
         own = {key: self._saved.value(value) for key, value in saved[STATE_KEY].items() if key != "masters"}
+        if not isinstance(own["loss_scaler"], Mapping):
+            raise ValueError(f"the loss scale of optimizers {name!r} is {own['loss_scaler']!r}")
         if set(own["loss_scaler"]) != set(optimizer.scaler_state()):
             self._saved.notes.append(
                 f"optimizers {name!r}: the loss scale is left as it is, because the precision that saved has another kind"

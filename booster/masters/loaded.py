@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -49,6 +49,19 @@ class LoadedWeights:
     def _of(cls, model: nn.Module) -> LoadedWeights | None:
         hooks = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
         return next((hook for hook in hooks if isinstance(hook, cls)), None)
+
+    @classmethod
+    def way_back(cls, model: nn.Module) -> Callable[[], None]:
+        """What makes those of `model` the ones that they are now."""
+        found = cls._of(model)
+        if found is None:
+            return lambda: None
+        values, given = dict(found.values), set(found.given)
+
+        def back() -> None:
+            found.values, found.given = values, given
+
+        return back
 
     def _names(self, model: nn.Module) -> dict[str, list[str]]:
         """All names in `model` of each parameter that is watched for, by the one that is known of it."""

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 import torch
+from resealed import reseal
 from safetensors.torch import load_file
 from torch import nn
 
 from booster import Booster
-from booster.checkpoint import manifest
 from booster.cli.checkpoint import checkpoint as command
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
@@ -152,17 +152,9 @@ def test_of_two_names_with_different_weights_the_last_counts_as_in_torch():
 
 def without_whose(folder):
     """Make of a checkpoint one of an earlier version, which did not say whose masters are whose."""
-    from booster.checkpoint.hashing import hash_of
-
     tree = json.loads((folder / "state.json").read_bytes())
     assert tree.pop("masters")
-    data = json.dumps(tree).encode()
-    (folder / "state.json").write_bytes(data)
-    told = manifest.read_manifest(folder)
-    files = {**told.files, "state.json": manifest.File(len(data), hash_of(data))}
-    (folder / "manifest.json").write_bytes(
-        manifest.Manifest(told.step, told.world_size, told.versions, files, told.tensors).dumps()
-    )
+    reseal(folder, tree)
 
 
 def test_an_earlier_checkpoint_of_one_model_has_its_masters_by_name(tmp_path):

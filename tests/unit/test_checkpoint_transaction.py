@@ -1,11 +1,13 @@
 """A load of several objects is one transaction: whichever of them refuses its state, none has changed."""
 
 import copy
+import json
 import random
 
 import pytest
 import torch
 from refusals import fingerprint
+from resealed import reseal
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -79,7 +81,10 @@ class Job:
         loader = {key: value for key, value in vars(self.loader).items() if key != "_loader"}
         randomness = (random.getstate(), torch.get_rng_state())
         counter = self.counter.value.tolist()
-        return fingerprint(self.models, self.optimizers), rest, loader, repr(randomness), counter
+        held = [model.unwrap()[1] for model in self.models.values()]
+        held += [own for schedule in self.schedules.values() for own in (schedule, schedule.unwrap())]
+        attributes = [repr(vars(own)) for own in held]
+        return fingerprint(self.models, self.optimizers), rest, loader, repr(randomness), counter, attributes
 
 
 def refuse_state(job):
@@ -112,7 +117,27 @@ def refuse_extra(job):
     job.counter.refuses = True
 
 
-FAULTS = [refuse_state, refuse_late, refuse_schedule, refuse_extra]
+def refuse_hook(job):
+    # After the weights of this model, and of the other one, were written.
+    def hook(module, keys):
+        raise RuntimeError("planted")
+
+    for model in job.models.values():
+        job.booster.unwrap(model)[0].register_load_state_dict_post_hook(lambda module, keys: None)
+    job.booster.unwrap(job.models["two"])[2].register_load_state_dict_post_hook(hook)
+
+
+def refuse_weights(job):
+    class Refusing(nn.LayerNorm):
+        def _load_from_state_dict(self, *args):
+            self.eps, self.epsilon = 1.0, 1.0
+            super()._load_from_state_dict(*args)
+            raise RuntimeError("planted")
+
+    job.booster.unwrap(job.models["one"])[1].__class__ = Refusing
+
+
+FAULTS = [refuse_state, refuse_late, refuse_schedule, refuse_extra, refuse_hook, refuse_weights]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -142,3 +167,79 @@ def test_without_a_fault_all_of_them_load(tmp_path, precision):
         for one, two in zip(model.parameters(), job.models[name].parameters(), strict=True):
             assert torch.equal(one, two)
     assert job.fingerprint()[1] == source.fingerprint()[1]
+
+
+# ---- states that nobody wrote, in checkpoints that are whole ----
+
+
+def at(tree, path):
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+WRONG = {
+    "random": [
+        ((0,), ["nothing", None, [], {}, "the weights"]),
+        ((0, "python"), [None, {}, "the weights"]),
+        ((0, "python", "version"), ["gone", 2.5, "x"]),
+        ((0, "python", "words"), [None, "x", "the weights"]),
+        ((0, "python", "gauss"), ["gone", "x", []]),
+        ((0, "torch"), ["gone", 0, None, "the weights"]),
+        ((0, "numpy"), [None, [1, 2], {"a": 1}, "the weights"]),
+        ((0, "numpy", "name"), ["x", 0]),
+        ((0, "numpy", "words"), ["x", "the weights"]),
+        ((0, "numpy", "position"), ["gone", -1, 10**6, 2**70, 1.5, "x"]),
+        ((0, "numpy", "gauss"), ["x", {}]),
+        ((0, "numpy", "cached"), ["gone", None, "x"]),
+    ],
+    "extra": [(("counter",), [None, 3, "the weights"]), (("counter", "value"), ["gone", "x", "the weights"])],
+    "models": [
+        (("two",), [None, [], "the weights", "gone"]),
+        (("two", "0.weight"), [None, "x", {}, [1.0], "gone"]),
+    ],
+    "optimizers": [
+        (("two",), [None, [], "gone"]),
+        (("two", "class"), [None, "SGD", "gone"]),
+        (("two", "groups"), [None, [], [None], "gone"]),
+        (("two", "groups", 0, "params"), [None, [], {}, "gone"]),
+        (("two", "groups", 0, "options"), [None, [], {}, "gone"]),
+        (("two", "state"), [None, "x", [1]]),
+        (("two", "state", "0.weight"), ["x", [1], "the weights"]),
+        (("two", "state", "0.weight", "exp_avg"), [None, "x", 1.0, "gone"]),
+        (("two", "booster"), [None, "x", [], "gone"]),
+        (("two", "booster", "loss_scaler"), [None, "x", [1], "gone"]),
+        (("two", "booster", "num_steps"), [None, "x", -1, 0.5, "gone"]),
+    ],
+    "dataloaders": [(("0",), [None, [], {}, "gone"]), (("0", "epoch"), [None, "x", -1, "gone"])],
+    "lr_schedulers": [(("two",), [None, "x", "the weights", "gone"])],
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16_naive"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_part_that_does_not_say_what_was_saved_is_refused_before_anything_changes(tmp_path, precision, kind):
+    source = Job(precision, 0, 5)
+    folder = source.booster.save(tmp_path, *source.parts, step=5, extra={"counter": source.counter})
+    text = (folder / "state.json").read_text()
+    job = Job(precision, 1, 2)
+    before, wrong = job.fingerprint(), []
+    for path, values in WRONG[kind]:
+        for value in values:
+            tree = json.loads(text)
+            holder = at(tree[kind], path[:-1])
+            if value == "gone":
+                del holder[path[-1]]
+            else:
+                weights = {"__booster__": "tensor", "name": "models/two/2.bias"}
+                holder[path[-1]] = weights if value == "the weights" else value
+            reseal(folder, tree)
+            try:
+                job.booster.load(tmp_path, *job.parts, extra={"counter": job.counter})
+                wrong.append(f"{path} = {value!r}: loaded")
+            except CheckpointError:
+                wrong += [f"{path} = {value!r}: changed"] * (job.fingerprint() != before)
+            if wrong:
+                job = Job(precision, 1, 2)
+                before = job.fingerprint()
+    assert not wrong, "\n".join(wrong)

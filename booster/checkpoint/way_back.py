@@ -1,0 +1,112 @@
+"""Ways back: what gives objects that were loaded the states that they had, where a later one refuses its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.data import DataLoaderWrapper
+from booster.interface.model import ModelWrapper
+from booster.interface.scheduler import LRSchedulerWrapper
+from booster.masters.loaded import LoadedWeights
+from booster.modules import bare
+from booster.trees import map_tensors
+
+_OURS = ("torch.", "booster.")
+
+
+def way_back(part: Any) -> Callable[[], None]:
+    """Return what gives a loader, a scheduler or an object of the user's the state that it has now."""
+    # Copied, and to host memory: loading writes into the tensors that are there.
+    state = map_tensors(_kept, part.state_dict(), copy_containers=True)
+    attributes = [(own, dict(vars(own))) for own in _with_attributes(part)]
+
+    def back() -> None:
+        try:
+            part.load_state_dict(state)
+        finally:  # a state says where to go on, and not that nobody had asked for that
+            for own, before in attributes:
+                vars(own).clear()
+                vars(own).update(before)
+
+    return back
+
+
+def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
+    """Load `state`, whose names and shapes fit, into `module`; where that may raise, `undo` has the way back."""
+    if may_refuse(module):
+        undo.callback(_way_back_of_module(module))
+    module.load_state_dict(state, strict=False)
+
+
+def may_refuse(module: nn.Module) -> bool:
+    """Return whether code of the user's runs while a state that fits is loaded into `module`: torch's own only copies."""
+    own = _user_module(module)
+    return any(_has_own_code(child) for child in own.modules())
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    methods = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+    code = [getattr(getattr(type(module), name), "__module__", "") for name in methods]
+    code += ["instance" for name in methods if name in vars(module)]
+    for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):
+        inner = getattr(hook, "hook", hook)
+        code.append(getattr(inner, "__module__", "") or type(inner).__module__)
+    return not all(f"{where}.".startswith(_OURS) for where in code)
+
+
+def _way_back_of_module(module: nn.Module) -> Callable[[], None]:
+    own = _user_module(module)
+    tensors = [(tensor, _kept(tensor)) for tensor in (*own.parameters(), *own.buffers())]
+    attributes = []
+    for child in own.modules():
+        if _has_own_code(child):
+            extra = type(child).get_extra_state is not nn.Module.get_extra_state
+            state = copy.deepcopy(child.get_extra_state()) if extra else None
+            held: list[dict[str, Any]] = [child._parameters, child._buffers, child._modules]
+            tables = [(table, dict(table)) for table in held]
+            attributes.append(
+                (child, dict(vars(child)), tables, (lambda c=child, s=state: c.set_extra_state(s), extra))
+            )
+    loaded = LoadedWeights.way_back(own)
+
+    @torch.no_grad()
+    def back() -> None:
+        for child, before, tables, (restore, has_extra) in attributes:
+            vars(child).clear()
+            vars(child).update(before)
+            for table, entries in tables:
+                table.clear()
+                table.update(entries)
+            if has_extra:
+                restore()
+        for tensor, value in tensors:
+            tensor.copy_(value)
+        loaded()
+
+    return back
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _user_module(module: nn.Module) -> nn.Module:
+    return bare(module.module) if isinstance(module, ModelWrapper) else module
+
+
+def _with_attributes(part: Any) -> Iterator[Any]:
+    """The objects of ours and of torch's that a state is loaded into by their attributes."""
+    if isinstance(part, (DataLoaderWrapper, LRSchedulerWrapper)):
+        yield part
+    if isinstance(part, LRSchedulerWrapper):
+        yield from _with_attributes(part.unwrap())
+    elif isinstance(part, torch.optim.lr_scheduler.LRScheduler):
+        yield part
+        for inner in getattr(part, "_schedulers", ()):  # SequentialLR, ChainedScheduler
+            yield from _with_attributes(inner)
