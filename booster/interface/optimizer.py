@@ -140,8 +140,10 @@ class OptimizerWrapper(Optimizer):
     def unscale_grads(self) -> None:
         """Make `.grad` readable now: divided by the loss scale and clipped as asked so far. Repeating it does nothing.
 
-        Until then, and until `step()`, gradients under a loss scaler are scaled. Those of half parameters under apex's O2
-        stay so; the true ones are those of `apex_amp.master_params(optimizer)`.
+        Until then, and until `step()`, gradients under a loss scaler are scaled. What is in `.grad` is what the step uses: it
+        may be written to, replaced, or set to None; without this call it is taken to be scaled. Under apex's O2 gradients of
+        half parameters add up in float32, beside `.grad`; this rounds the sums into `.grad`, and the step uses the sums where
+        `.grad` was not changed. Raises RuntimeError there if several passes were added up and ranks share whole gradients.
         """
         if self._update.release is not None:
             self._update.release.refuse("unscale_grads()")

@@ -88,6 +88,11 @@ class Shards:
         """Return what stands for `param` inside `local()`."""
         return param
 
+    def param_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the parameter whose gradient users change to change that of `part`, where writing to it leaves no trace in the
+        version of the other; else `part`."""
+        return part
+
     def copies(self, part: torch.Tensor) -> int | None:
         """Return how many of the ranks that step together hold this very part; None: each has all of every parameter."""
         return None

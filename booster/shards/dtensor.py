@@ -108,6 +108,9 @@ class DTensorShards(Shards):
             part.requires_grad_(param.requires_grad)
         return part
 
+    def param_of(self, part: torch.Tensor) -> torch.Tensor:
+        return self._params.get(part, part)
+
     def copies(self, part: torch.Tensor) -> int:
         if part not in self._copies:
             param = self._params.get(part, part)
