@@ -185,6 +185,9 @@ class Booster:
             each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
         ]
         self._boosted.add(model, boosted, boosted_criterion, wrappers)
+        if wrappers:
+            group = self.plugin.group
+            boosted.watch_raw_calls(several_ranks=group is not None and group.size() > 1)
         if loader is not None:
             self._boosted.loaders.add(loader)
         for watching in (self._records, self._watcher):
@@ -555,7 +558,9 @@ class Booster:
     def unwrap(self, boosted: Any) -> Any:
         """The user's object inside a boosted model, optimizer, criterion, dataloader or scheduler."""
         if isinstance(boosted, nn.Module):
-            return boosted_wrapper(boosted, "unwrap").unwrap()
+            wrapper = boosted_wrapper(boosted, "unwrap")
+            wrapper.leave_raw_calls()
+            return wrapper.unwrap()
         if isinstance(boosted, (OptimizerWrapper, CriterionWrapper, DataLoaderWrapper, LRSchedulerWrapper)):
             return boosted.unwrap()
         raise TypeError(f"unwrap needs a boosted object, as boost() returned it, got {arguments.described(boosted)}")

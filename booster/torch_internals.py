@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import filterfalse
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
+
+from booster.guards import OwnStep
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import (
@@ -202,11 +205,18 @@ def set_fused_flags(optimizer: Optimizer, fused: bool) -> None:
     optimizer._need_device_dtype_check_for_fused = fused  # type: ignore[attr-defined]
 
 
+_IS_GUARD = OwnStep.__instancecheck__  # asked without a Python call
+
+
 def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """Return what is called before and after every step: torch's global hooks and the optimizer's own, in order."""
+    """Return what is called before and after every step: torch's global hooks and the optimizer's own, in order.
+
+    Without the guard of this library, which is not the user's.
+    """
     module: Any = sys.modules[Optimizer.__module__]
+    own = filterfalse(_IS_GUARD, optimizer._optimizer_step_pre_hooks.values())
     return (
-        [*module._global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()],
+        [*module._global_optimizer_pre_hooks.values(), *own],
         [*optimizer._optimizer_step_post_hooks.values(), *module._global_optimizer_post_hooks.values()],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from booster import arguments
 from booster.cast_regions import forward_region
 from booster.casting import cast_floats
+from booster.guards import RawCalls
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
 from booster.modules import wait_for_weights
@@ -54,6 +55,7 @@ class PrecisionModule(TransparentModule):
     _precision: ForwardPrecision
     _input_dtype: torch.dtype | None
     _tape: Tape | None = None
+    _raw_calls: RawCalls | None = None
 
     def __init__(
         self, module: nn.Module, precision: ForwardPrecision, *, input_dtype: torch.dtype | None = None
@@ -69,9 +71,29 @@ class PrecisionModule(TransparentModule):
         """Keep what every call was given on `tape` from now on."""
         self.__dict__["_tape"] = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
 
+    def watch_raw_calls(self, *, several_ranks: bool) -> None:
+        """Watch for the first calls of the user's model that do not come through this one; see `RawCalls`.
+
+        Not where the user compiled the model, which would be compiled again as soon as nobody watches.
+        """
+        model = self.unwrap()
+        if model is bare(model):
+            name = type(self._precision).__name__
+            self.__dict__["_raw_calls"] = RawCalls(model, precision=name, several_ranks=several_ranks)
+
+    def leave_raw_calls(self) -> None:
+        """Watch no longer: who asks for the user's model knows of it, and TorchScript takes no hook that it cannot compile."""
+        if self._raw_calls is not None:
+            self._raw_calls.leave()
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        watch = None if torch.compiler.is_compiling() else self._raw_calls
+        if watch is not None:
+            before, watch.inside = watch.inside, True
         with forward_region(self._precision):
             output = self.module(*self.cast_inputs(args), **(self.cast_inputs(kwargs) if kwargs else {}))
+        if watch is not None:  # after an error it stays inside until the next call: a `try` is what compilers cannot resume in
+            watch.inside = before
         return self.cast_outputs(output)
 
     def cast_inputs(self, tree: Any) -> Any:
@@ -97,7 +119,7 @@ class PrecisionModule(TransparentModule):
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with forward_region(self._precision):
+            with self._entered():
                 output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             if isinstance(output, Generator):
                 return self._stream(output, name)
@@ -109,12 +131,26 @@ class PrecisionModule(TransparentModule):
         # The body of a generator runs when it is iterated, long after the method returned.
         with closing(outputs):
             while True:
-                with forward_region(self._precision):
+                with self._entered():
                     try:
                         output = next(outputs)
                     except StopIteration:
                         return
                 yield self._finish(output, name)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        watch = None if torch.compiler.is_compiling() else self._raw_calls
+        if watch is None:
+            with forward_region(self._precision):
+                yield
+            return
+        before, watch.inside = watch.inside, True
+        try:
+            with forward_region(self._precision):
+                yield
+        finally:
+            watch.inside = before
 
     def _finish(self, output: Any, name: str) -> Any:
         if self.module is not self.unwrap() and any(tensor.grad_fn is not None for tensor in tensors(output)):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from booster import arguments
 from booster.casting import HALF_DTYPES
+from booster.guards import OwnStep
 from booster.interface.signature import takes
 from booster.update.backward import run_backward
 from booster.update.base import Job, Update
@@ -37,6 +38,9 @@ class OptimizerWrapper(Optimizer):
     `MixedPrecision.after_step`; None: nobody listens.
     """
 
+    # What torch's GradScaler asks for; it then sets `found_inf` on this object, which `step` finds.
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         job: Job,
@@ -56,6 +60,7 @@ class OptimizerWrapper(Optimizer):
         if job.options.release_gradients:
             self._update.release = Release(str(job.options.release_gradients), float(self._clip_grad_norm))
         self._held: str | None = None
+        self._own_step = OwnStep(job.optimizer, self)
         self.accumulating = False
         self._history = StepHistory(job.options.max_consecutive_skips, self._describe_scale)
 
@@ -93,34 +98,40 @@ class OptimizerWrapper(Optimizer):
         """
         if self._held is not None:
             raise RuntimeError(self._held)
-        if closure is None and not self.optimizer.state and _is_of_torch_checkpoint(3):
-            # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
-            return self._update.step()
+        if "found_inf" in self.__dict__:
+            self._refuse_grad_scaler()
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
-        self._history.settle()
-        if closure is None and self._clip_grad_norm and not self._update.released:
-            self.clip_grad_by_norm(self._clip_grad_norm)
-        if closure is None:
-            self._update.shards.check_gradients()
-            for listener in self._update.listeners:
-                listener.before_step(self._update, self._history.num_steps + 1)
-            result = self._update.step()
-        else:
-            result = self._step_with_closure(closure)
-        # A user's autocast around the whole loop would go on with half copies of the weights as they were.
-        torch.clear_autocast_cache()
-        self._history.record(result)
-        if self._update.listeners or self._after_step is not None:  # they may read weights
-            self.wait_for_weights()
-        for listener in self._update.listeners:
-            listener.after_step(self._update, self._history.num_steps, result)
-        if self._after_step is not None:
-            with torch.no_grad():
-                self._after_step(result.decision)
-        if not self._update.decides_on_device:
+        self._own_step.stepping = True
+        try:
+            if closure is None and not self.optimizer.state and _is_of_torch_checkpoint(3):
+                # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
+                return self._update.step()
             self._history.settle()
-        return result
+            if closure is None and self._clip_grad_norm and not self._update.released:
+                self.clip_grad_by_norm(self._clip_grad_norm)
+            if closure is None:
+                self._update.shards.check_gradients()
+                for listener in self._update.listeners:
+                    listener.before_step(self._update, self._history.num_steps + 1)
+                result = self._update.step()
+            else:
+                result = self._step_with_closure(closure)
+            # A user's autocast around the whole loop would go on with half copies of the weights as they were.
+            torch.clear_autocast_cache()
+            self._history.record(result)
+            if self._update.listeners or self._after_step is not None:  # they may read weights
+                self.wait_for_weights()
+            for listener in self._update.listeners:
+                listener.after_step(self._update, self._history.num_steps, result)
+            if self._after_step is not None:
+                with torch.no_grad():
+                    self._after_step(result.decision)
+            if not self._update.decides_on_device:
+                self._history.settle()
+            return result
+        finally:
+            self._own_step.stepping = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
@@ -292,7 +303,7 @@ class OptimizerWrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's keeps groups and state only. Its schedulers replace `step` by a function that steps this very object.
-        return {name: value for name, value in self.__dict__.items() if name != "step"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("step", "_own_step")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
         self.settle()  # what waits for the last step's outcome belongs to this object
@@ -302,11 +313,12 @@ class OptimizerWrapper(Optimizer):
             memo[id(of_strategy)] = of_strategy
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
-        clone.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        clone.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return clone
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._own_step = OwnStep(self.optimizer, self)  # torch copies no hooks
 
     @property
     def backward_context(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -412,6 +424,16 @@ class OptimizerWrapper(Optimizer):
 
     def _describe_scale(self) -> str:
         return self._update.scaler.describe()
+
+    def _refuse_grad_scaler(self) -> None:
+        for name in ("grad_scale", "found_inf"):  # torch leaves them where step() raises
+            self.__dict__.pop(name, None)
+        raise RuntimeError(
+            "a GradScaler stepped the boosted optimizer, which has the loss scale of its precision already, if that needs "
+            "one: the update would be scaled twice. Delete the GradScaler: write booster.backward(loss, optimizer) for "
+            "scaler.scale(loss).backward(), optimizer.step() for scaler.step(optimizer), optimizer.clip_grad_by_norm(max_norm) "
+            "for scaler.unscale_(optimizer) and the clip, and nothing for scaler.update(); GradScaler(enabled=False) may stay"
+        )
 
     def _check_nothing_is_lost(self, own: Mapping[str, Any]) -> None:
         masters = own.get("masters", {})

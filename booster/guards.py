@@ -1,0 +1,106 @@
+"""Guards on the user's own objects, which stay in the user's hands after `boost` and are not to be used instead of what it
+returned."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_logger = logging.getLogger(__name__)
+_CALLS = 100  # of the user's model in training; who calls the wrong one calls it in the first of them
+_MAKES_STATES = "torch.distributed.checkpoint.state_dict"  # by a step of zeros at a learning rate of zero
+
+
+class OwnStep:
+    """A pre-hook on the user's optimizer, which raises RuntimeError for a step that its boosted one does not make.
+
+    stepping: the boosted optimizer is stepping. owner: the boosted optimizer; the guard is off when it is gone, and in a
+    pickle.
+    """
+
+    def __init__(self, optimizer: Optimizer, owner: object) -> None:
+        self.stepping = False
+        self._owner: weakref.ref[object] | None = weakref.ref(owner)
+        optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # First, because the compiler traces it, and then nothing else.
+        if torch.compiler.is_compiling() or self.stepping or self._owner is None or self._owner() is None:
+            return
+        if _called_by(_MAKES_STATES):
+            return
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"this {name} was given to boost(), and its step() was called instead of that of the boosted one: it would take "
+            "gradients as they are, under a loss scale thousands of times too large, and miss float32 masters. Keep what "
+            "boost() returned, and step that: model, optimizer, *_ = booster.boost(model, optimizer). To step this one when "
+            "training under the booster is over, delete the boosted one first, and call gc.collect()"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stepping": False, "_owner": None}
+
+
+class RawCalls:
+    """A forward pre-hook on the user's model, for calls in training that do not come through what `boost` returned.
+
+    On one device such a call runs without the precision, and one WARNING says so; of several ranks it would leave gradients
+    unsynchronised, and raises RuntimeError. It leaves after so many calls that came as they should. inside: a call of the
+    boosted model is under way. Copies and pickles of the model are not watched.
+    """
+
+    def __init__(self, model: nn.Module, *, precision: str, several_ranks: bool) -> None:
+        self.inside = False
+        self._watched = True
+        self._left = _CALLS
+        self._precision = precision
+        self._several_ranks = several_ranks
+        self._handle: Any = model.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not self._watched or not torch.is_grad_enabled() or not module.training:
+            return
+        if self.inside:
+            self._left -= 1
+            if not self._left:
+                self.leave()
+            return
+        if not any(param.requires_grad for param in module.parameters()):
+            return
+        name = type(module).__name__
+        what = f"the {name} that was given to boost() was called in training, instead of what boost() returned"
+        fix = "call the boosted one: model, optimizer, *_ = booster.boost(model, optimizer)"
+        if self._several_ranks:
+            raise RuntimeError(
+                f"{what}: its gradients would not be synchronised among ranks, whose weights would drift apart; {fix}"
+            )
+        self.leave()
+        _logger.warning("%s: it runs without %s, in the dtype of its weights; %s", what, self._precision, fix)
+
+    def leave(self) -> None:
+        """Watch no longer."""
+        self._watched = False
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "inside": False, "_watched": False, "_handle": None}
+
+
+def _called_by(module: str) -> bool:
+    """Return whether a function of `module` is among the nearest callers, with torch's own and a scheduler's between."""
+    frame: Any = sys._getframe(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
