@@ -185,9 +185,8 @@ class Booster:
             each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
         ]
         self._boosted.add(model, boosted, boosted_criterion, wrappers)
-        if wrappers:
-            group = self.plugin.group
-            boosted.watch_raw_calls(several_ranks=group is not None and group.size() > 1)
+        if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
+            boosted.watch_raw_calls(several_ranks=self.plugin.group is not None)
         if loader is not None:
             self._boosted.loaders.add(loader)
         for watching in (self._records, self._watcher):

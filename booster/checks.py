@@ -19,6 +19,7 @@ from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.interface.transparent import refuse_torchscript
+from booster.launch import environment_world_size
 from booster.mixed_precision import MixedPrecision, available
 from booster.modules import bare
 from booster.optimizer_kinds import kind_of, unknown
@@ -69,7 +70,8 @@ def meant_by(value: Any) -> tuple[str | None, str]:
 
 
 def check_plugin(plugin: Any) -> None:
-    """Raise unless `plugin` is a Plugin or None; one WARNING if it is None in a job of several processes."""
+    """Raise unless `plugin` is a Plugin or None. If it is None in a job of several processes, one WARNING; RuntimeError where
+    they have no process group either, so that nobody but the launcher knows of the others."""
     if sys.platform == "win32":
         raise RuntimeError("booster does not support Windows; it runs under the Windows Subsystem for Linux (WSL2)")
     if plugin is not None and not isinstance(plugin, Plugin):
@@ -77,6 +79,12 @@ def check_plugin(plugin: Any) -> None:
         raise TypeError(
             f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}; there are SingleDevice(), "
             "TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin() and HybridParallelPlugin(tp_size, pp_size)"
+        )
+    if plugin is None and not dist.is_initialized() and environment_world_size() > 1:
+        raise RuntimeError(
+            f"this job was launched with WORLD_SIZE={environment_world_size()}, but Booster has no plugin and there is no "
+            "process group: each process would train a model of its own. Call booster.launch_from_torch() first, and pass "
+            "plugin=TorchDDPPlugin(); or pass plugin=SingleDevice() if each is to train by itself"
         )
     if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
         _logger.warning(

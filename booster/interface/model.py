@@ -92,7 +92,9 @@ class PrecisionModule(TransparentModule):
             before, watch.inside = watch.inside, True
         with forward_region(self._precision):
             output = self.module(*self.cast_inputs(args), **(self.cast_inputs(kwargs) if kwargs else {}))
-        if watch is not None:  # after an error it stays inside until the next call: a `try` is what compilers cannot resume in
+        if (
+            watch is not None
+        ):  # after an error it stays inside until the next call: a `try` is what compilers cannot resume in
             watch.inside = before
         return self.cast_outputs(output)
 

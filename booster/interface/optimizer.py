@@ -102,6 +102,8 @@ class OptimizerWrapper(Optimizer):
             self._refuse_grad_scaler()
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
+        if self._update.noted is not None:
+            self._update.compare_noted()
         self._own_step.stepping = True
         try:
             if closure is None and not self.optimizer.state and _is_of_torch_checkpoint(3):
@@ -109,7 +111,7 @@ class OptimizerWrapper(Optimizer):
                 return self._update.step()
             self._history.settle()
             if closure is None and self._clip_grad_norm and not self._update.released:
-                self.clip_grad_by_norm(self._clip_grad_norm)
+                self._update.clip_norm(float(self._clip_grad_norm), 2.0, False, asked=False)
             if closure is None:
                 self._update.shards.check_gradients()
                 for listener in self._update.listeners:
@@ -158,6 +160,8 @@ class OptimizerWrapper(Optimizer):
         """
         if self._update.release is not None:
             self._update.release.refuse("unscale_grads()")
+        if self._update.noted is not None:
+            self._update.compare_noted()
         self._update.unscale()
 
     @torch.no_grad()
@@ -168,7 +172,8 @@ class OptimizerWrapper(Optimizer):
 
         May be called any number of times, before or after the other clip. The factor is torch's,
         `max_norm / (norm + 1e-6)`, and reaches the gradients in `step()` or `unscale_grads()`. A norm that is not finite
-        makes the step a skip; with `error_if_nonfinite` it raises RuntimeError.
+        makes the step a skip; with `error_if_nonfinite` it raises RuntimeError, as do a clip before any backward pass and one
+        after the step.
         """
         max_norm = arguments.number("max_norm", arguments.plain(max_norm), least=0, infinite=True)
         norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
@@ -176,14 +181,21 @@ class OptimizerWrapper(Optimizer):
         arguments.flag("error_if_nonfinite", error_if_nonfinite)
         if self._update.release is not None:
             self._update.release.refuse("clip_grad_by_norm()")
+        if self._update.noted is not None:
+            self._update.compare_noted()
         return self._update.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clamp each unscaled gradient to [-clip_value, clip_value]; gradients that are not finite make a skip."""
+        """Clamp each unscaled gradient to [-clip_value, clip_value]; gradients that are not finite make a skip.
+
+        Raises RuntimeError before any backward pass, and after the step.
+        """
         clip_value = arguments.number("clip_value", arguments.plain(clip_value), least=0, infinite=True)
         if self._update.release is not None:
             self._update.release.refuse("clip_grad_by_value()")
+        if self._update.noted is not None:
+            self._update.compare_noted()
         self._update.clip_value(float(clip_value))
 
     # ------------------------------------------------------------------ what happened
@@ -300,6 +312,7 @@ class OptimizerWrapper(Optimizer):
         params = self._update.shards.at_rest([params] if isinstance(params, torch.Tensor) else list(params))
         self._update.check_known(params)
         self.optimizer.add_param_group({**param_group, "params": params})
+        self._update.note_dtypes()
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's keeps groups and state only. Its schedulers replace `step` by a function that steps this very object.
@@ -456,7 +469,7 @@ class OptimizerWrapper(Optimizer):
             loss = closure()
             self._update.shards.check_gradients()
             if self._clip_grad_norm:
-                self.clip_grad_by_norm(self._clip_grad_norm)
+                self._update.clip_norm(float(self._clip_grad_norm), 2.0, False, asked=False)
             return loss
 
         return self._update.step_with_closure(checked)

@@ -7,11 +7,13 @@ live, on the host or on a device, is what the two subclasses differ in.
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.casting import HALF_DTYPES
 from booster.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.loss_scaler import LossScaler
 from booster.optimizer_states import load_states
@@ -31,6 +34,10 @@ from booster.update.options import UpdateOptions
 from booster.update.outcome import StepFields, StepResult
 from booster.update.parts import Parts
 from booster.update.release import Release
+from booster.update.touched import EVERY, FIRST, ScaledGradients
+
+_logger = logging.getLogger(__name__)
+_DTYPE = attrgetter("dtype")  # of every parameter in every step, without a Python call for each
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,11 +87,14 @@ class Update(ABC):
         self._copies: tuple[list[int], torch.Tensor] | None = None  # of parts, and the same where norms are
         self.release: Release | None = None
         self.listeners: list[StepListener] = []
+        self._num_steps = 0
+        self._told_touched = False
+        self.note_dtypes()
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is not listened to: who listens, such as an open record, knows this one.
-        return {**self.__dict__, "listeners": []}
+        return {**self.__dict__, "listeners": [], "noted": None}
 
     def reset(self) -> None:
         """Forget what belongs to one step."""
@@ -93,6 +103,7 @@ class Update(ABC):
         self._reported_norm: Any = None
         self._check = self.scaler.enabled or self._skip_nonfinite
         self._num_backwards = 0
+        self.noted: ScaledGradients | None = None  # scaled gradients, as the last backward pass left them
         self._differentiable = False  # a graph may lead through gradients at rest
         self._loss_scale: Any = 1.0  # of this step's backward passes
         self.losses: list[torch.Tensor] = []
@@ -157,6 +168,10 @@ class Update(ABC):
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
         that begins; None means one for this update alone, of loss 0, complete."""
+        if self.noted is not None:
+            self.compare_noted()
+        if self.release is not None:  # it steps within the pass
+            self._check_full(self._all_params())
         self.shards.even_out()
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)
@@ -170,10 +185,35 @@ class Update(ABC):
     def after_backward(self, loss: torch.Tensor | None) -> None:
         """loss: None where another pipeline stage computes it."""
         self._num_backwards += 1
+        if self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0):
+            self._note_scaled()
         if self._check and loss is not None:
             self.losses.append(loss.detach())
         for listener in self.listeners:
             listener.after_backward(None if loss is None else loss.detach())
+
+    def note_dtypes(self) -> None:
+        """Note whether parameters are float32 now, so that a step can tell if they were made half since."""
+        self._is_full = HALF_DTYPES.isdisjoint(map(_DTYPE, self._all_params()))
+
+    def _note_scaled(self) -> None:
+        if not _same(self._known_scale, 1.0):
+            self.noted = ScaledGradients(self._all_params())
+
+    def compare_noted(self) -> None:
+        """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer."""
+        noted, self.noted = self.noted, None
+        params = [] if noted is None or self._told_touched else noted.touched()
+        if params:
+            self._told_touched = True
+            _logger.warning(
+                "the gradient of %s%s was changed between booster.backward and step() while it was multiplied by the loss "
+                "scale, as by torch's clip_grad_norm_, by a loss.backward() of its own, or by hand: what is added or compared "
+                "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
+                "every loss to booster.backward, and call optimizer.unscale_grads() before writing to .grad",
+                self.name_of(params[0]),
+                f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
+            )
 
     def abandon_backward(self) -> None:
         """The pass raised; `after_backward` is not called."""
@@ -194,10 +234,16 @@ class Update(ABC):
         self._scale = 1.0
         self._factor = None
 
-    def clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-        """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim."""
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, asked: bool = True
+    ) -> torch.Tensor:
+        """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim.
+
+        asked: by a call of the user's, which is refused where no backward pass came before it."""
         with self.shards.local():
             if self._nobody_has_gradients():
+                if asked:
+                    self._refuse_early_clip("clip_grad_by_norm")
                 return torch.tensor(0.0, dtype=torch.float32)
             self._require_backward()
             self._check = True
@@ -236,7 +282,10 @@ class Update(ABC):
                 return self._finish_release(self.release)
         with self.shards.local():
             self._present = self._find_params()
+            self._num_steps += 1
             try:
+                if self._is_full and not HALF_DTYPES.isdisjoint(map(_DTYPE, self._present)):
+                    self._check_full(self._present)
                 if (self.shards.sharded or not self._present) and self._nobody_has_gradients():
                     self._step_optimizer()
                     scale = self.next_scale
@@ -499,6 +548,29 @@ class Update(ABC):
             if param.grad is not None and param.grad.requires_grad:
                 with torch.enable_grad():
                     param.grad = param.grad.clone()
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def _check_full(self, params: list[torch.Tensor]) -> None:
+        """Raise RuntimeError if all parameters were float32 or float64, and some of `params` are half now."""
+        half = [param for param in params if param.dtype in HALF_DTYPES] if self._is_full else []
+        if half:
+            raise RuntimeError(
+                f"{self.name_of(half[0])} was float32 at boost() and is {half[0].dtype} now, as after model.half() or "
+                "model.to(dtype): no float32 master stands behind it, and small updates would be lost. Leave the weights as "
+                "they are, since the precision casts what it computes; for half weights with masters use "
+                "mixed_precision='fp16_naive' or 'bf16_naive'"
+            )
+
+    def _refuse_early_clip(self, method: str) -> None:
+        """Raise RuntimeError where the user clips and no backward pass has brought gradients since the last step."""
+        if not self._num_backwards:
+            raise RuntimeError(
+                f"{method}() came before booster.backward(loss, optimizer), or after step() and zero_grad(): there are no "
+                "gradients, so nothing would be clipped. Call it between backward and step(); Booster(clip_grad_norm=...) "
+                "clips in every step by itself"
+            )
 
     def _require_backward(self) -> None:
         if self.scaler.enabled and self._num_backwards == 0:

@@ -67,6 +67,7 @@ class DeviceUpdate(Update):
     def clip_value(self, clip_value: float) -> None:
         with self.shards.local():
             if self._nobody_has_gradients():
+                self._refuse_early_clip("clip_grad_by_value")
                 return
             self._require_backward()
             self._check = True

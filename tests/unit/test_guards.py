@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import logging
 import pickle
 import warnings
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from booster import Booster
+from booster.plugin import SingleDevice
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp16_naive", "bf16_naive")
 
@@ -73,7 +73,9 @@ def test_a_grad_scaler_that_is_not_enabled_may_stay(precision):
 # ---------------------------------------------------------------------- the user's own optimizer
 
 
-@pytest.mark.parametrize("options", [{}, {"release_gradients": "exact"}, {"fused_optimizer": False}, {"states": "bf16"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"release_gradients": "exact"}, {"fused_optimizer": False}, {"states": "bf16"}]
+)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_stepping_the_users_own_optimizer_is_refused(precision, options):
     b, model, optimizer, _, own, x = run(precision, **options)
@@ -115,7 +117,7 @@ def test_a_copy_of_a_boosted_optimizer_guards_its_own_and_a_copy_of_the_users_is
         clone.unwrap().step()
     assert clone.step().applied
     copy.deepcopy(own).step()
-    pickle.loads(pickle.dumps(own)).step()
+    pickle.loads(pickle.dumps(own)).step()  # noqa: S301 - made here
 
 
 def test_states_of_the_users_optimizer_are_made_by_torchs_checkpoint_functions():
@@ -148,7 +150,8 @@ def test_the_users_own_model_called_in_training_is_told_once(caplog):
     for _ in range(3):
         net(x)
     (record,) = caplog.records
-    assert record.levelname == "WARNING" and record.name.startswith("booster")
+    assert record.levelname == "WARNING"
+    assert record.name.startswith("booster")
     assert "the Sequential that was given to boost() was called in training" in record.message
     assert "model, optimizer, *_ = booster.boost(model, optimizer)" in record.message
 
@@ -190,7 +193,7 @@ def test_a_copy_and_a_pickle_of_the_users_model_are_not_watched(caplog):
     b, model, optimizer, net, _, x = run("bf16")
     train(b, model, optimizer, x)
     copy.deepcopy(net)(x)
-    pickle.loads(pickle.dumps(net))(x)
+    pickle.loads(pickle.dumps(net))(x)  # noqa: S301 - made here
     twin = copy.deepcopy(model)
     twin(x)
     twin.unwrap()(x)
@@ -208,3 +211,127 @@ def test_the_users_model_can_be_exported_at_any_time_and_scripted_when_it_was_as
         warnings.simplefilter("ignore", DeprecationWarning)
         assert torch.equal(torch.jit.script(net)(x), net(x))
         assert torch.equal(torch.jit.trace(net, (x,))(x), net(x))
+
+
+# ---------------------------------------------------------------------- gradients between backward and step
+
+
+def told(caplog):
+    return [record.message for record in caplog.records if "multiplied by the loss scale" in record.message]
+
+
+TOUCHES = {
+    "torch's clip": lambda model, loss: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "a backward beside": lambda model, loss: loss().backward(),
+    "another tensor": lambda model, loss: setattr(model[0].weight, "grad", torch.ones_like(model[0].weight)),
+    "in place": lambda model, loss: model[0].weight.grad.add_(1.0),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
+@pytest.mark.parametrize("then", ["step", "clip_grad_by_norm", "clip_grad_by_value", "unscale_grads", "backward"])
+def test_scaled_gradients_that_somebody_else_changes_are_told_once(caplog, precision, touch, then):
+    b, model, optimizer, _, _, x = run(precision)
+    loss = lambda: model(x).square().mean()  # noqa: E731
+    for _ in range(3):
+        b.backward(loss(), optimizer)
+        touch(model, loss)
+        if then == "backward":
+            b.backward(loss(), optimizer)
+        elif then != "step":
+            getattr(optimizer, then)(*[100.0] * then.startswith("clip"))
+        optimizer.step()
+        optimizer.zero_grad()
+    (message,) = told(caplog)
+    assert all(text in message for text in ("0.weight", "clip_grad_by_norm", "unscale_grads()"))
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "fp16_apex"])
+def test_gradients_that_only_the_booster_changes_are_not_told(caplog, precision):
+    b, model, optimizer, net, _, x = run(precision)
+    for _ in range(3):
+        for _ in range(2):
+            b.backward(model(x).square().mean(), optimizer)
+        optimizer.clip_grad_by_value(100.0)
+        optimizer.clip_grad_by_norm(100.0)
+        b.backward(model(x).square().mean(), optimizer)
+        optimizer.unscale_grads()
+        net[0].weight.grad.mul_(0.5)  # true numbers, which everybody may change
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not told(caplog)
+
+
+def test_scaled_gradients_are_compared_in_the_first_two_steps_and_in_every_hundredth(caplog):
+    b, model, optimizer, _, _, x = run("fp16")
+    train(b, model, optimizer, x, 2)
+    for number in range(3, 102):
+        assert not told(caplog), number
+        b.backward(model(x).square().mean(), optimizer)
+        model[0].weight.grad.mul_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert told(caplog)
+
+
+# ---------------------------------------------------------------------- clips that come too early, weights made half
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive"])
+@pytest.mark.parametrize("clip", ["clip_grad_by_norm", "clip_grad_by_value"])
+def test_a_clip_where_there_are_no_gradients_says_where_it_belongs(precision, clip):
+    b, model, optimizer, _, _, x = run(precision)
+    with pytest.raises(RuntimeError, match=rf"{clip}\(\) came before booster.backward.*between backward and step"):
+        getattr(optimizer, clip)(1.0)
+    train(b, model, optimizer, x)
+    with pytest.raises(RuntimeError, match=rf"{clip}\(\) came before"):
+        getattr(optimizer, clip)(1.0)
+    b.backward(model(x).square().mean(), optimizer)
+    getattr(optimizer, clip)(1.0)
+
+
+def test_a_booster_that_clips_by_itself_takes_a_step_without_gradients():
+    _, _, optimizer, *_ = run("bf16", clip_grad_norm=1.0)
+    assert optimizer.step().applied
+
+
+def test_a_backward_pass_that_brought_nothing_may_be_clipped():
+    b, model, optimizer, net, _, x = run("bf16")
+    extra = torch.zeros((), requires_grad=True)
+    b.backward(extra * 1.0, optimizer)
+    assert optimizer.clip_grad_by_norm(1.0) == 0.0
+
+
+@pytest.mark.parametrize("make_half", [lambda net, model: net.half(), lambda net, model: model.to(torch.bfloat16)])
+@pytest.mark.parametrize("options", [{}, {"release_gradients": "exact"}])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_made_half_after_boost_are_refused(precision, make_half, options):
+    b, model, optimizer, net, _, x = run(precision, **options)
+    make_half(net, model)
+    loss = model(x).square().mean()
+    with pytest.raises(
+        RuntimeError, match=r"0.weight was float32 at boost\(\) and is torch\.b?float16 now.*fp16_naive"
+    ):
+        b.backward(loss, optimizer)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["fp16_naive", "bf16_naive"])
+def test_half_weights_with_masters_and_half_models_in_fp32_train_on(precision):
+    b, model, optimizer, net, _, x = run(precision)
+    train(b, model, optimizer, x)
+    b, model, optimizer, net, _, x = run("fp32", net=nn.Sequential(nn.Linear(8, 1)).bfloat16())
+    train(b, model, optimizer, x.bfloat16())
+
+
+# ---------------------------------------------------------------------- a launched job that nobody joined
+
+
+def test_several_processes_without_a_launch_and_without_a_plugin_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE=2.*booster.launch_from_torch\(\) first.*TorchDDPPlugin\(\)"):
+        Booster("cpu", "bf16")
+    Booster("cpu", "bf16", SingleDevice())  # each by itself, as was asked for
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Booster("cpu", "bf16")

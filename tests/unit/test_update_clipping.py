@@ -181,9 +181,11 @@ def test_error_if_nonfinite_raises_and_names_the_ordinary_way(decides):
 
 
 @both
-def test_clipping_without_gradients_returns_a_norm_of_zero(decides):
+def test_clipping_before_any_backward_pass_is_refused(decides):
     optimizer = sgd(parameters(4), decides, 2.0**8)
-    assert float(optimizer.clip_grad_by_norm(1.0)) == 0.0
-    optimizer.clip_grad_by_value(1.0)
+    with pytest.raises(RuntimeError, match="came before"):
+        optimizer.clip_grad_by_norm(1.0)
+    with pytest.raises(RuntimeError, match="came before"):
+        optimizer.clip_grad_by_value(1.0)
     optimizer.unscale_grads()
     assert optimizer.step().applied

@@ -1,0 +1,110 @@
+"""What stands beside the boosted objects, on several ranks: see tests/unit/test_guards.py."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+
+PLUGINS = {
+    "ddp": TorchDDPPlugin,
+    "zero1": LowLevelZeroPlugin,
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+    "zero2 overlapping": lambda: LowLevelZeroPlugin(stage=2, overlap_allgather=True),
+    "fsdp": TorchFSDPPlugin,
+    "tp": lambda: HybridParallelPlugin(2, 1, tp_plan={"0": "colwise", "2": "rowwise"}),
+    "pp": lambda: HybridParallelPlugin(1, 2, num_microbatches=2),
+}
+PRECISIONS = {
+    "fp16": lambda: FP16TorchMixedPrecision(init_scale=2.0**10),
+    "fp16_naive": lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10),
+}
+
+
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        if record.levelno >= logging.WARNING:
+            self.messages.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def warnings_kept():
+    handler, logger = Kept(), logging.getLogger("booster")
+    logger.addHandler(handler)
+    try:
+        yield handler.messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def boosted(precision, plugin):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    b = Booster("cpu", precision, PLUGINS[plugin]())
+    own = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model, optimizer, *_ = b.boost(net, own)
+    return b, model, optimizer, net, own
+
+
+def backward(b, model, optimizer, plugin):
+    x = torch.randn(4, 8)
+    if plugin == "pp":
+        b.execute_pipeline(iter([(x, x[:, :4])]), model, nn.functional.mse_loss, optimizer)
+    else:
+        b.backward(model(x).square().mean(), optimizer)
+
+
+def guarded(rank, world_size, precision, plugin):
+    b, model, optimizer, net, own = boosted(PRECISIONS[precision](), plugin)
+    with warnings_kept() as messages:
+        for number in range(3):
+            backward(b, model, optimizer, plugin)
+            if plugin != "pp" and number:
+                with b.accumulate(model, optimizer, 2):
+                    backward(b, model, optimizer, plugin)
+                    backward(b, model, optimizer, plugin)
+            if number == 2:
+                optimizer.clip_grad_by_norm(0.1)
+            assert optimizer.step().applied
+            optimizer.zero_grad()
+        assert not messages, messages
+        with pytest.raises(RuntimeError, match="this AdamW was given to boost"):
+            own.step()
+        if plugin != "pp":  # whose layers call no whole model
+            with pytest.raises(RuntimeError, match="the .*Sequential that was given to boost.*drift apart"):
+                net(torch.randn(4, 8))
+        scaler = torch.amp.GradScaler("cpu")
+        backward(b, model, optimizer, plugin)
+        with pytest.raises(RuntimeError, match="a GradScaler stepped the boosted optimizer"):
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_guards_hold_on_every_plugin_and_say_nothing_of_plain_training(ranks2, precision):
+    for plugin in PLUGINS:
+        ranks2(guarded, precision, plugin)
+
+
+def touched(rank, world_size, precision, plugin):
+    b, model, optimizer, _, _ = boosted(PRECISIONS[precision](), plugin)
+    with warnings_kept() as messages:
+        backward(b, model, optimizer, plugin)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return sum("multiplied by the loss scale" in message for message in messages)
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "zero1", "fsdp"])
+def test_torchs_clip_of_scaled_gradients_is_told_on_every_rank(ranks2, plugin):
+    assert ranks2(touched, "fp16", plugin) == [1, 1]
