@@ -24,7 +24,7 @@ from booster.coordinator import is_main, wait_for_all
 from booster.data import DataLoaderWrapper
 from booster.device import resolve_device
 from booster.interface.boosted import Boosted
-from booster.interface.model import CriterionWrapper, boosted_wrapper
+from booster.interface.model import CriterionWrapper, boosted_wrapper, leave_raw_calls, watch_raw_calls
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, make
@@ -186,7 +186,7 @@ class Booster:
         ]
         self._boosted.add(model, boosted, boosted_criterion, wrappers)
         if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
-            boosted.watch_raw_calls(several_ranks=self.plugin.group is not None)
+            watch_raw_calls(boosted, several_ranks=self.plugin.group is not None)
         if loader is not None:
             self._boosted.loaders.add(loader)
         for watching in (self._records, self._watcher):
@@ -558,7 +558,7 @@ class Booster:
         """The user's object inside a boosted model, optimizer, criterion, dataloader or scheduler."""
         if isinstance(boosted, nn.Module):
             wrapper = boosted_wrapper(boosted, "unwrap")
-            wrapper.leave_raw_calls()
+            leave_raw_calls(wrapper)
             return wrapper.unwrap()
         if isinstance(boosted, (OptimizerWrapper, CriterionWrapper, DataLoaderWrapper, LRSchedulerWrapper)):
             return boosted.unwrap()

@@ -234,6 +234,12 @@ def note_step(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def told_found_inf(kind: type[Optimizer]) -> type[Optimizer]:
+    """Have torch's GradScaler set `found_inf` on optimizers of class `kind` before it calls their `step`; returns `kind`."""
+    kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return kind
+
+
 def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the `step` of an optimizer without torch's profiling around it, which calls the hooks too."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]

@@ -71,21 +71,6 @@ class PrecisionModule(TransparentModule):
         """Keep what every call was given on `tape` from now on."""
         self.__dict__["_tape"] = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
 
-    def watch_raw_calls(self, *, several_ranks: bool) -> None:
-        """Watch for the first calls of the user's model that do not come through this one; see `RawCalls`.
-
-        Not where the user compiled the model, which would be compiled again as soon as nobody watches.
-        """
-        model = self.unwrap()
-        if model is bare(model):
-            name = type(self._precision).__name__
-            self.__dict__["_raw_calls"] = RawCalls(model, precision=name, several_ranks=several_ranks)
-
-    def leave_raw_calls(self) -> None:
-        """Watch no longer: who asks for the user's model knows of it, and TorchScript takes no hook that it cannot compile."""
-        if self._raw_calls is not None:
-            self._raw_calls.leave()
-
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         watch = None if torch.compiler.is_compiling() else self._raw_calls
         if watch is not None:
@@ -178,6 +163,23 @@ class ModelWrapper(PrecisionModule):
     """What `boost` returns for a model, and for a criterion that is a module."""
 
     _pins: Pinned | None = None
+
+
+def watch_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
+    """Watch for the first calls of the user's model that do not come through `model`; see `RawCalls`.
+
+    Not where the user compiled it, since it would be compiled again as soon as nobody watches.
+    """
+    own = model.unwrap()
+    if own is bare(own):
+        name = type(model._precision).__name__
+        model.__dict__["_raw_calls"] = RawCalls(own, precision=name, several_ranks=several_ranks)
+
+
+def leave_raw_calls(model: ModelWrapper) -> None:
+    """Watch no longer: who asks for the user's model knows of it, and TorchScript takes no hook that it cannot compile."""
+    if model._raw_calls is not None:
+        model._raw_calls.leave()
 
 
 def keep_pins(model: ModelWrapper, pins: Pinned) -> None:

@@ -16,6 +16,7 @@ from booster import arguments
 from booster.casting import HALF_DTYPES
 from booster.guards import OwnStep
 from booster.interface.signature import takes
+from booster.torch_internals import told_found_inf
 from booster.update.backward import run_backward
 from booster.update.base import Job, Update
 from booster.update.checkpoint import STATE_KEY, state_of
@@ -28,6 +29,7 @@ from booster.update.release import Release
 _DROPS_OUR_KEY = "torch.distributed.checkpoint.state_dict"
 
 
+@told_found_inf  # `step` refuses who tells
 class OptimizerWrapper(Optimizer):
     """The user's optimizer, stepped on unscaled gradients or not at all.
 
@@ -37,9 +39,6 @@ class OptimizerWrapper(Optimizer):
     make_update: what makes the update from `job`. backward_context: what `backward` runs under. after_step: see
     `MixedPrecision.after_step`; None: nobody listens.
     """
-
-    # What torch's GradScaler asks for; it then sets `found_inf` on this object, which `step` finds.
-    _step_supports_amp_scaling = True
 
     def __init__(
         self,
