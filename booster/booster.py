@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from booster.device import resolve_device
 from booster.interface.boosted import Boosted
 from booster.interface.model import CriterionWrapper, boosted_wrapper, leave_raw_calls, watch_raw_calls
 from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.returned import Returned
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, make
 from booster.pipelined import execute
@@ -87,7 +89,11 @@ class Booster:
         diagnose: int | Literal["first", "every"] | None = None,
         states: States | None = None,
         offload_states: bool = False,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            options = list(inspect.signature(Booster).parameters)[:-1]
+            checks.refuse_unknown(unknown, options)
         checks.check_places(device, mixed_precision, plugin)
         checks.check_plugin(plugin)
         self.precision = make(mixed_precision)
@@ -194,7 +200,16 @@ class Booster:
                 watching.follow(boosted, boosted_criterion, wrappers)
         wrapped = [LRSchedulerWrapper(each, self._boosted.optimizers[id(owner)]) for each, owner in owners]
         schedulers = wrapped if isinstance(lr_scheduler, (list, tuple)) else next(iter(wrapped), None)
-        return boosted, boosted_optimizer, boosted_criterion, loader, schedulers
+        return Returned((boosted, boosted_optimizer, boosted_criterion, loader, schedulers))
+
+    if not TYPE_CHECKING:  # which would take every name for legal
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(checks.missing_method(name))
+
+    def __repr__(self) -> str:
+        plugin = f"{type(self.plugin).__name__}()"
+        return f"Booster(device={str(self.device)!r}, mixed_precision={self.precision!r}, plugin={plugin})"
 
     def backward(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,22 @@ from booster.update.options import UpdateOptions
 
 _logger = logging.getLogger(__name__)
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
-# What others call what we take: dtypes, and parallelisms as `booster estimate --plugin` names them.
-_PRECISIONS = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+# What others call what we take: dtypes, the precisions of Fabric and Accelerate, and parallelisms as `booster estimate
+# --plugin` names them.
+_PRECISIONS = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "16-true": "fp16_naive",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16_naive",
+}
 _PLUGINS = {
     "single": "SingleDevice()",
     "ddp": "TorchDDPPlugin()",
@@ -38,6 +52,63 @@ _PLUGINS = {
     "zero1": "LowLevelZeroPlugin(stage=1)",
     "zero2": "LowLevelZeroPlugin(stage=2)",
 }
+
+
+# What others call arguments of `Booster`, and what its methods do.
+_ARGUMENTS = {
+    "precision": "it is called mixed_precision: Booster(mixed_precision={value})",
+    "strategy": "a parallelism is a plugin: Booster(plugin=TorchDDPPlugin())",
+    "accelerator": "the device is called so: Booster(device='cuda')",
+    "devices": "how many processes there are is told to the launcher: booster run --nproc_per_node N script.py",
+    "num_nodes": "how many machines there are is told to the launcher: booster run --nnodes N script.py",
+    "cpu": "the device is called so: Booster(device='cpu')",
+    "gradient_accumulation_steps": "a group of micro-batches is `with booster.accumulate(model, optimizer, N):`",
+    "fp16": "it is a precision: Booster(mixed_precision='fp16'), or Booster.from_config(fp16=...) for a dict",
+    "bf16": "it is a precision: Booster(mixed_precision='bf16')",
+}
+_OPTIMIZER = "is a method of the boosted optimizer: optimizer."
+_METHODS = {
+    "prepare": "is called boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "setup": "is called boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "setup_module": "is called boost: model, *_ = booster.boost(model)",
+    "setup_optimizers": "is part of boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "setup_dataloaders": "is part of boost, or of booster.prepare_dataloader(dataset, batch_size)",
+    "prepare_model": "is called boost: model, *_ = booster.boost(model)",
+    "prepare_optimizer": "is part of boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "prepare_data_loader": "is called prepare_dataloader: booster.prepare_dataloader(dataset, batch_size)",
+    "clip_grad_norm_": f"{_OPTIMIZER}clip_grad_by_norm(max_norm)",
+    "clip_grad_value_": f"{_OPTIMIZER}clip_grad_by_value(clip_value)",
+    "clip_gradients": f"{_OPTIMIZER}clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value)",
+    "unscale_gradients": f"{_OPTIMIZER}unscale_grads()",
+    "step": f"{_OPTIMIZER}step()",
+    "zero_grad": f"{_OPTIMIZER}zero_grad()",
+    "no_backward_sync": "is called no_sync: with booster.no_sync(model):",
+    "unwrap_model": "is called unwrap: booster.unwrap(model)",
+    "save_state": "is called save: booster.save(folder, model, optimizer)",
+    "load_state": "is called load: booster.load(folder, model, optimizer)",
+    "gather_for_metrics": "is gather with the loader: booster.gather(tensor, dataloader)",
+    "all_gather": "is called gather: booster.gather(tensor)",
+    "all_reduce": "is called reduce: booster.reduce(tensor)",
+    "barrier": "is called wait_for_everyone: booster.wait_for_everyone()",
+    "is_main_process": "is called is_main: booster.is_main",
+    "is_global_zero": "is called is_main: booster.is_main",
+    "launch": "is a function of the package: booster.launch_from_torch()",
+}
+
+
+def refuse_unknown(unknown: Mapping[str, Any], options: Collection[str]) -> None:
+    """Raise TypeError if `unknown` names something; what it is called here, or the legal `options`, is in the message."""
+    for name, value in unknown.items():
+        fix = _ARGUMENTS.get(
+            name, f"legal are {', '.join(options)}; options of a precision or a plugin are given to that"
+        )
+        meant = meant_by(value)[1] or "'bf16'"
+        raise TypeError(f"Booster got an unexpected keyword argument {name!r}: {fix.format(value=meant)}")
+
+
+def missing_method(name: str) -> str:
+    """Return the text of the AttributeError for the attribute `name`, which `Booster` has not."""
+    return f"'Booster' object has no attribute {name!r}" + (f"; it {_METHODS[name]}" if name in _METHODS else "")
 
 
 def check_places(device: Any, mixed_precision: Any, plugin: Any) -> None:
@@ -180,14 +251,25 @@ def check_criterion(criterion: Any, plugin: Plugin) -> None:
     if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
         raise RuntimeError("this criterion is boosted already; pass the original, or None")
     refuse_torchscript(criterion, "criterion")
-    if not callable(criterion):
-        raise TypeError(f"criterion must be callable, got {arguments.described(criterion)}")
+    if not callable(criterion) or isinstance(criterion, Optimizer):
+        meant = _keyword_of(criterion)
+        hint = f"; pass {meant} by name, boost(model, optimizer, {meant}={meant})" if meant else ""
+        raise TypeError(f"criterion must be callable, got {arguments.described(criterion)}{hint}")
     trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
     if trainable and plugin.data_parallel_size > 1:
         raise ValueError(
             f"the criterion has trainable parameters {trainable}, whose gradients {type(plugin).__name__} does not "
             "synchronise; make it a submodule of the model"
         )
+
+
+def _keyword_of(value: Any) -> str:
+    """Return which argument of `boost` a value in third place is meant for; "" for what is none."""
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    if callable(getattr(value, "step", None)) and hasattr(value, "optimizer"):
+        return "lr_scheduler"
+    return "dataloader" if isinstance(value, Iterable) else ""
 
 
 def check_optimizer(

@@ -39,6 +39,20 @@ class Loaded:
     extra: Any
     path: Path | None
 
+    def __repr__(self) -> str:
+        return f"Loaded(step={self.step}, path={self.path and str(self.path)!r}, extra={_outline(self.extra)})"
+
+
+def _outline(value: Any) -> str:
+    """What `value` is, without the numbers of its tensors: those of a whole model would fill the screen."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor({str(value.dtype).removeprefix('torch.')}, {list(value.shape)})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_outline(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_outline, value))}]"
+    return repr(value) if value is None or isinstance(value, (str, int, float, bool)) else type(value).__name__
+
 
 def check_no_gradients_wait(parts: Parts) -> None:
     """Raise RuntimeError if an optimizer has gradients that no step has used: a checkpoint would lose them."""

@@ -103,8 +103,7 @@ class AutocastMixedPrecision(MixedPrecision):
             shown = ", ".join(half[:10]) + (f" and {len(half) - 10} more" if len(half) > 10 else "")
             raise ValueError(
                 f"{type(self).__name__} trains float32 parameters, but these trainable ones are in half precision: {shown}. "
-                f"Use mixed_precision={self._naive_name!r}, which keeps float32 masters of half weights, or load the model "
-                "in float32 with model.float()"
+                f"{_cure(model, self._naive_name)}"
             )
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -120,6 +119,23 @@ class AutocastMixedPrecision(MixedPrecision):
     @property
     def _naive_name(self) -> str:
         return "fp16_naive" if self.dtype == torch.float16 else "bf16_naive"
+
+
+def _cure(model: nn.Module, naive: str) -> str:
+    """What to do about trainable half parameters of `model`: without wide copies of those that are frozen, if most are."""
+    sizes = {True: 0, False: 0}
+    for param in model.parameters():
+        sizes[param.requires_grad] += param.numel()
+    if sizes[False] > sizes[True]:
+        return (
+            "Most weights are frozen, as under LoRA, and may stay half: cast what trains, with `for p in filter(lambda p: "
+            "p.requires_grad, model.parameters()): p.data = p.data.float()`, or use "
+            f"mixed_precision={naive!r}, which keeps float32 masters of it"
+        )
+    return (
+        f"Use mixed_precision={naive!r}, which keeps float32 masters of half weights, or load the model in float32 with "
+        "model.float()"
+    )
 
 
 class FP16TorchMixedPrecision(AutocastMixedPrecision):
