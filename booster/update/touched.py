@@ -47,7 +47,7 @@ class ScaledGradients:
 
     def _sampled(self) -> torch.Tensor:
         elements = [value.detach().reshape(-1)[:1].float() for value in self._in_parts]
-        return torch.cat(elements).nan_to_num() if elements else torch.zeros(0)
+        return torch.cat(elements).nan_to_num() if elements else torch.zeros(0, dtype=torch.float32)
 
 
 def _value(param: torch.Tensor) -> torch.Tensor | None:
