@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.cli.ranks import Ranks, kill_groups
+from booster.cli.rendezvous import LOOPBACK, RENDEZVOUS, register
 
 __all__ = ["REPORT_START", "STOPPED_STATUS", "Attempt", "Stopped", "run_attempt", "worker_command"]
 
@@ -108,15 +109,16 @@ def _config(attempt: Attempt, scratch: str, *, before_start: Callable[[], None])
     # Kept logs hold all output; what `tee` names is shown on the console as well.
     tee = Std.from_str(attempt.tee) if attempt.tee is not None else (Std.ALL if attempt.log_dir else Std.NONE)
     redirects = Std.ALL if attempt.log_dir else Std.NONE
-    options: dict[str, Any] = {}
-    if attempt.nnodes == 1 and attempt.master_port is None:
-        # Port 0: the store binds a port the system knows to be free, so two jobs on one machine cannot meet.
-        options = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "127.0.0.1"}
-    else:
-        address = attempt.master_addr or "127.0.0.1"
-        endpoint = f"[{address}]:{attempt.master_port}" if ":" in address else f"{address}:{attempt.master_port}"
-        options = {"rdzv_backend": "static", "rdzv_endpoint": endpoint}
-        options["rdzv_configs"] = {"rank": attempt.node_rank}
+    register()
+    options: dict[str, Any] = {
+        "rdzv_backend": RENDEZVOUS,
+        "rdzv_configs": {
+            "rank": attempt.node_rank,
+            "address": attempt.master_addr or LOOPBACK,
+            # Port 0: the store binds a port the system knows to be free, so two jobs on one machine cannot meet.
+            "port": attempt.master_port or 0,
+        },
+    }
     if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
         options["shutdown_timeout"] = _SHUTDOWN_SECONDS  # not in every supported torch; 30 s there
     return LaunchConfig(

@@ -17,6 +17,7 @@ from booster.cli.agent import STOPPED_STATUS, Attempt, Stopped, run_attempt, wor
 from booster.cli.hosts import Host, chosen_hosts, is_local
 from booster.cli.nodes import NodeCommand, run_nodes, ssh_command
 from booster.cli.options import DEFAULT_MASTER_PORT, parse
+from booster.cli.rendezvous import loopback_variables
 from booster.launch import await_address
 
 __all__ = ["run"]
@@ -77,8 +78,10 @@ def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    threads = str(max(1, _num_cores() // nproc))
-    with _environment({} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": threads}):
+    defaults = {"OMP_NUM_THREADS": str(max(1, _num_cores() // nproc))}
+    if options.nnodes == 1:
+        defaults |= loopback_variables()
+    with _environment({name: value for name, value in defaults.items() if name not in os.environ}):
         return run_attempt(
             Attempt(
                 command=worker_command(options.script, options.args, is_module=options.module),
