@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.agree import exchange
+from booster.checkpoint.agree import agree_on_success, exchange
 from booster.checkpoint.layout import Held, storable
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.plain import encode, reference
-from booster.data import OWN_STATE, RANDOM, DataLoaderWrapper
+from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper
 from booster.interface.model import ModelWrapper, pins_of
 from booster.interface.optimizer import OptimizerWrapper
 from booster.modules import bare
@@ -29,7 +29,21 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
     run: what is known of the run as a whole, JSON-like. Tensors are those of the running job, not copies.
     """
     tensors: Tensors = {}
-    tree = {
+    own: Tensors = {}
+    tree: dict[str, Any] = {}
+    problem: Exception | None = None
+    try:
+        tree = _tree(parts, run, 0 if group is None else dist.get_rank(group), tensors, own)
+    except Exception as error:  # raised again once the others know
+        problem = error
+    agree_on_success(problem, group)
+    tensors = {name: storable(tensor) for name, tensor in tensors.items()} | own
+    return tensors, _merged(exchange(tree, group))
+
+
+def _tree(parts: Parts, run: Mapping[str, Any], rank: int, tensors: Tensors, own: Tensors) -> dict[str, Any]:
+    """What this rank says; tensors that ranks share go into `tensors`, and its own into `own`."""
+    tree: dict[str, Any] = {
         "models": {
             name: encode(dict(model.state_dict()), f"models/{name}", tensors) for name, model in parts.models.items()
         },
@@ -46,8 +60,6 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
         },
     }
     tree["masters"] = masters_behind(parts, tree["optimizers"])
-    rank = 0 if group is None else dist.get_rank(group)
-    own: Tensors = {}
     tree["random"] = encode(random_state(), f"random/{rank}", own)
     tree["carried"] = {
         name: encode(_by_parameter(parts.models[name], carried), f"carried/{name}/{rank}", own)
@@ -70,8 +82,7 @@ def collect(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | Non
         stateful = callable(getattr(extra, "state_dict", None))
         tree["extra"] = encode(_states(extra.state_dict() if stateful else extra), "extra", own)
         tree["run"] = dict(run)
-    tensors = {name: storable(tensor) for name, tensor in tensors.items()} | own
-    return tensors, _merged(exchange(tree, group))
+    return tree
 
 
 def split_state(loader: Any) -> tuple[dict[str, Any], Any]:
@@ -79,7 +90,7 @@ def split_state(loader: Any) -> tuple[dict[str, Any], Any]:
     state = loader.state_dict()
     if not isinstance(loader, DataLoaderWrapper):
         return {}, {OWN_STATE: state}
-    own = {key: state[key] for key in (OWN_STATE, RANDOM) if key in state}
+    own = {key: state[key] for key in (OWN_STATE, DRAWS) if key in state}
     return {key: value for key, value in state.items() if key not in own}, own or None
 
 

@@ -24,7 +24,7 @@ from booster.checkpoint.saved_optimizer import SavedOptimizer
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.way_back import load_module, may_refuse, way_back
 from booster.checkpoint.weights import weights_for
-from booster.data import OWN_STATE, DataLoaderWrapper
+from booster.data import OWN_STATE, DataLoaderWrapper, skips
 from booster.interface.model import ModelWrapper, Pinned, pins_of
 from booster.modules import bare
 from booster.randomness import random_state, set_random_state
@@ -243,6 +243,12 @@ class _Loading:
                 f"dataloaders {name!r}: its state is that of {len(self.saved.loaders)} ranks, each its own, and this job has "
                 f"{self._world_size}; load on as many ranks, or leave the dataloader out, or train with one of "
                 "b.prepare_dataloader, whose rest of the epoch is dealt to any number"
+            )
+        elif self.saved.tree["dataloaders"][name].get("batches") and not skips(self.parts.dataloaders[name].unwrap()):
+            yield (
+                f"dataloaders {name!r}: it is in the middle of an epoch of {len(self.saved.loaders)} ranks, and this job has "
+                f"{self._world_size}, whose order is another; load on as many ranks, or leave the dataloader out, or train "
+                "with one of b.prepare_dataloader, whose rest of the epoch is dealt to any number"
             )
 
     def _compare_carried(self, name: str) -> Iterator[str]:

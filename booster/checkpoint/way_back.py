@@ -22,6 +22,8 @@ _OURS = ("torch.", "booster.")
 
 def way_back(part: Any) -> Callable[[], None]:
     """Return what gives a loader, a scheduler or an object of the user's the state that it has now."""
+    if isinstance(part, DataLoaderWrapper):  # its state dict may refuse what cannot be gone on with elsewhere
+        return part.way_back()
     # Copied, and to host memory: loading writes into the tensors that are there.
     state = map_tensors(_kept, part.state_dict(), copy_containers=True)
     attributes = [(own, dict(vars(own))) for own in _with_attributes(part)]
@@ -102,9 +104,8 @@ def _user_module(module: nn.Module) -> nn.Module:
 
 def _with_attributes(part: Any) -> Iterator[Any]:
     """The objects of ours and of torch's that a state is loaded into by their attributes."""
-    if isinstance(part, (DataLoaderWrapper, LRSchedulerWrapper)):
-        yield part
     if isinstance(part, LRSchedulerWrapper):
+        yield part
         yield from _with_attributes(part.unwrap())
     elif isinstance(part, torch.optim.lr_scheduler.LRScheduler):
         yield part

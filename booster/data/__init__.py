@@ -2,17 +2,18 @@
 
 from booster.data.batch import to_device
 from booster.data.boosted import DataLoaderWrapper, Share
-from booster.data.position import OWN_STATE, RANDOM
+from booster.data.position import DRAWS, OWN_STATE, skips
 from booster.data.samplers import check_sharded
 from booster.data.seeded import SeededDataLoader, prepare_dataloader
 
 __all__ = [
+    "DRAWS",
     "OWN_STATE",
-    "RANDOM",
     "DataLoaderWrapper",
     "SeededDataLoader",
     "Share",
     "check_sharded",
     "prepare_dataloader",
+    "skips",
     "to_device",
 ]

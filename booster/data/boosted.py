@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from booster import arguments
 from booster.data.batch import to_device
+from booster.data.draws import Counts, generators_of, set_states, states_of, try_states
 from booster.data.iteration import Iteration, Progress
-from booster.data.position import OWN_STATE, RANDOM, is_stateful, position_of
-from booster.data.samplers import Announced, distributed_sampler
+from booster.data.position import DRAWS, OWN_STATE, position_of, skips
+from booster.data.samplers import Announced, distributed_sampler, is_stateful
+from booster.torch_internals import has_workers
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class DataLoaderWrapper:
         self._loader = loader
         self.device = torch.device(device)
         self._announced = Announced(loader)
+        self._counts = Counts(loader)
         self._epoch = self._announced.epoch
         self._chosen = False  # whether the user has set the next epoch here
         # Of iterators no more is kept than how far they are: their workers end with the loop that is left.
@@ -98,7 +102,9 @@ class DataLoaderWrapper:
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, how many of its batches were yielded, and the loader's own state if it has one.
 
-        It is that of the iterator that was made last; batches that workers have read ahead do not count.
+        It is that of the iterator that was made last; batches that workers have read ahead do not count. Of a loader that is
+        read again on loading, it has the states of its own generators, of those of its samplers and datasets, and the global
+        ones when the epoch began. Raises RuntimeError, which says why, where reading again would not come to the same batches.
         """
         if self._position is not None:
             return dict(self._position)
@@ -107,11 +113,55 @@ class DataLoaderWrapper:
         state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
         if inside and newest is not None:
             state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}
-            if newest.random is not None:
-                state[RANDOM] = newest.random
         if is_stateful(self._loader):
             state[OWN_STATE] = self._loader.state_dict()  # type: ignore[attr-defined]
+        elif reason := self._no_way_back(newest if inside else None):
+            raise RuntimeError(f"the position of this {type(self._loader).__name__} cannot be kept: {reason}")
+        if not skips(self._loader):
+            state |= self._draws(newest if inside else None)
         return state
+
+    def _draws(self, inside: Progress | None) -> dict[str, Any]:
+        """What the rest of an epoch, or the next one, is drawn from; nothing where the global states alone say it."""
+        stream = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
+        workers = getattr(self._loader, "num_workers", None) if stream and inside is not None else None
+        if inside is not None and inside.draws is not None:
+            return {DRAWS: inside.draws.state_dict() | {"num_workers": workers}}
+        now, warm = states_of(generators_of(self._loader)), has_workers(self._loader)
+        return {DRAWS: {"now": now, "warm": warm, "num_workers": workers}} if now or warm else {}
+
+    def _no_way_back(self, inside: Progress | None) -> str | None:
+        """Why a new process would not come to what follows here."""
+        loader: Any = self._loader
+        instead = "Or leave the dataloader out of what is saved, or train with one of booster.prepare_dataloader"
+        if (
+            inside is not None
+            and inside.count
+            and getattr(loader, "in_order", True) is False
+            and loader.num_workers > 1
+        ):
+            return (
+                "in_order=False yields batches as workers finish them, in another order each time. Save between epochs"
+            )
+        if skips(loader):
+            return None
+        if inside is not None and inside.draws is not None and inside.draws.mixed:
+            return (
+                f"this epoch is drawn, batch by batch, from {' and '.join(sorted(inside.draws.mixed))}, which others drew from "
+                "in between. Give its sampler or dataset a generator that nobody else uses, or save between epochs"
+            )
+        warm = has_workers(loader) if inside is None or inside.draws is None else inside.draws.warm
+        if warm and isinstance(getattr(loader, "dataset", None), IterableDataset):
+            return (
+                "persistent_workers=True keeps the state of an IterableDataset in workers from epoch to epoch, where nobody "
+                f"can read it. Use persistent_workers=False, or torchdata's StatefulDataLoader. {instead}"
+            )
+        if lost := self._counts.lost(self._counts.now() if inside is None else inside.counts):
+            return (
+                f"{', '.join(lost)} changed as the sampler was iterated, and a new process begins without that. Give the "
+                f"sampler set_epoch(epoch), or state_dict() and load_state_dict(). {instead}"
+            )
+        return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next `iter()` go on where `state` was taken, in the same order.
@@ -124,9 +174,26 @@ class DataLoaderWrapper:
         position = position_of(state, self._loader)
         if OWN_STATE in position:
             self._loader.load_state_dict(position[OWN_STATE])  # type: ignore[attr-defined]
+        elif DRAWS in position:
+            try_states(self._loader, position[DRAWS])
+            set_states(generators_of(self._loader), position[DRAWS]["now"])
         self.epoch = position["epoch"]
         self._position = position
         self._newest = None
+
+    def way_back(self) -> Callable[[], None]:
+        """Return what undoes a `load_state_dict` that follows."""
+        attributes, generators = vars(self).copy(), generators_of(self._loader)
+        states = states_of(generators)
+        own = copy.deepcopy(self._loader.state_dict()) if is_stateful(self._loader) else None  # type: ignore[attr-defined]
+
+        def back() -> None:
+            if own is not None:
+                self._loader.load_state_dict(own)  # type: ignore[attr-defined]
+            set_states(generators, states)
+            vars(self).update(attributes)
+
+        return back
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_loader":  # while being copied it has no loader yet
@@ -144,7 +211,7 @@ class DataLoaderWrapper:
         position, self._position = self._position, None
         if position is not None and position["epoch"] != self._epoch:
             position = None  # the user has chosen another epoch since
-        iteration = Iteration(self._loader, self._announced, self._epoch, position, self._deliver)
+        iteration = Iteration(self._loader, self._announced, self._counts, self._epoch, position, self._deliver)
         self._newest = iteration.progress
         self._epoch += 1
         return iteration

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-from booster.data.position import OWN_STATE, RANDOM, skips
-from booster.data.samplers import Announced, stride
-from booster.randomness import random_state, set_random_state
+from booster.data.draws import Counts, Draws, generators_of, undrawn
+from booster.data.position import DRAWS, OWN_STATE, skips
+from booster.data.samplers import Announced, is_stateful, stride
 from booster.torch_internals import end_workers
 
 
@@ -16,14 +17,16 @@ from booster.torch_internals import end_workers
 class Progress:
     """How far a pass over a loader is. It outlives the iterator, and does not keep it or its workers.
 
-    epoch: of the pass. random: random states when the epoch began, from which a loader that is not ours may draw its order.
+    epoch: of the pass. draws: what it drew from; None for loaders that leave out what was seen without reading it. counts:
+    those of samplers when it began, see `Counts`.
     count: batches yielded by this iterator; at_end: whether the last was the loader's last. start, before: samples over all
     ranks, and batches of this rank, that were yielded of the epoch before this iterator began. stride: samples that all
     ranks read in a step, 0 where that is not known.
     """
 
     epoch: int
-    random: Any = None
+    draws: Draws | None = None
+    counts: Mapping[str, Any] = field(default_factory=dict)
     count: int = 0
     at_end: bool = False
     start: int = 0
@@ -51,45 +54,62 @@ class Iteration:
         self,
         loader: Any,
         announced: Announced,
+        counts: Counts,
         epoch: int,
         position: Mapping[str, Any] | None,
         deliver: Callable[[Progress, Any], Any],
     ) -> None:
         self._loader = loader
         self._announced = announced
+        self._counts = counts
         self._deliver = deliver
-        self.progress = progress = Progress(epoch, stride=stride(loader))
+        self._ahead: list[Any] = []  # read after what should have been the last batch
+        self._end: list[Exception] = []  # how the loader ended, until that is raised
+        self.progress = progress = Progress(epoch, counts=counts.now(), stride=stride(loader))
         announced.tell(epoch)
         try:
             self._length: int | None = len(loader)
         except (TypeError, NotImplementedError):
             self._length = None
-        progress.random = None if skips(loader) else random_state() if position is None else position.get(RANDOM)
+        seen = 0 if position is None else position["batches"]
+        draws = None if position is None else position.get(DRAWS)
         if position is not None and OWN_STATE not in position:
             end_workers(loader)  # those that persist are of another time
-        seen = position["batches"] if position is not None else 0
+            if draws is not None and draws["warm"]:
+                with undrawn(generators_of(loader)):
+                    iter(loader)  # starts them; an epoch that is not their first draws less
         if seen and skips(loader):
             assert position is not None  # it says what was seen
             progress.start, progress.before = position["samples"], seen
             loader.start_after(progress.start)
             self._length = loader.num_batches_after(progress.start)
+        if skips(loader):
             self._batches = iter(loader)
-        elif position is None or skips(loader):
-            self._batches = iter(loader)
+        elif position is not None and (seen or (draws is not None and "begin" in draws)):
+            self._batches = self._begun_again(position)
         else:
-            self._batches = self._begun_again(loader, position)
+            progress.draws = Draws(loader)
+            with progress.draws.drawing(), counts.drawing():
+                self._batches = iter(loader)
 
-    def _begun_again(self, loader: Any, position: Mapping[str, Any]) -> Iterator[Any]:
+    def _begun_again(self, position: Mapping[str, Any]) -> Iterator[Any]:
         """Return the iterator as it was at `position`, without drawing a random number of the run's."""
-        before = random_state()
-        if RANDOM in position:
-            set_random_state(position[RANDOM])
-        batches = iter(loader)
-        self.progress.count = position["batches"]
-        if OWN_STATE not in position:
-            for _ in range(self.progress.count):
-                next(batches)
-        set_random_state(before)
+        progress, count = self.progress, position["batches"]
+        progress.count = count
+        progress.draws = draws = Draws(self._loader, position.get(DRAWS))
+        with draws.replaying():
+            batches = iter(self._loader)
+            if OWN_STATE not in position:
+                for number in range(count):
+                    if number == 0:
+                        draws.restore_first()
+                    try:
+                        next(batches)
+                    except StopIteration:
+                        raise RuntimeError(
+                            f"the dataloader ended after {number} batches, and {count} were seen of this epoch before; go on "
+                            "with the same data and the same batch size"
+                        ) from None
         return batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -102,11 +122,34 @@ class Iteration:
             self._announced.tell(progress.epoch)
             if progress.start:
                 self._loader.start_after(progress.start)
+        if self._end:
+            raise self._end.pop()
         try:
-            batch = next(self._batches)
+            batch = self._ahead.pop() if self._ahead else self._drawn()
         except StopIteration:
             progress.at_end = True
             raise
         progress.count += 1
         progress.at_end = progress.count == self._length
+        if progress.at_end and progress.draws is not None and not is_stateful(self._loader):
+            self._finish()
         return self._deliver(progress, batch)
+
+    def _drawn(self) -> Any:
+        draws, is_first = self.progress.draws, self.progress.count == 0
+        if draws is None:
+            return next(self._batches)
+        with ExitStack() as stack:
+            stack.enter_context(draws.drawing(is_first=is_first))
+            if is_first or self.progress.at_end:
+                stack.enter_context(self._counts.drawing())
+            return next(self._batches)
+
+    def _finish(self) -> None:
+        """Ask for the end now: what samplers draw there belongs to this epoch, also where it is saved before the loop's end."""
+        try:
+            self._ahead.append(self._drawn())
+            self.progress.at_end = False  # its length was not true
+        except Exception as end:
+            self._end.append(end.with_traceback(None))  # which keeps this frame, and with it workers
+            self._batches = iter(())

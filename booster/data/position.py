@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from booster.data.samplers import stride
+from booster.data.draws import generators_of
+from booster.data.samplers import is_stateful, stride
 
-# In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and random states at the
-# beginning of the epoch, from which the order may follow.
-OWN_STATE, RANDOM = "loader", "random"
+# In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and the random states
+# from which its order follows; see `Draws.state_dict`.
+OWN_STATE, DRAWS = "loader", "draws"
 
 
 def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
@@ -34,14 +35,32 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
         )
     if OWN_STATE in state and not is_stateful(loader):
         raise ValueError(f"the state is that of a loader with load_state_dict(), which {type(loader).__name__} has not")
-    return position | {key: state[key] for key in (RANDOM, OWN_STATE) if key in state}
+    if DRAWS in state:
+        _check_draws(state[DRAWS], loader)
+    return position | {key: state[key] for key in (DRAWS, OWN_STATE) if key in state}
+
+
+def _check_draws(draws: Any, loader: Any) -> None:
+    """Raise ValueError where a pass over `loader` cannot be made again from what `Draws.state_dict` said."""
+    try:
+        places, workers = sorted(draws["now"]), draws["num_workers"]
+        complete = isinstance(draws["warm"], bool) and ("begin" not in draws or {"first", "apart"} <= draws.keys())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no state of a boosted dataloader ({error!r})") from error
+    if not complete:
+        raise ValueError(f"this is no state of a boosted dataloader: of what it drew there is {sorted(draws)}")
+    if places != (here := sorted(generators_of(loader))):
+        raise ValueError(
+            f"the state is that of a dataloader with generators, or samplers with a state, at {places or 'no place'}, and "
+            f"this {type(loader).__name__} has them at {here or 'no place'}; make the dataloader as it was"
+        )
+    if workers not in (None, getattr(loader, "num_workers", None)):
+        raise ValueError(
+            f"a stream that {workers} workers read comes in another order with {getattr(loader, 'num_workers', None)}; make "
+            f"the dataloader with num_workers={workers}"
+        )
 
 
 def skips(loader: Any) -> bool:
     """Return whether `loader` leaves out what was seen without reading it."""
     return getattr(loader, "can_start_after", False) is True
-
-
-def is_stateful(loader: Any) -> bool:
-    """Return whether `loader` keeps a state of its own."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

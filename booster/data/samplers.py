@@ -61,6 +61,11 @@ def samplers_of(loader: Any) -> list[Any]:
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
 
 
+def is_stateful(part: Any) -> bool:
+    """Return whether a loader or a sampler keeps a state of its own."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
 class Announced:
     """The epochs that a loader, its sampler and its batch sampler are told, those of them that have `set_epoch`.
 

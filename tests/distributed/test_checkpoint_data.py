@@ -1,13 +1,16 @@
 """After a resume on another number of ranks, every sample of the epoch is seen once."""
 
+import itertools
 from collections import Counter
 
 import pytest
 import torch
+from loaders import WORKERS, Eager, broken_off, data, dealt, generator
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from booster import Booster
+from booster.checkpoint import CheckpointError
 from booster.plugin import SingleDevice, TorchDDPPlugin
 
 BATCH = 3  # on each rank
@@ -72,3 +75,62 @@ def test_every_sample_is_seen_once(run_on_ranks, tmp_path, source, target):
             assert sum(count - 1 for count in Counter(rest).values()) == -left % target
         whole = Counter(x for rank in second for x in rank[index][1])
         assert len(whole) == (size if not drop_last else size // target // BATCH * BATCH * target)
+
+
+OWN = list(
+    itertools.product(
+        ("distributed", "eager", "prepared with a sampler of its own"), (False, True), WORKERS, (False, True)
+    )
+)
+
+
+def broken_off_on_ranks(rank, world_size, cases):
+    """The cases in which a loader of the user's own differs after a resume, at each place; the state goes by ranks."""
+    wrong = []
+    for *case, place, epochs in cases:
+        expected, resumed = broken_off(lambda: dealt(*case, rank, world_size), epochs, place)  # noqa: B023
+        if expected != resumed:
+            wrong.append((*case, place, epochs))
+    return wrong
+
+
+def test_a_loader_of_the_users_own_goes_on_to_the_bit_on_every_rank(ranks2):
+    cases = [(*case, place, 1) for case in OWN if case[2] == "no worker" for place in (2, "last", None)]
+    assert ranks2(broken_off_on_ranks, cases) == [[], []]
+
+
+@pytest.mark.slow
+def test_a_loader_of_the_users_own_goes_on_to_the_bit_on_every_rank_from_every_place_with_workers(ranks2):
+    cases = [(*case, place, epochs) for case in OWN for place in (0, 1, 2, "last", None) for epochs in (0, 1)]
+    assert ranks2(broken_off_on_ranks, cases) == [[], []]
+
+
+def own_loader(world_size, rank, size, lazy=False):
+    sampler = Eager(generator(3), rank, world_size)
+    booster = Booster("cpu", "fp32", TorchDDPPlugin() if world_size > 1 else SingleDevice())
+    model = nn.Linear(1, 1)
+    loader = DataLoader(data, size, sampler=sampler, num_workers=2 * lazy, in_order=not lazy)
+    model, optimizer, _, loader, _ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), None, loader)
+    return booster, model, optimizer, loader
+
+
+def saved_in_the_middle(rank, world_size, root):
+    booster, model, optimizer, loader = own_loader(world_size, rank, 4)
+    next(iter(loader))
+    booster.save(root, model, optimizer, None, loader)
+    booster, model, optimizer, loader = own_loader(world_size, rank, 4, lazy=rank == 1)
+    next(iter(loader))
+    try:
+        booster.save(f"{root}/refused", model, optimizer, None, loader)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_one_rank_cannot_save_is_refused_on_all_and_another_number_of_ranks_too(ranks2, tmp_path):
+    first, second = ranks2(saved_in_the_middle, str(tmp_path))
+    assert "in_order=False yields batches as workers finish them" in second
+    assert "on rank 1" in first
+    assert second.split(": ", 1)[1] in first
+    booster, model, optimizer, loader = own_loader(1, 0, 8)
+    with pytest.raises(CheckpointError, match="in the middle of an epoch of 2 ranks, and this job has 1"):
+        booster.load(tmp_path, model, optimizer, None, loader)
