@@ -4,6 +4,9 @@ A root holds one folder for each checkpoint, `step-0000000100`. A save writes in
 every file is on the disk, a rename makes it visible. Where a checkpoint of that step stands already, it is first renamed
 to `step-0000000100.replaced`, which counts as long as nothing else bears the name, so that at every moment the old or the
 new one is found whole. What an interrupted save left behind is cleared away by the next one.
+
+Several jobs may save into one root. `.step-0000000100.writing.lock` says who writes that one, see `Lock`: what a living
+writer has is left alone, and nothing gets its name unless it is whole and still its writer's.
 """
 
 from __future__ import annotations
@@ -13,15 +16,20 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from booster.checkpoint.lock import LOCK, Lock, lock_of, locked_name, read_lock, remove_lock
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, problems, read_manifest
 
 _logger = logging.getLogger(__name__)
+_LONG_AGO = 3600.0  # seconds, more than clocks differ
 _WRITING, _REPLACED = ".writing-", ".replaced"
 _NAME = re.compile(r"step-(\d{10,})(\.replaced)?")
-_UNFINISHED = re.compile(r"\..+\.writing-[0-9a-f]{12}")
+_UNFINISHED = re.compile(r"\.(.+)\.writing-([0-9a-f]{12})")
+_LEFT_ASIDE = re.compile(rf"\..+{re.escape(LOCK)}-[0-9a-f]{{12}}")  # by who ended within a look at a lock
 
 
 def name_of(step: int) -> str:
@@ -29,29 +37,37 @@ def name_of(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def staging_folder(final: Path) -> Path:
-    """Make the folder that a save into `final` writes, after clearing what earlier saves left unfinished beside it."""
-    make_folder(final.parent)
-    clear_unfinished(final.parent)
-    staging = final.parent / f".{final.name}{_WRITING}{secrets.token_hex(6)}"
+def staging_folder(final: Path, lock: Lock) -> Path:
+    """Make the folder that a save into `final` writes, after clearing what dead writers left unfinished beside it."""
+    clear_unfinished(final.parent, lock.nonce)
+    staging = final.parent / f".{final.name}{_WRITING}{lock.nonce}"
     staging.mkdir()
     return staging
 
 
-def publish(staging: Path, final: Path) -> None:
+def publish(staging: Path, final: Path, lock: Lock) -> None:
     """Give a finished `staging` folder its name, in place of an older checkpoint of that name.
 
     Every file in it must have been synced. When this returns, the checkpoint survives a loss of power. Raises
-    CheckpointError if something else than a checkpoint bears the name.
+    CheckpointError if something else than a checkpoint bears the name, and if `staging` is not whole or not the writer's.
     """
     replaced = _replaced(final)
     sync_folder(staging)
+    lock.check()
+    missing = [
+        name
+        for name, file in read_manifest(staging).files.items()
+        if not (staging / name).is_file() or (staging / name).stat().st_size != file.bytes
+    ]
+    if missing:
+        raise CheckpointError(f"{staging} lacks what was written of {missing}: something else has changed it")
     if final.exists():
-        if not (final / MANIFEST).exists():
+        if not (final / MANIFEST).exists() and final.exists():
             raise CheckpointError(f"{final} exists and is not a checkpoint; it is left alone")
         if replaced.exists():  # an earlier save ended before its clean-up
             remove(replaced)
-        final.rename(replaced)
+        with suppress(FileNotFoundError):  # another job has removed the old one since
+            final.rename(replaced)
     try:
         staging.rename(final)
     except OSError:
@@ -131,25 +147,64 @@ def remove(folder: Path) -> None:
     doomed = folder.parent / f".{folder.name}{_WRITING}{secrets.token_hex(6)}"
     try:
         folder.rename(doomed)
-        shutil.rmtree(doomed)
+    except FileNotFoundError:
+        return  # another job was first
     except OSError as error:
         _logger.warning("the old checkpoint %s could not be removed: %s", folder, error)
+        return
+    _remove_tree(doomed, "the old checkpoint %s could not be removed: %s", folder)
 
 
-def clear_unfinished(root: Path) -> None:
-    """Remove what interrupted saves left in `root`, and checkpoints whose replacement is complete.
+def clear_unfinished(root: Path, own: str) -> None:
+    """Remove what dead writers left in `root`, and checkpoints whose replacement is complete. own: the nonce of this writer.
 
     What cannot be removed is a WARNING: it is in nobody's way.
     """
-    for path in list(root.iterdir()):
+    paths, living = list(root.iterdir()), {own}
+    for path in paths:
+        if locked_name(path) is not None and path.is_file():
+            try:
+                holder = read_lock(path)
+                if holder is not None and holder.nonce != own and not holder.lives:
+                    remove_lock(holder)
+                elif holder is not None:
+                    living.add(holder.nonce)
+            except OSError as error:
+                _logger.warning("%s, which an interrupted save left, could not be removed: %s", path, error)
+        elif _LEFT_ASIDE.fullmatch(path.name) and time.time() - _changed(path) > _LONG_AGO:
+            path.unlink(missing_ok=True)
+    for path in paths:
+        unfinished = _UNFINISHED.fullmatch(path.name)
         superseded = (
             path.name.endswith(_REPLACED) and (path.with_name(path.name.removesuffix(_REPLACED)) / MANIFEST).exists()
         )
-        if path.is_dir() and (_UNFINISHED.fullmatch(path.name) or (superseded and (path / MANIFEST).exists())):
-            try:
-                shutil.rmtree(path)
-            except OSError as error:
-                _logger.warning("%s, which an interrupted save left, could not be removed: %s", path, error)
+        abandoned = unfinished is not None and unfinished[2] not in living
+        if unfinished is not None and abandoned:  # a lock is there before its folder, but a listing may have missed it
+            holder = read_lock(lock_of(root / unfinished[1]))
+            abandoned = holder is None or holder.nonce != unfinished[2]
+        if path.is_dir() and (abandoned or (superseded and (path / MANIFEST).exists())):
+            _remove_tree(path, "%s, which an interrupted save left, could not be removed: %s", path)
+
+
+def writing(root: Path) -> list[int]:
+    """Return the steps of the checkpoints that are being written in `root`."""
+    names = [locked_name(path) for path in root.iterdir()] if root.is_dir() else []
+    return [int(match[1]) for name in names if name is not None and (match := _NAME.fullmatch(name))]
+
+
+def _remove_tree(folder: Path, message: str, named: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        if folder.exists():  # another job may be removing it, too
+            _logger.warning(message, named, error)
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 def make_folder(folder: Path) -> None:

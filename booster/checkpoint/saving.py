@@ -18,9 +18,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
 from booster.checkpoint.collect import collect
-from booster.checkpoint.folder import checkpoints, name_of, prune, publish, remove, staging_folder, write_synced
+from booster.checkpoint.folder import (
+    checkpoints,
+    make_folder,
+    name_of,
+    prune,
+    publish,
+    remove,
+    staging_folder,
+    write_synced,
+    writing,
+)
 from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.layout import Held, SavePlanner, storable
+from booster.checkpoint.lock import Lock
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, read_manifest
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
@@ -57,7 +68,8 @@ def snapshot(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | No
 def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tuple[Path, int]:
     """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective."""
     if step is None:
-        step = next((found + 1 for found, _ in checkpoints(root)), 0) if is_first(group) else 0
+        taken = [found for found, _ in checkpoints(root)] + writing(root) if is_first(group) else []
+        step = max(taken, default=-1) + 1
     step = exchange(step, group)[0]
     return root / name_of(step), step
 
@@ -68,10 +80,13 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
     If it raises, on any rank, it raises CheckpointError on all, and what bore the name still does.
     """
     staging: Path | None = None
+    lock: Lock | None = None
     try:
         with _told_to_all(group):
             if is_first(group):
-                staging = staging_folder(final)
+                make_folder(final.parent)
+                lock = Lock(final)
+                staging = staging_folder(final, lock)
         staging = Path(exchange(str(staging), group)[0])
         writer = ManifestWriter(
             staging,
@@ -91,8 +106,9 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
             )
         with _told_to_all(group):
             if writer.manifest is not None:
+                assert lock is not None  # the coordinator is the first rank
                 write_synced(staging / MANIFEST, writer.manifest.dumps())
-                publish(staging, final)
+                publish(staging, final, lock)
                 if keep_last is not None:
                     prune(final.parent, keep_last)
     except CheckpointException as error:
@@ -108,6 +124,8 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
     finally:
         if staging is not None and is_first(group) and staging.exists():
             shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            lock.release()
     return final
 
 

@@ -253,9 +253,9 @@ def slow_disk(monkeypatch):
     """Makes a save take its time before its last rename."""
     real = saving.publish
 
-    def publish(staging, final):
+    def publish(staging, final, lock):
         time.sleep(0.3)
-        real(staging, final)
+        real(staging, final, lock)
 
     monkeypatch.setattr(saving, "publish", publish)
 

@@ -1,0 +1,292 @@
+"""Jobs that save into one folder at the same time: nothing of a living one is lost, and what a dead one left is cleared."""
+
+import json
+import multiprocessing
+import os
+import random
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from booster import Booster
+from booster.checkpoint import CheckpointError, damage, lock, saving
+from booster.checkpoint.lock import Lock, lock_of
+
+FORK = multiprocessing.get_context("fork")  # torch is imported already
+
+
+class Job:
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.booster = Booster("cpu")
+        model = nn.Linear(40, 40)
+        self.model, *_ = self.booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def save(self, folder, step, **options):
+        return self.booster.save(folder, self.model, step=step, extra={"step": step, "pid": os.getpid()}, **options)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def step(number):
+    return f"step-{number:010d}"
+
+
+def _save_many(folder, start, most, seconds, log):
+    """Save every second number from `start`, and now and then 0, until there are `most` or the time is over."""
+    job, draw, until = Job(), random.Random(os.getpid()), time.monotonic() + seconds
+    with open(log, "a", buffering=1) as told:
+        for number in range(start, start + 2 * most, 2):
+            target = 0 if draw.random() < 0.1 else number
+            try:
+                job.save(folder, target)
+            except CheckpointError as error:
+                same = (
+                    target == 0 and "is being written by process" in str(error) and socket.gethostname() in str(error)
+                )
+                told.write(f"{'refused' if same else 'failed'} {target} {error}\n")
+            else:
+                told.write(f"saved {target}\n")
+            if time.monotonic() > until:
+                break
+        told.write("ended\n")
+
+
+def run_jobs(folder, logs, *, most, seconds, kills=0):
+    """Two jobs that save even and odd numbers, and now and then the same; so many are killed on the way and started anew.
+
+    Returns the lines that they wrote of their saves.
+    """
+
+    def begin(start):
+        log = logs / str(start)
+        process = FORK.Process(target=_save_many, args=(folder, start, most, until - time.monotonic(), log))
+        process.start()
+        return process
+
+    draw, until = random.Random(0), time.monotonic() + seconds
+    jobs = [begin(2), begin(3)]
+    for kill in range(1, kills + 1):
+        time.sleep(draw.uniform(0.5, 1.5) * seconds / (kills + 1))
+        victim = draw.randrange(2)
+        jobs[victim].kill()
+        jobs[victim].join()
+        jobs[victim] = begin(1_000_000 * kill + victim)
+    for job in jobs:
+        job.join(seconds + 60)
+        assert job.exitcode == 0
+    return [line for log in logs.iterdir() for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("most", "seconds", "kills"),
+    [(12, 60, 0), pytest.param(10**5, 60, 6, marks=pytest.mark.slow)],
+    ids=["short", "long"],
+)
+def test_two_jobs_save_into_one_folder_and_lose_nothing(tmp_path, most, seconds, kills):
+    root, logs = tmp_path / "root", tmp_path / "logs"
+    logs.mkdir()
+    lines = run_jobs(root, logs, most=most, seconds=seconds, kills=kills)
+    assert not [line for line in lines if line.startswith("failed")]
+    saved = {int(line.split()[1]) for line in lines if line.startswith("saved")}
+    assert len(saved) > 12
+    found = {int(name.removeprefix("step-")) for name in names(root) if not name.startswith(".")}
+    assert saved <= found
+    assert len(found - saved) <= kills, "published, and killed before it said so"
+    Job().save(root, 1)
+    assert not [name for name in names(root) if name.startswith(".")], "the last one clears"
+    assert not [name for name in names(root) if damage(root / name)]
+
+
+def _hold(folder, ready, finish):
+    """Save step 7, and stop within it."""
+    real = saving.write_synced
+
+    def slowly(path, data):
+        real(path, data)
+        if path.name == "manifest.json":
+            ready.set()
+            finish.wait(30)
+
+    saving.write_synced = slowly
+    Job().save(folder, 7)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """Another process in the middle of its save of step 7, and what lets it go on."""
+    ready, finish = FORK.Event(), FORK.Event()
+    process = FORK.Process(target=_hold, args=(tmp_path, ready, finish))
+    process.start()
+    assert ready.wait(30)
+    yield process, finish
+    process.kill()
+    process.join()
+
+
+def test_a_living_writer_is_left_alone_and_named_to_who_wants_the_same_number(tmp_path, writer):
+    process, finish = writer
+    job = Job()
+    before = [name for name in names(tmp_path) if ".writing" in name]
+    assert len(before) == 2
+    job.save(tmp_path, 8)
+    job.save(tmp_path, 6)
+    assert set(before) < set(names(tmp_path))
+    with pytest.raises(CheckpointError, match=f"written by process {process.pid} on {socket.gethostname()}"):
+        job.save(tmp_path, 7)
+    with pytest.raises(CheckpointError, match=f"process {process.pid}"):
+        job.save(tmp_path, 7, async_save=True)
+        job.booster.wait_for_save()
+    assert job.save(tmp_path, None).name == step(9)
+    finish.set()
+    process.join(30)
+    assert process.exitcode == 0
+    assert names(tmp_path) == [step(number) for number in (6, 7, 8, 9)]
+    assert not damage(tmp_path / step(7))
+    job.save(tmp_path, 7)
+
+
+def test_a_number_that_another_job_is_writing_is_not_counted_on_to(tmp_path, writer):
+    assert Job().save(tmp_path, None).name == step(8)
+
+
+@pytest.mark.parametrize("number", [7, 8])
+def test_what_a_dead_predecessor_left_is_cleared_at_once(tmp_path, writer, number):
+    process, _ = writer
+    process.kill()
+    process.join()
+    assert any(".writing-" in name for name in names(tmp_path))
+    Job().save(tmp_path, number)
+    assert names(tmp_path) == [step(number)]
+
+
+# ---- writers of other machines and containers, whose pids mean nothing here ----
+
+
+def elsewhere(folder, number=7, pid=None):
+    """The lock and the folder of a writer in another container, with the pid of a process that lives here."""
+    held = lock_of(folder / step(number))
+    told = {"nonce": "0123456789ab", "host": "node-17", "pid": pid or os.getpid(), "space": "another", "began": "1"}
+    held.write_text(json.dumps(told))
+    (folder / f".{step(number)}.writing-0123456789ab").mkdir()
+    return held
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(lock, "DEAD", 0.6)
+
+
+def test_a_writer_elsewhere_lives_by_its_heartbeat_and_not_by_a_pid(tmp_path, quick):
+    held, ended = elsewhere(tmp_path, pid=2**22), threading.Event()  # a pid that nobody has here
+
+    def beat():
+        while not ended.wait(0.05):
+            os.utime(held)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"written by process {2**22} on node-17"):
+            Job().save(tmp_path, 7)
+        time.sleep(0.7)
+        Job().save(tmp_path, 8)
+        assert f".{step(7)}.writing-0123456789ab" in names(tmp_path)
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("number", [7, 8])
+def test_a_writer_elsewhere_without_a_heartbeat_is_dead_whoever_has_its_pid_here(tmp_path, quick, number):
+    held = elsewhere(tmp_path)
+    if number == 8:  # nobody waits for what is not in the way
+        os.utime(held, (time.time() - 1, time.time() - 1))
+    began = time.monotonic()
+    Job().save(tmp_path, number)
+    assert names(tmp_path) == [step(number)]
+    assert number == 8 or time.monotonic() - began > 0.3
+
+
+def test_clocks_of_hosts_that_differ_do_not_matter(tmp_path, monkeypatch):
+    elsewhere(tmp_path)
+    for shift in (-7200.0, 7200.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda now=time.time, shift=shift: now() + shift)
+            Job().save(tmp_path, 8)
+        assert f".{step(7)}.writing-0123456789ab" in names(tmp_path)
+
+
+def test_a_lock_that_says_nothing_yet_is_respected_and_then_taken(tmp_path, quick):
+    lock_of(tmp_path / step(7)).touch()
+    Job().save(tmp_path, 7)
+    assert names(tmp_path) == [step(7)]
+
+
+# ---- before a checkpoint gets its name ----
+
+
+def interrupt(monkeypatch, action):
+    """Run `action` with the folder in which a save has written all of its files."""
+    real = saving.write_synced
+
+    def then(path, data):
+        real(path, data)
+        if path.name == "manifest.json":
+            action(path.parent)
+
+    monkeypatch.setattr(saving, "write_synced", then)
+
+
+def test_a_writer_that_another_took_over_from_publishes_nothing(tmp_path, monkeypatch):
+    job = Job()
+    before = json.loads((job.save(tmp_path, 7) / "manifest.json").read_text())
+
+    def taken_over(staging):
+        lock_of(tmp_path / step(7)).unlink()
+        elsewhere(tmp_path)
+
+    interrupt(monkeypatch, taken_over)
+    with pytest.raises(CheckpointError, match="taken over by process .* on node-17"):
+        job.save(tmp_path, 7)
+    assert json.loads((tmp_path / step(7) / "manifest.json").read_text()) == before
+    assert lock_of(tmp_path / step(7)).exists(), "it is the other one's"
+
+
+@pytest.mark.parametrize("name", ["state.json", "tensors-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("how", ["removed", "cut"])
+def test_a_folder_that_is_not_whole_any_more_gets_no_name(tmp_path, monkeypatch, name, how):
+    interrupt(
+        monkeypatch, lambda staging: (staging / name).unlink() if how == "removed" else (staging / name).write_text("")
+    )
+    with pytest.raises(CheckpointError):
+        Job().save(tmp_path, 7)
+    assert names(tmp_path) == []
+
+
+def test_a_save_gives_a_sign_of_life_as_long_as_it_takes(tmp_path, quick):
+    held = Lock(tmp_path / step(7))
+    try:
+        for _ in range(4):
+            before = held._path.stat().st_mtime_ns
+            time.sleep(0.3)
+            assert held._path.stat().st_mtime_ns > before
+    finally:
+        held.release()
+    assert names(tmp_path) == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "booster-checkpoint-lock"]
+
+
+def test_files_of_other_programs_are_left_alone(tmp_path):
+    for name in (".npm.lock", ".step-0000000007.lock", "step.writing.lock"):
+        (tmp_path / name).write_text("theirs")
+        os.utime(tmp_path / name, (0, 0))
+    Job().save(tmp_path, 7)
+    assert len(names(tmp_path)) == 4
