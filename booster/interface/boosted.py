@@ -17,12 +17,12 @@ class Boosted:
     """The objects of one Booster, as long as the user keeps them.
 
     models: both what the user gave and what wraps it. optimizers: by id of the user's optimizer, which its wrapper keeps
-    alive.
+    alive. Models and criteria are in the order in which they were boosted, the same on every rank; a set has none.
     """
 
     def __init__(self) -> None:
-        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.criteria: weakref.WeakSet[ModelWrapper] = weakref.WeakSet()
+        self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self.criteria: weakref.WeakKeyDictionary[ModelWrapper, None] = weakref.WeakKeyDictionary()
         self.loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
         self.optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
 
@@ -30,9 +30,9 @@ class Boosted:
         self, model: nn.Module, boosted: ModelWrapper, criterion: Any, optimizers: Sequence[OptimizerWrapper]
     ) -> None:
         """Keep what `boost` was given and what it made of it."""
-        self.models |= {model, boosted}
+        self.models.update({model: None, boosted: None})
         if isinstance(criterion, ModelWrapper):
-            self.criteria.add(criterion)
+            self.criteria[criterion] = None
         for wrapper in optimizers:
             self.optimizers[id(wrapper.unwrap())] = wrapper
 

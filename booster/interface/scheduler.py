@@ -8,8 +8,9 @@ from booster.interface.optimizer import OptimizerWrapper
 
 
 class LRSchedulerWrapper:
-    """A scheduler whose `step` advances only if the optimizer applied a step since the last call.
+    """A scheduler whose `step()` advances only if the optimizer applied a step since the last call.
 
+    With arguments, such as an epoch or a metric, `step` says itself where to go or what was seen, and is passed on always.
     Attributes pass through to the scheduler inside. Where the outcome of the last optimizer step is still on a device,
     `step` takes effect at the start of the next `optimizer.step()`, the first place that reads the learning rate; reading
     any attribute here, such as `get_last_lr`, settles it at once.
@@ -21,7 +22,7 @@ class LRSchedulerWrapper:
         self._progress = optimizer.progress
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the scheduler, passing all arguments on, if an optimizer step was applied since the last call."""
+        """Advance the scheduler, if an optimizer step was applied since the last call or there are arguments to pass on."""
         self._optimizer.when_settled(lambda: self._step(args, kwargs))
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,6 +48,7 @@ class LRSchedulerWrapper:
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         progress = self._optimizer.progress
-        if progress != self._progress:
+        told = any(value is not None for value in (*args, *kwargs.values()))  # step(None) is torch's default
+        if told or progress != self._progress:
             self._progress = progress
             self.scheduler.step(*args, **kwargs)

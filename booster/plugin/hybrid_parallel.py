@@ -122,8 +122,8 @@ class HybridParallelPlugin(Plugin):
         self._wrap_policy = wrap_policy
         self._reduce_dtype = reduce_dtype
         self._meshes: dict[str, DeviceMesh] = {}
-        self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._pipelines: weakref.WeakSet[StagePipeline] = weakref.WeakSet()
+        self._placed: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._pipelines: weakref.WeakKeyDictionary[StagePipeline, None] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._left = LeftGathered()
@@ -250,7 +250,7 @@ class HybridParallelPlugin(Plugin):
                 shard_placement=fsdp_placement,
                 left=self._left if plan is None else None,
             )
-            self._placed.add(bare(root))
+            self._placed[bare(root)] = None
         if plan is None:
             return module
         model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
@@ -262,7 +262,7 @@ class HybridParallelPlugin(Plugin):
             device=device,
             boundary=self._boundary if self._sequence_parallelism else None,
         )
-        self._pipelines.add(pipeline)
+        self._pipelines[pipeline] = None
         return pipeline
 
     def _plan_pipeline(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> PipelinePlan:

@@ -96,7 +96,7 @@ class TorchFSDPPlugin(Plugin):
         }
         self._replicate_size = replicate_size
         self._meshes: dict[str, DeviceMesh] = {}
-        self._placed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._placed: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._left = LeftGathered()
@@ -140,7 +140,7 @@ class TorchFSDPPlugin(Plugin):
             **self._options,
             left=self._left,
         )
-        self._placed.add(model)
+        self._placed[model] = None
         return placed
 
     def make_shards(self, optimizer: Optimizer) -> Shards:

@@ -813,3 +813,19 @@ def test_the_class_of_the_users_optimizer_is_found_by_unwrapping():
     optimizer = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))[1]
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert isinstance(booster.unwrap(optimizer), torch.optim.SGD)
+
+
+def test_models_of_one_class_have_their_names_in_the_order_in_which_they_were_boosted():
+    """A set's order follows addresses, which differ from process to process."""
+    for _ in range(5):
+        booster = Booster("cpu", "fp32")
+        models, criteria = [nn.Linear(1, 1) for _ in range(8)], [nn.MSELoss() for _ in range(8)]
+        boosted = []
+        for place in torch.randperm(8).tolist():  # as addresses are
+            model, criterion = models[place], criteria[place]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            boosted.append(booster.boost(model, optimizer, criterion)[::2][:2])
+        labelled = booster._boosted.labelled()
+        assert list(labelled) == ["Linear", *(f"Linear-{number}" for number in range(1, 8))]
+        assert [id(model) for model in labelled.values()] == [id(model) for model, _ in boosted]
+        assert [id(each) for each in booster._boosted.criteria] == [id(criterion) for _, criterion in boosted]

@@ -236,3 +236,23 @@ def test_no_import_runs_from_a_room_of_the_design_to_a_higher_one():
     height = {f"booster.{name}": min(number, ground) for name, number in story.items()}
     upward = {(a, b) for a, b in rooms(ROOT, set(arrows(ROOT))) if a in height and height[b] < height[a]}
     assert upward == set()
+
+
+def test_nothing_iterates_over_a_weak_set():
+    """Its order differs among ranks, and so would names, and collectives that are called along it."""
+    found = []
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        weak = {
+            ast.unparse(node.target)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign) and "WeakSet[" in ast.unparse(node.annotation)
+        }
+        loops = [node.iter for node in ast.walk(tree) if isinstance(node, (ast.For, ast.comprehension))]
+        loops += [
+            node.args[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("list", "tuple", "next", "iter") and node.args
+        ]
+        found += [f"{file.name}: {ast.unparse(loop)}" for loop in loops if ast.unparse(loop) in weak]
+    assert found == []

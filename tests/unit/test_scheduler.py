@@ -82,14 +82,45 @@ def test_calling_twice_after_one_step_advances_once(decides):
 
 
 @both
-def test_reduce_on_plateau_gets_its_metric_and_is_not_told_of_skipped_steps(decides):
-    loop = Loop(lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, factor=0.1), decides)
-    for grad, metric in ((0.0, 1.0), (INF, 5.0), (0.0, 0.5), (0.0, 0.9)):
-        loop.step(grad)
-        loop.scheduler.step(metric)
-    assert loop.lr == pytest.approx(0.1)
-    assert loop.scheduler.num_bad_epochs == 0
-    assert loop.scheduler.best == 0.5
+@pytest.mark.parametrize("named", [False, True])
+def test_reduce_on_plateau_gets_every_metric_whatever_became_of_the_steps(decides, named):
+    loop = Loop(lambda optimizer: ReduceLROnPlateau(optimizer, patience=2, factor=0.1), decides)
+    plain = ReduceLROnPlateau(SGD([torch.zeros(1)], lr=1.0), patience=2, factor=0.1)
+    for grads, metric in (((0.0,), 1.0), ((INF,), 5.0), ((), 4.0), ((0.0, 0.0), 3.0), ((), 0.5), ((0.0,), 0.9)):
+        for grad in grads:
+            loop.step(grad)
+        loop.scheduler.step(metrics=metric) if named else loop.scheduler.step(metric)
+        plain.step(metric)
+        seen = (loop.scheduler.best, loop.scheduler.num_bad_epochs, loop.scheduler.last_epoch)
+        assert seen == (plain.best, plain.num_bad_epochs, plain.last_epoch)
+        assert loop.lr == plain.get_last_lr()[0]
+    assert plain.get_last_lr() == [0.1]
+
+
+@both
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+def test_a_step_to_an_epoch_goes_there_also_before_the_first_update(decides, named):
+    loop = Loop(halving, decides)
+    for grads, epoch in (((), 5), ((INF,), 2), ((0.0,), 7), ((), 1)):
+        for grad in grads:
+            loop.step(grad)
+        loop.scheduler.step(epoch=epoch) if named else loop.scheduler.step(epoch)
+        assert loop.scheduler.last_epoch == epoch
+        assert loop.lr == 0.5**epoch
+
+
+@both
+def test_a_step_with_nothing_but_none_waits_as_one_without_arguments_does(decides):
+    loop = Loop(halving, decides)
+    loop.step(INF)
+    loop.scheduler.step(None)
+    loop.scheduler.step(epoch=None)
+    assert loop.lr == 1.0
+    loop.step(0.0)
+    loop.scheduler.step(epoch=None)
+    assert loop.lr == 0.5
 
 
 @both
@@ -126,7 +157,7 @@ def test_schedulers_of_other_packages_get_their_own_arguments(decides):
     loop.scheduler.step(2)
     loop.step(0.0)
     loop.scheduler.step(epoch=3)
-    assert loop.scheduler.calls == [(1, 0.5), (3, None)]
+    assert loop.scheduler.calls == [(1, 0.5), (2, None), (3, None)]
 
 
 def test_on_a_device_the_call_waits_for_the_next_step_or_the_first_read():
@@ -258,6 +289,7 @@ def test_a_timm_scheduler_keeps_its_interface(timm):
     scheduler.step(1)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.55)
     train(booster, model, optimizer, INF)
+    scheduler.step_update(7)
     scheduler.step(2)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.55)
+    assert optimizer.param_groups[0]["lr"] == theirs._get_lr(2)[0]
     assert scheduler.warmup_t == 2

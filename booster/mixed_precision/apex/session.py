@@ -30,7 +30,7 @@ class Session:
         self.precision: FP16ApexMixedPrecision | None = None
         self.registered = Registered()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._updates: weakref.WeakSet[ApexUpdate] = weakref.WeakSet()
+        self._updates: weakref.WeakKeyDictionary[ApexUpdate, None] = weakref.WeakKeyDictionary()
         self._casts = ExitStack()
         self._thread: int | None = None  # which casts, as long as one does
 
@@ -77,7 +77,7 @@ class Session:
 
     def follow(self, update: ApexUpdate) -> None:
         """Give `update` the loss scales of the next session too, if it has the same options for them."""
-        self._updates.add(update)
+        self._updates[update] = None
 
     def _check_thread(self) -> None:
         if self._thread not in (None, threading.get_ident()):
