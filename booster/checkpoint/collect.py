@@ -11,6 +11,7 @@ from torch import nn
 
 from booster.checkpoint.agree import agree_on_success, exchange
 from booster.checkpoint.layout import Held, storable
+from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.plain import encode, reference
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper
@@ -19,6 +20,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.modules import bare
 from booster.randomness import random_state
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
+from booster.update.loading import check_own
 
 Tensors = dict[str, Held]
 
@@ -55,7 +57,7 @@ def _tree(parts: Parts, run: Mapping[str, Any], rank: int, tensors: Tensors, own
             name: pins.state_dict() for name, model in parts.models.items() if (pins := pins_of(model)) is not None
         },
         "optimizers": {
-            name: encode(by_name(optimizer), f"optimizers/{name}", tensors)
+            name: encode(_loadable(name, optimizer), f"optimizers/{name}", tensors)
             for name, optimizer in parts.optimizers.items()
         },
     }
@@ -110,6 +112,23 @@ def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
         ],
         STATE_KEY: _without_names(state[STATE_KEY]),
     }
+
+
+def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
+    """Return `by_name` of `optimizer`. Raises CheckpointError if no load would take it."""
+    state = by_name(optimizer)
+    kept = state[STATE_KEY].get("masters") or {"weights": {}}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    named = zip((own for names in optimizer.parameter_names() for own, _ in names), params, strict=True)
+    # A load makes masters of half weights that have none.
+    weights = {key: param for key, param in named if optimizer.has_master(param)} | kept["weights"]
+    try:
+        check_own({STATE_KEY: {**state[STATE_KEY], "masters": {**kept, "weights": weights}}})
+    except ValueError as error:
+        raise CheckpointError(
+            f"optimizers {name!r}: {error.__cause__ or error}. No load would take that, so nothing is written or removed"
+        ) from error
+    return state
 
 
 def masters_behind(parts: Parts, optimizers: Mapping[str, Any]) -> dict[str, str]:

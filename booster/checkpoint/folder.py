@@ -54,11 +54,7 @@ def publish(staging: Path, final: Path, lock: Lock) -> None:
     replaced = _replaced(final)
     sync_folder(staging)
     lock.check()
-    missing = [
-        name
-        for name, file in read_manifest(staging).files.items()
-        if not (staging / name).is_file() or (staging / name).stat().st_size != file.bytes
-    ]
+    missing = missing_of(staging)
     if missing:
         raise CheckpointError(f"{staging} lacks what was written of {missing}: something else has changed it")
     if final.exists():
@@ -133,10 +129,34 @@ def manifest_now(folder: Path) -> bytes | None:
         return None
 
 
-def prune(root: Path, keep_last: int) -> None:
-    """Remove all checkpoints but the newest `keep_last`. Each is renamed first, so that none is ever seen half removed."""
-    for _, path in list(checkpoints(root))[keep_last:]:
-        remove(path)
+def prune(root: Path, keep_last: int, written: Path) -> None:
+    """Remove all checkpoints but the newest `keep_last` and `written`, which was just saved, whatever its number is.
+
+    What is not whole by the sizes of its files is no checkpoint to keep in another's place. Each is renamed first, so that
+    none is ever seen half removed.
+    """
+    found = [path for _, path in checkpoints(root)]
+    kept = [path for path in found if path == written or _looks_whole(path)][:keep_last]
+    last = found.index(kept[-1]) if kept else -1
+    for path in found[last + 1 :] if kept else ():
+        if path != written:
+            remove(path)
+
+
+def _looks_whole(folder: Path) -> bool:
+    try:
+        return not missing_of(folder)
+    except (CheckpointError, OSError):
+        return False
+
+
+def missing_of(folder: Path) -> list[str]:
+    """Return the files of a checkpoint that are not there in their sizes. Raises CheckpointError without a manifest."""
+    return [
+        name
+        for name, file in read_manifest(folder).files.items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != file.bytes
+    ]
 
 
 def remove(folder: Path) -> None:

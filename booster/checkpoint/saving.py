@@ -110,7 +110,7 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
                 write_synced(staging / MANIFEST, writer.manifest.dumps())
                 publish(staging, final, lock)
                 if keep_last is not None:
-                    prune(final.parent, keep_last)
+                    prune(final.parent, keep_last, final)
     except CheckpointException as error:
         raise CheckpointError(
             f"saving {final} failed {first_failure(error)}; what was there before still is"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from booster.casting import HALF_DTYPES
 from booster.loss_scaler import LossScaler
 from booster.shards.base import is_dtensor
 from booster.shards.divided import Divided
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from booster.params import Kept
     from booster.update.base import Update
 
+_WIDE = (torch.float32, torch.float64)
 _KEEP_SCALE = f"to keep the scale that there is, set state[{STATE_KEY!r}]['loss_scaler'] = {{}}"
 
 
@@ -107,7 +109,15 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
 # ---------------------------------------------------------------------- what can be seen without the optimizer
 
 
-def _read_own(state_dict: Any) -> _Own:
+def check_own(state_dict: Any) -> None:
+    """Raise ValueError for what of `state_dict` is ours and no load would take, as masters that hold NaN.
+
+    Masters may be half weights, of which a load makes float32 ones.
+    """
+    _read_own(state_dict, (*_WIDE, *HALF_DTYPES))
+
+
+def _read_own(state_dict: Any, of_masters: tuple[torch.dtype, ...] = _WIDE) -> _Own:
     if not isinstance(state_dict, Mapping):
         raise TypeError(
             f"load_state_dict takes the mapping that optimizer.state_dict() gave, got {type(state_dict).__name__}"
@@ -123,7 +133,7 @@ def _read_own(state_dict: Any) -> _Own:
         if not isinstance(scale, Mapping):
             raise ValueError(f"loss_scaler is {scale!r}, and no mapping")
         if "masters" in own:
-            _check_masters(own["masters"])
+            _check_masters(own["masters"], of_masters)
         if RELEASE in own:
             _check_release(own[RELEASE])
     except ValueError as error:
@@ -134,13 +144,13 @@ def _read_own(state_dict: Any) -> _Own:
     return _Own(counts, dict(scale), own)
 
 
-def _check_masters(masters: Any) -> None:
+def _check_masters(masters: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     weights = masters.get("weights") if isinstance(masters, Mapping) else None
     if not isinstance(weights, Mapping) or not isinstance(masters.get("rounding", {}), Mapping):
         found = sorted(map(str, masters)) if isinstance(masters, Mapping) else repr(masters)
         raise ValueError(f"masters hold no mapping 'weights', or another 'rounding' than a mapping, but {found}")
     for name, weight in weights.items():
-        wrong = _why_no_master(weight)
+        wrong = _why_no_master(weight, dtypes)
         if wrong:
             raise ValueError(f"the master of {name} {wrong}")
 
@@ -151,14 +161,14 @@ def _check_release(release: Any) -> None:
         raise ValueError(f"{RELEASE} is {release!r}, and must hold the norm of a step as {PREVIOUS_NORM!r}")
 
 
-def _why_no_master(weight: Any) -> str | None:
+def _why_no_master(weight: Any, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if not isinstance(weight, (torch.Tensor, Divided)):
         return f"is of type {type(weight).__name__}, and must be a tensor"
-    if weight.dtype not in (torch.float32, torch.float64):
+    if weight.dtype not in dtypes:
         return f"is of {weight.dtype}, and must be of float32"
     local: Any = weight.values if isinstance(weight, Divided) else weight
     local = local.to_local() if is_dtensor(local) else local
-    return "holds NaN: the run had failed when it was saved" if bool(local.isnan().any()) else None
+    return "holds NaN: the run has failed" if bool(local.isnan().any()) else None
 
 
 def _plain(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

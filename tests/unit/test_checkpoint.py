@@ -658,3 +658,51 @@ def test_an_empty_folder_says_that_it_is_one(tmp_path):
     first = job()
     with pytest.raises(CheckpointError, match="there is no valid checkpoint in .*: it holds no folder"):
         first.booster.load(tmp_path / "nowhere", *first.parts)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_no_load_would_take_is_not_written_and_what_is_written_loads(tmp_path, precision, async_save):
+    running = job(precision)
+    running.train(1)
+    good = {key: value.clone() for key, value in running.state().items()}
+    running.booster.save(tmp_path, *running.parts, step=1, keep_last=1)
+    model = running.parts[0]
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+
+    def save():
+        running.booster.save(tmp_path, *running.parts, step=2, keep_last=1, async_save=async_save)
+        running.booster.wait_for_save()
+
+    if "naive" in precision or precision == "O2":
+        with pytest.raises(CheckpointError, match="0.weight holds NaN"):
+            save()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
+    else:
+        save()
+        good = running.state()
+    again = job(precision, seed=1)
+    again.booster.load(tmp_path, *again.parts)
+    for key, value in again.state().items():
+        assert torch.equal(value.nan_to_num(), good[key].nan_to_num()), key
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+def test_nothing_takes_the_place_of_the_last_checkpoint_that_loads(tmp_path, keep_last):
+    running = job()
+    for step in (3, 8, 9, 10):
+        path = running.booster.save(tmp_path, *running.parts, step=step)
+        if step == 8:
+            (path / "manifest.json").unlink()
+        elif step == 9:
+            (path / "state.json").write_text("")
+        elif step == 10:
+            next(path.glob("*.safetensors")).unlink()
+    running.train(1)
+    running.booster.save(tmp_path, *running.parts, step=4, keep_last=keep_last)
+    left = sorted(int(path.name.removeprefix("step-")) for path in tmp_path.iterdir())
+    assert left == [4, 8, 9, 10] if keep_last == 1 else [3, 4, 8, 9, 10]
+    running.booster.save(tmp_path, *running.parts, step=2, keep_last=1)
+    assert latest(tmp_path).name == "step-0000000004", "the newest of those that load"
+    assert (tmp_path / "step-0000000002").exists(), "what was just saved is kept"
