@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +45,29 @@ class ForwardPrecision(Protocol):
     def output_dtype(self) -> torch.dtype | None: ...
 
 
+class _BoundForward(functools.partial[Any]):
+    """`forward` of one model, with the signature of the user's, which trainers and exporters read."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(bare(self.func.__self__.module).forward)  # type: ignore[attr-defined]
+
+
+def _forward(self: PrecisionModule, *args: Any, **kwargs: Any) -> Any:
+    return self._run(*args, **kwargs) if self._tape is None else self._taped(*args, **kwargs)
+
+
+class _Forward:
+    """The attribute `forward` of a boosted model."""
+
+    def __get__(self, model: PrecisionModule | None, kind: Any = None) -> Callable[..., Any]:
+        if model is None:
+            return _forward
+        if torch.compiler.is_compiling():
+            return MethodType(_forward, model)
+        return _BoundForward(model._run if model._tape is None else model._taped)
+
+
 class PrecisionModule(TransparentModule):
     """A model whose forward, and every method called through it, runs under a precision.
 
@@ -64,14 +89,19 @@ class PrecisionModule(TransparentModule):
         # By way of __dict__, because plain assignment sets attributes on the user's model.
         self.__dict__.update(_precision=precision, _input_dtype=input_dtype)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs) if self._tape is None else self._tape.call(self._run, self, args, kwargs)
+    forward = _Forward()
+
+    def _taped(self, *args: Any, **kwargs: Any) -> Any:
+        tape: Any = self._tape
+        return tape.call(self._run, self, args, kwargs)
 
     def keep_calls(self, tape: Tape) -> None:
         """Keep what every call was given on `tape` from now on."""
         self.__dict__["_tape"] = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            _refuse_trace()
         watch = None if torch.compiler.is_compiling() else self._raw_calls
         if watch is not None:
             before, watch.inside = watch.inside, True
@@ -106,8 +136,14 @@ class PrecisionModule(TransparentModule):
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._entered():
-                output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
+            try:
+                with self._entered():
+                    output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
+            except RuntimeError as error:
+                hint = _hint_of_shards(error, name)
+                if hint is None:
+                    raise
+                raise RuntimeError(hint) from error
             if isinstance(output, Generator):
                 return self._stream(output, name)
             return self._finish(output, name)
@@ -146,6 +182,30 @@ class PrecisionModule(TransparentModule):
                 "what goes through forward. Compute the loss in forward, or call the method under torch.no_grad()"
             )
         return self.cast_outputs(output)
+
+
+def _refuse_trace() -> None:
+    raise RuntimeError(
+        "torch.jit.trace does not follow a boosted model; use torch.export.export(model, inputs), which keeps the precision, or "
+        "trace the user's model in the dtype of its weights: torch.jit.trace(booster.unwrap(model).eval(), inputs)"
+    )
+
+
+def _hint_of_shards(error: Exception, name: str) -> str | None:
+    """Return what to do where the method `name` of the user's model met shards of parameters; None for other errors."""
+    said = str(error)
+    if "invalid python storage" in said:
+        return (
+            f"model.{name}() read the memory of weights that are divided among ranks, of which each holds a part; write them "
+            "with booster.save_model(model, folder, shard=True), which all ranks call and from_pretrained opens"
+        )
+    if "mixed torch.Tensor and DTensor" in said:
+        return (
+            f"model.{name}() computed with weights that are divided among ranks and were not gathered, since its forward does "
+            "not start at the model itself. Tell torch of it after boost, on all ranks, and call it on all: "
+            f"torch.distributed.fsdp.register_fsdp_forward_method(booster.unwrap(model), {name!r})"
+        )
+    return None
 
 
 class Pinned(Protocol):

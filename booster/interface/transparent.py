@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,7 +12,11 @@ from torch import nn
 
 from booster import arguments
 from booster.modules import bare, is_placed, unwrap_placed, wait_for_weights
+from booster.shards import is_part
 from booster.shards.hidden import clear_hidden_gradients
+
+_logger = logging.getLogger(__name__)
+_KNOWS_PARTS = "torch.distributed.checkpoint"
 
 
 class TransparentModule(nn.Module):
@@ -21,6 +27,8 @@ class TransparentModule(nn.Module):
 
     A subclass defines `forward`, and may wrap the user's methods that are called through it: see `_wrap_method`.
     """
+
+    _told_parts = False
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -33,8 +41,21 @@ class TransparentModule(nn.Module):
         return unwrap_placed(self.module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of the user's model, keys as the user knows them."""
-        return self._whole().state_dict(*args, **kwargs)
+        """The state dict of the user's model, keys as the user knows them.
+
+        Where ranks divide parameters, it has this rank's parts, as DTensors, and one WARNING says so, unless it is
+        torch.distributed.checkpoint that asks, which knows of them.
+        """
+        state = self._whole().state_dict(*args, **kwargs)
+        if not self._told_parts and not _asked_by(_KNOWS_PARTS) and any(map(is_part, state.values())):
+            self.__dict__["_told_parts"] = True
+            _logger.warning(
+                "state_dict() of a model that is divided among ranks has this rank's part of each weight: a torch.save of it "
+                "on one rank would write that part alone. Write whole weights with booster.save_model(model, path), or a "
+                "checkpoint with booster.save, which all ranks call; get_model_state_dict of "
+                "torch.distributed.checkpoint.state_dict makes whole tensors"
+            )
+        return state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch, through a plugin's wrapper, which may keep gradients of its own; also between forward and backward."""
@@ -148,6 +169,14 @@ class TransparentModule(nn.Module):
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What the attribute `name`, a bound method of the user's model, is to those who read it through the wrapper."""
         return method
+
+
+def _asked_by(modules: str) -> bool:
+    """Return whether who called `state_dict`, through modules around the model or not, is of these modules."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(modules)
 
 
 def refuse_torchscript(module: Any, noun: str) -> None:

@@ -223,6 +223,11 @@ def is_dtensor(tensor: Any) -> bool:
     return isinstance(tensor, dtensor_types())
 
 
+def is_part(tensor: Any) -> bool:
+    """Return whether `tensor` is a DTensor of which other ranks hold other parts."""
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and any(each.is_shard() for each in tensor.placements)
+
+
 def dtensor_types() -> tuple[type, ...]:
     """Return the class DTensor for `isinstance`, or nothing where it is not imported, so that there is none."""
     module = sys.modules.get("torch.distributed.tensor")

@@ -6,6 +6,8 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
@@ -108,3 +110,50 @@ def touched(rank, world_size, precision, plugin):
 @pytest.mark.parametrize("plugin", ["ddp", "zero1", "fsdp"])
 def test_torchs_clip_of_scaled_gradients_is_told_on_every_rank(ranks2, plugin):
     assert ranks2(touched, "fp16", plugin) == [1, 1]
+
+
+# ---------------------------------------------------------------------- weights that are divided
+
+
+class Wrapped(nn.Module):
+    """As peft's models: `generate` calls a model inside, and not the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def generate(self, x):
+        return self.inner(x)
+
+    def save_pretrained(self, path):
+        for tensor in self.state_dict().values():
+            torch.frombuffer(memoryview(tensor.numpy()), dtype=torch.float32)
+
+
+def divided(rank, world_size, folder):
+    torch.manual_seed(0)
+    b = Booster("cpu", "bf16", TorchFSDPPlugin())
+    net = Wrapped()
+    model, _, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with warnings_kept() as messages:
+        get_model_state_dict(model)
+        assert not messages, messages
+        assert sum(value.to_local().numel() for value in model.state_dict().values()) * world_size == 2 * (64 + 8)
+        model.state_dict()
+        assert len(messages) == 1
+        assert "booster.save_model(model, path)" in messages[0]
+        b.save_model(model, f"{folder}/whole.safetensors")
+        assert len(messages) == 1
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=r"model.generate\(\).*register_fsdp_forward_method\(.*'generate'\)"):
+            model.generate(x)
+        register_fsdp_forward_method(b.unwrap(model), "generate")
+        assert torch.equal(model.generate(x), model(x))
+
+
+def test_parts_of_weights_are_told_and_methods_that_meet_them_say_what_to_call(ranks2, tmp_path):
+    ranks2(divided, str(tmp_path))

@@ -1,8 +1,10 @@
 """What newcomers write first, from other libraries or by guess: the message says what to write instead."""
 
 import copy
+import inspect
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -167,3 +169,37 @@ def test_half_weights_that_arrive_under_lora_are_not_told_to_widen_the_frozen_ba
     model, optimizer, *_ = (b := Booster("cpu", precision)).boost(net, make())
     b.backward(model(torch.randn(4, 64)).mean(), optimizer)
     assert optimizer.step().applied
+
+
+# ---------------------------------------------------------------------- the boosted model
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        return self.layer(input_ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"diagnose": "first"}])
+def test_forward_of_a_boosted_model_has_the_signature_of_the_users(options):
+    net = Named()
+    model, *_ = Booster("cpu", "bf16", clip_grad_norm=1.0, **options).boost(net)
+    assert inspect.signature(model.forward) == inspect.signature(net.forward)
+    assert list(inspect.signature(copy.deepcopy(model).forward).parameters) == ["input_ids", "labels"]
+    assert torch.equal(model.forward(torch.ones(1, 4)), model(input_ids=torch.ones(1, 4)))
+
+
+def test_a_trace_by_torch_jit_says_what_to_trace():
+    net = Named()
+    b = Booster("cpu", "bf16")
+    model, *_ = b.boost(net)
+    x = torch.ones(1, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace\(booster.unwrap\(model\).eval\(\), inputs\)"):
+            torch.jit.trace(model, (x,))
+        assert torch.equal(torch.jit.trace(b.unwrap(model).eval(), (x,))(x), net(x))
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
