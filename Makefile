@@ -72,6 +72,7 @@ lint: $(TEST)/.linters
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy booster
+	$(TEST)/bin/python tests/support/typed.py
 
 dist: $(TEST)/.release
 	rm -rf dist build

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from booster.numerics.skips import SkipWatcher
 
 Optimizers = OptimizerWrapper | Sequence[OptimizerWrapper]
+M = TypeVar("M", bound=nn.Module)
 
 
 class Booster:
@@ -146,6 +147,36 @@ class Booster:
         precision, clip = translate(fp16, clip_grad_norm)
         return cls(device, precision, plugin, clip_grad_norm=clip, **options)
 
+    @overload
+    def boost(
+        self,
+        model: M,
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        lr_scheduler: Any | None = None,
+    ) -> tuple[M, OptimizerWrapper, Any, Any, Any]: ...
+
+    @overload
+    def boost(
+        self,
+        model: M,
+        optimizer: Sequence[Optimizer],
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        lr_scheduler: Any | None = None,
+    ) -> tuple[M, list[OptimizerWrapper], Any, Any, Any]: ...
+
+    @overload
+    def boost(
+        self,
+        model: M,
+        optimizer: None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        lr_scheduler: Any | None = None,
+    ) -> tuple[M, None, Any, Any, Any]: ...
+
     def boost(
         self,
         model: nn.Module,
@@ -156,6 +187,7 @@ class Booster:
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare the five for training; returns (model, optimizer, criterion, dataloader, lr_scheduler), None for None.
 
+        To type checkers the model is of its own class, whose attributes it has; it is a `ModelWrapper` of it.
         Model and criterion move to `device`, the plugin places the model, the optimizer follows its parameters, batches of the
         loader arrive on `device` (a loader of `prepare_dataloader` is returned as it is). Call it again for further models,
         as a GAN does. The user's model and optimizer are edited in place; a plugin may broadcast the model's weights.

@@ -186,8 +186,8 @@ class PrecisionModule(TransparentModule):
 
 def _refuse_trace() -> None:
     raise RuntimeError(
-        "torch.jit.trace does not follow a boosted model; use torch.export.export(model, inputs), which keeps the precision, or "
-        "trace the user's model in the dtype of its weights: torch.jit.trace(booster.unwrap(model).eval(), inputs)"
+        "torch.jit.trace does not follow a boosted model; use torch.export.export(model, inputs), which keeps the precision, "
+        "or trace the user's model in the dtype of its weights: torch.jit.trace(booster.unwrap(model).eval(), inputs)"
     )
 
 

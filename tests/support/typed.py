@@ -1,0 +1,64 @@
+"""README's program, and what `boost` returns, under mypy's strict rules; `make lint` runs it."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RETURNED = """
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import assert_type
+
+from booster import Booster
+from booster.interface.optimizer import OptimizerWrapper
+from booster.update.outcome import StepResult
+
+
+class Net(nn.Module):
+    hidden: int = 4
+
+
+net = Net()
+sgd = torch.optim.SGD(net.parameters())
+b = Booster("cpu")
+model, optimizer, criterion, loader, schedule = b.boost(net, sgd, nn.MSELoss())
+assert_type(model, Net)
+assert_type(model.hidden, int)
+assert_type(optimizer, OptimizerWrapper)
+assert_type(optimizer.step(), StepResult)
+_, several, *_ = b.boost(net, [sgd, sgd])
+assert_type(several, list[OptimizerWrapper])
+_, nothing, _, _, _ = b.boost(net)
+assert_type(nothing, None)
+two, names = b.boost(net, sgd)  # type: ignore[misc]
+Booster("cpu", precision="bf16")  # type: ignore[arg-type]
+b.prepare(net)  # type: ignore[attr-defined]
+"""
+STRICT = ("--strict", "--allow-redefinition-new", "--local-partial-types", "--follow-imports=silent", "--config-file=")
+
+
+def readme() -> str:
+    """The program of README's ten lines."""
+    text = (ROOT / "README.md").read_text()
+    return text[text.index("## Ten lines") :].split("```python\n", 1)[1].split("```", 1)[0]
+
+
+def check(*programs: str) -> tuple[int, str]:
+    """Return mypy's exit code and what it says of `programs`."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"program_{number}.py" for number in range(len(programs))]
+        for file, program in zip(files, programs, strict=True):
+            file.write_text(program)
+        command = [sys.executable, "-m", "mypy", *STRICT, "--cache-dir", str(ROOT / ".mypy_cache" / "strict"), *map(str, files)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    code, said = check(readme(), RETURNED)
+    print(said, end="")
+    sys.exit(code)
