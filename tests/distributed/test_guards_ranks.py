@@ -157,3 +157,13 @@ def divided(rank, world_size, folder):
 
 def test_parts_of_weights_are_told_and_methods_that_meet_them_say_what_to_call(ranks2, tmp_path):
     ranks2(divided, str(tmp_path))
+
+
+def wrapped_before(rank, world_size):
+    net = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"pass its .module, and plugin=TorchDDPPlugin\(...\)"):
+        Booster("cpu", plugin=TorchDDPPlugin()).boost(net)
+
+
+def test_a_model_that_is_distributed_already_is_refused(ranks2):
+    ranks2(wrapped_before)

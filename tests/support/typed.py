@@ -53,7 +53,15 @@ def check(*programs: str) -> tuple[int, str]:
         files = [Path(folder) / f"program_{number}.py" for number in range(len(programs))]
         for file, program in zip(files, programs, strict=True):
             file.write_text(program)
-        command = [sys.executable, "-m", "mypy", *STRICT, "--cache-dir", str(ROOT / ".mypy_cache" / "strict"), *map(str, files)]
+        command = [
+            sys.executable,
+            "-m",
+            "mypy",
+            *STRICT,
+            "--cache-dir",
+            str(ROOT / ".mypy_cache" / "strict"),
+            *map(str, files),
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 

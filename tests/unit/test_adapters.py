@@ -110,7 +110,7 @@ def test_adapters_in_bfloat16_train_where_half_weights_do(path, precision):
 
 def test_adapters_in_bfloat16_are_refused_under_autocast_which_keeps_no_masters(path):
     model = adapted(loaded(path, storage_dtype="nf4"), torch.bfloat16)
-    with pytest.raises(ValueError, match=r"blocks.0.up.lora_A.default.weight.*Use mixed_precision='bf16_naive'"):
+    with pytest.raises(ValueError, match=r"blocks.0.up.lora_A.default.weight.*use mixed_precision='bf16_naive'"):
         boosted(model, "bf16")
 
 
