@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import filterfalse
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -234,7 +234,10 @@ def note_step(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def told_found_inf(kind: type[Optimizer]) -> type[Optimizer]:
+_OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
+
+
+def told_found_inf(kind: _OptimizerClass) -> _OptimizerClass:
     """Have torch's GradScaler set `found_inf` on optimizers of class `kind` before it calls their `step`; returns `kind`."""
     kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return kind

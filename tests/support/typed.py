@@ -7,8 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RETURNED = """
-from typing import Any
-
 import torch
 from torch import nn
 from typing_extensions import assert_type
