@@ -44,7 +44,9 @@ def _check_draws(draws: Any, loader: Any) -> None:
     """Raise ValueError where a pass over `loader` cannot be made again from what `Draws.state_dict` said."""
     try:
         places, workers = sorted(draws["now"]), draws["num_workers"]
-        complete = isinstance(draws["warm"], bool) and ("begin" not in draws or {"first", "apart"} <= draws.keys())
+        passes = [] if "begin" not in draws else [each for each in (draws["begin"], draws["first"]) if each is not None]
+        complete = isinstance(draws["warm"], bool) and all(sorted(each["generators"]) == places for each in passes)
+        complete = complete and (not passes or all(isinstance(place, str) for place in draws["apart"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"this is no state of a boosted dataloader ({error!r})") from error
     if not complete:

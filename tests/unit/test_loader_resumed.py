@@ -182,8 +182,11 @@ def test_a_state_of_another_loader_is_refused():
         next(iter(wrapper))
     with pytest.raises(ValueError, match=r"generators.* at \['generator'\], and this DataLoader has them at no place"):
         plain.load_state_dict(drawn.state_dict())
-    with pytest.raises(ValueError, match="this is no state of a boosted dataloader"):
-        plain.load_state_dict(plain.state_dict() | {"draws": {"now": {}, "warm": 3, "num_workers": None}})
+    state = drawn.state_dict()
+    wrong = {"warm": 3, "now": None, "apart": [[]], "first": {"generators": {}}, "begin": {}}
+    for broken in [{key: value} for key, value in wrong.items()] + [{"begin": state["draws"]["first"], "apart": 5}]:
+        with pytest.raises(ValueError, match="this is no state of a boosted dataloader"):
+            drawn.load_state_dict(state | {"draws": state["draws"] | broken})
     stream, other = (DataLoaderWrapper(DataLoader(Stream(), 4, num_workers=count), "cpu") for count in (1, 2))
     next(iter(stream))
     with pytest.raises(ValueError, match="make the dataloader with num_workers=1"):
@@ -230,7 +233,8 @@ def test_random_states_that_no_generator_takes_are_refused_at_load_and_change_no
     wrapper = DataLoaderWrapper(DataLoader(data, 4, shuffle=True, generator=generator()), "cpu")
     next(iter(wrapper))
     state = wrapper.state_dict()
-    state["draws"] = state["draws"] | {part: state["draws"][part] | {"generators": {"generator": torch.zeros(3)}}}
+    states = dict.fromkeys(state["draws"]["now"], torch.zeros(3))
+    state["draws"] = state["draws"] | {part: state["draws"][part] | {"generators": states}}
     own = generator()
     other = DataLoaderWrapper(DataLoader(data, 4, shuffle=True, generator=own), "cpu")
     before, own_before = torch.get_rng_state(), own.get_state()
