@@ -1,6 +1,6 @@
 """Every private name of torch that booster uses and that has no public twin; an upgrade of torch is this file.
 
-Checked on torch 2.13.0 (`tests/unit/test_torch_internals.py` says which names are missing elsewhere). Not here:
+Checked on torch 2.11 to 2.15 (`tests/unit/test_torch_internals.py` says which names are missing elsewhere). Not here:
 `torch._foreach_*`, which torch documents in its optimizers, and the dictionaries of a module, `_parameters`, `_modules`,
 `_buffers` and those of hooks, which are as old as modules.
 """
@@ -367,7 +367,7 @@ def is_in_forward(state: Any) -> bool:
 
 def has_run(state: Any) -> bool:
     """Return whether a state of `fsdp_states` was set up, which torch does in the first forward pass."""
-    return hasattr(state._comm_ctx, "all_gather_state")
+    return hasattr(state._comm_ctx, "all_gather_stream")  # which has no value before, in any torch
 
 
 def run_hooks_outside_modes(module: nn.Module) -> None:
@@ -401,6 +401,24 @@ def settle_dtypes(group: Any) -> None:
 def gathered(param: Any) -> Any | None:
     """Return the whole parameter of a record of `fsdp_params`; None before it was ever gathered."""
     return getattr(param, "_unsharded_param", None)
+
+
+def held_back(param: Any) -> torch.Tensor | None:
+    """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, beside that of the gathered parameter.
+
+    torch 2.15 and above keep none there: what backward passes leave without synchronisation is the gathered one's `.grad`.
+    """
+    return param.unsharded_accumulated_grad if _keeps_apart(param) else None
+
+
+def hold_back(param: Any, grad: torch.Tensor | None) -> None:
+    """Keep `grad` as what `held_back` returns; None drops it."""
+    if _keeps_apart(param):
+        param.unsharded_accumulated_grad = grad
+
+
+def _keeps_apart(param: Any) -> bool:
+    return not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
 
 
 def is_gathered(group: Any) -> bool:

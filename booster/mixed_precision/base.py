@@ -382,11 +382,11 @@ class FP32(MixedPrecision):
 
     The half inputs of a float32 model, such as the activations of a half model around it, are widened.
 
-    products: "bfloat16" lets oneDNN round what float32 products, convolutions and recurrent layers read to bfloat16 on a CPU
-    that multiplies in it (AVX512-BF16 or AMX), and raises ValueError elsewhere; sums, and all else, stay in float32. torch's
-    own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and restored after it. It is one
-    for the process: what other threads multiply in the meantime is rounded too. torch multiplies small matrices by itself,
-    in float32. Call `booster.backward`, as always: a bare `loss.backward()` is outside of it.
+    products: "bfloat16" lets oneDNN round what float32 products, convolutions and recurrent layers read to bfloat16, on a CPU
+    where it does so (of x86 those with AMX), and raises ValueError elsewhere; one product is looked at. Sums, and all else,
+    stay in float32. torch's own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and
+    restored after it. It is one for the process: what other threads multiply in the meantime is rounded too. torch multiplies
+    small matrices by itself, in float32. Call `booster.backward`, as always: a bare `loss.backward()` is outside of it.
     """
 
     _products: Literal["float32", "bfloat16"] = "float32"

@@ -23,6 +23,8 @@ from booster.torch_internals import (
     gather_of,
     gathered,
     has_run,
+    held_back,
+    hold_back,
     is_gathered,
     own_piece,
     version,
@@ -66,7 +68,7 @@ class FullyShardedShards(DTensorShards):
     @contextmanager
     def sparing(self) -> Iterator[None]:
         params = [param for module in self._alive() for param in _fsdp_params(module) if gathered(param) is not None]
-        before = [(param, param.unsharded_accumulated_grad, _grad_of_gathered(param)) for param in params]
+        before = [(param, held_back(param), _grad_of_gathered(param)) for param in params]
         handles = [
             # Called before what comes is added, in place, so that there are copies of one group at a time.
             gathered(param).register_hook(partial(_copy_held_back, param))  # type: ignore[union-attr]
@@ -79,7 +81,7 @@ class FullyShardedShards(DTensorShards):
             for handle in handles:
                 handle.remove()
             for param, accumulated, grad in before:
-                param.unsharded_accumulated_grad = accumulated
+                hold_back(param, accumulated)
                 gathered(param).grad = grad  # type: ignore[union-attr]
 
     def abandon_backward(self) -> None:
@@ -113,14 +115,14 @@ class FullyShardedShards(DTensorShards):
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         params = [param for module in self._alive() for param in _fsdp_params(module)]
-        held = [(param, param.unsharded_accumulated_grad, _grad_of_gathered(param)) for param in params]
+        held = [(param, held_back(param), _grad_of_gathered(param)) for param in params]
         for module in self._alive():
             forget_unreduced_gradients(module)
         try:
             yield
         finally:
             for param, accumulated, grad in held:
-                param.unsharded_accumulated_grad = accumulated
+                hold_back(param, accumulated)
                 if grad is not None:
                     gathered(param).grad = grad  # type: ignore[union-attr]
 
@@ -232,17 +234,15 @@ def recover(module: nn.Module) -> None:
 
 def has_unreduced_gradients(module: nn.Module) -> bool:
     """Return whether backward passes without synchronisation left gradients with the gathered parameters."""
-    return any(
-        param.unsharded_accumulated_grad is not None or _grad_of_gathered(param) is not None
-        for param in _fsdp_params(module)
-    )
+    return any(held_back(param) is not None or _grad_of_gathered(param) is not None for param in _fsdp_params(module))
 
 
 def _copy_held_back(param: Any, grad: torch.Tensor) -> None:
     """Let the gradient that comes to the gathered `param` be added to a copy of what it holds back."""
     whole: Any = gathered(param)
-    if param.unsharded_accumulated_grad is not None:
-        param.unsharded_accumulated_grad = param.unsharded_accumulated_grad.clone()
+    accumulated = held_back(param)
+    if accumulated is not None:
+        hold_back(param, accumulated.clone())
     if whole.grad is not None:
         whole.grad = whole.grad.clone()
 
@@ -254,7 +254,7 @@ def forget_unreduced_gradients(module: nn.Module) -> None:
 
 def _forget_unreduced(params: Iterable[Any]) -> None:
     for param in params:
-        param.unsharded_accumulated_grad = None
+        hold_back(param, None)
         whole = gathered(param)
         if whole is not None:
             whole.grad = None

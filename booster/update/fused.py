@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from operator import attrgetter, methodcaller
@@ -13,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from booster.casting import HALF_DTYPES
 from booster.flat import is_dense, lies_like
-from booster.torch_internals import has_kernel, set_fused_flags
+from booster.torch_internals import has_kernel, set_fused_flags, unhooked
 
 _logger = logging.getLogger(__name__)
 
@@ -197,8 +198,26 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
     keys = {"cpu": "CPU", "cuda": "CUDA"}
     devices = {param.device.type for param in params}
     return all(torch.is_floating_point(param) for param in params) and all(
-        device in keys and has_kernel(kernel, keys[device]) for device in devices
+        device in keys and has_kernel(kernel, keys[device]) and _lets_step(type(optimizer), device)
+        for device in devices
     )
+
+
+@functools.cache
+def _lets_step(kind: type[Any], device: str) -> bool:
+    """Return whether torch's `kind` lets its fused kernel step parameters on `device`: looked at once, with one of them.
+
+    A kernel does not tell: torch 2.11 has that of Adagrad for CUDA, and an Adagrad that refuses the device in its first step.
+    """
+    try:
+        param = nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))
+        trial = kind([param], lr=0.0, fused=True)
+        param.grad = torch.zeros_like(param)
+        unhooked(kind.step)(trial)
+    except RuntimeError as error:
+        _logger.info("torch does not let %s use its fused implementation on %s: %s", kind.__name__, device, error)
+        return False
+    return True
 
 
 def lay_states(param: Any, state: dict[str, Any]) -> None:

@@ -759,12 +759,12 @@ def test_parameters_of_neither_optimizer_are_named_in_a_warning(caplog):
 
 
 def scripted(module):
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         return torch.jit.script(module)
 
 
 def traced(module):
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         return torch.jit.trace(module, torch.ones(1, 4))
 
 

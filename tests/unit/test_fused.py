@@ -9,8 +9,11 @@ import torch
 from prescribed import loss_with
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from booster import Booster
+from booster.torch_internals import FakeTensorMode
+from booster.update import fused
 
 LOGGER = "booster.update.fused"
 
@@ -71,6 +74,50 @@ def test_an_explicit_implementation_of_one_group_is_respected():
     groups = [{"params": [model.weight]}, {"params": [model.bias], "foreach": True}]
     optimizer = boosted(AdamW(groups, lr=0.1), model)
     assert not is_fused(optimizer)
+
+
+@pytest.fixture
+def nothing_known():
+    fused._lets_step.cache_clear()
+    yield
+    fused._lets_step.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("make", [Adam, AdamW, SGD, Adagrad])
+def test_an_optimizer_that_torch_refuses_to_step_fused_on_its_device_keeps_the_default(make, monkeypatch, caplog):
+    """As Adagrad on CUDA before torch 2.12, whose kernel is there."""
+    init, hooked = make._init_group, []
+
+    def refuse(self, group, *args):
+        if group["fused"]:
+            raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
+        return init(self, group, *args)
+
+    monkeypatch.setattr(make, "_init_group", refuse)
+    model = nn.Linear(3, 2)
+    handle = register_optimizer_step_pre_hook(lambda *args: hooked.append(args))
+    try:
+        with caplog.at_level(logging.INFO, LOGGER):
+            optimizer = boosted(make(model.parameters(), lr=0.1), model, "fp32")
+    finally:
+        handle.remove()
+    assert not is_fused(optimizer)
+    assert not hooked, "a look is no step of the user's"
+    assert (
+        f"torch does not let {make.__name__} use its fused implementation on cpu: `fused=True` requires" in caplog.text
+    )
+    before = model.weight.detach().clone()
+    train(optimizer, model, [1.0])
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.skipif(torch.__version__ >= "2.12", reason="of torch 2.11")
+def test_adagrad_of_torch_2_11_is_not_fused_on_cuda():
+    with FakeTensorMode():  # where a tensor on CUDA needs no GPU
+        assert fused._lets_step(Adam, "cuda")
+        assert not fused._lets_step(Adagrad, "cuda")
 
 
 def test_fused_optimizer_false_keeps_the_default():

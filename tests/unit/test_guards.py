@@ -208,7 +208,7 @@ def test_the_users_model_can_be_exported_at_any_time_and_scripted_when_it_was_as
     assert torch.equal(torch.export.export(net, (x,)).module()(x), net.eval()(x))
     assert b.unwrap(model) is net
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit")
         assert torch.equal(torch.jit.script(net)(x), net(x))
         assert torch.equal(torch.jit.trace(net, (x,))(x), net(x))
 

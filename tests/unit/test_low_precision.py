@@ -26,6 +26,7 @@ from booster.mixed_precision import (
     NVFP4MixedPrecision,
     TF32MixedPrecision,
 )
+from booster.mixed_precision.hardware import sums_int8_exactly
 from booster.mixed_precision.low_precision import kernels, product, self_check
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
@@ -191,19 +192,36 @@ def test_the_rotation_leaves_products_alone_and_spreads_outliers():
 def test_kernels_that_a_cpu_has_agree_with_the_emulation(name):
     linear, x, g = data((3, 7), 48, 32)  # 21 rows: filled up
     emulated = passes(LowPrecisionLinear.of(copy.deepcopy(linear), RECIPES[name], kernels=False), x, g)
-    run = passes(LowPrecisionLinear.of(linear, RECIPES[name], kernels=True), x, g)
+    recipe = kernels.for_device(RECIPES[name], torch.device("cpu"))
+    run = passes(LowPrecisionLinear.of(linear, recipe, kernels=True), x, g)
     for key in run:
         torch.testing.assert_close(
             run[key], emulated[key], rtol=2.0**-7, atol=2.0**-7 * float(emulated[key].abs().mean())
         )
 
 
-def test_whole_numbers_are_summed_exactly():
+@pytest.mark.parametrize("length", [32, 1040, 1072, 4096])
+def test_whole_numbers_are_summed_exactly_by_the_kernel_of_this_cpu_and_by_that_of_cpus_that_saturate(length):
     draw = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(-127, 128, (rows, 4096), generator=draw).float() for rows in (5, 7))
-    a[:, 0] = b[:, 0] = 127
+    a, b = (torch.randint(-127, 128, (32, length), generator=draw).float() for _ in range(2))
+    a[:16], b[:16] = 127, torch.where(torch.arange(16) % 2 == 0, 127, -127)[:, None]  # the largest sums there are
     left, right = (scale_to(each, INT8_RECIPE.output.left.format, Scaling("row")) for each in (a, b))
-    assert torch.equal(kernels.whole_numbers(left, right), (a.double() @ b.double().t()).float())
+    exact = (left.values.double() @ right.values.double().t()).float() * left.scale * right.scale.t()
+    assert torch.equal(kernels.whole_numbers_in_float32(left, right), exact)
+    if sums_int8_exactly():
+        assert torch.equal(kernels.whole_numbers(left, right), exact)
+
+
+def test_int8_takes_another_kernel_where_sums_saturate(monkeypatch):
+    """As where there is no VNNI: what is looked at is what torch computes, and the layers are told what came out."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("booster.mixed_precision.hardware.int_mm", lambda a, b: torch._int_mm(a, b).clamp(max=2**15))
+    assert not sums_int8_exactly.__wrapped__()
+    monkeypatch.setattr("booster.mixed_precision.low_precision.kernels.sums_int8_exactly", lambda: False)
+    _, model, _ = boosted(STRATEGIES["int8"]())
+    assert {m.recipe.kernel for m in model.modules() if isinstance(m, LowPrecisionLinear)} == {"int8 in float32"}
+    assert kernels.for_device(INT8_RECIPE, torch.device("cuda")) is INT8_RECIPE
+    assert kernels.for_device(RECIPES["fp8"], cpu) is RECIPES["fp8"]
 
 
 def test_scales_lie_in_tiles_as_the_documentation_of_cublas_says():

@@ -179,9 +179,7 @@ def test_an_overflow_in_the_sum_over_micro_batches_is_in_the_last_of_them():
     assert (found.direction, found.certain) == ("backward", True)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)  # as inductor is imported
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # as inductor is imported
 @pytest.mark.parametrize(
     ("backend", "fused"),
     [("eager", True), ("aot_eager", True), (None, "compile"), pytest.param("inductor", True, marks=pytest.mark.slow)],

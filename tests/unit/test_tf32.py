@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.mixed_precision import FP32, TF32MixedPrecision
-from booster.mixed_precision.hardware import missing_on_cpu
-from booster.mixed_precision.switches import CUDA, switched
+from booster.mixed_precision.hardware import missing_on_cpu, rounds_to_bfloat16
+from booster.mixed_precision.switches import CUDA, ONEDNN, switched
+from booster.torch_internals import FakeTensorMode
 
 SWITCHES = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
 
@@ -188,7 +189,7 @@ def test_a_rehearsal_says_so_once(caplog):
 
 ON_CPU = (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn)
 runs_bfloat16 = pytest.mark.skipif(
-    bool(missing_on_cpu("", torch.device("cpu"))), reason="needs a CPU with AVX512-BF16 or AMX"
+    bool(missing_on_cpu("", torch.device("cpu"))), reason="needs a CPU on which oneDNN rounds to bfloat16"
 )
 
 
@@ -232,14 +233,26 @@ def test_products_in_bfloat16_are_switched_on_in_both_passes_and_off_after_an_er
     assert on_cpu() == before
 
 
-def test_a_cpu_without_bfloat16_refuses_it(monkeypatch):
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "cpu_name": "Old", "avx2": True}
-    )
+def test_a_cpu_whose_products_stay_in_float32_refuses_bfloat16_whatever_it_says_of_itself(monkeypatch):
+    """As with AVX512-BF16 and no AMX, where oneDNN does not take the permission to round."""
+    monkeypatch.setattr("booster.mixed_precision.hardware.rounds_to_bfloat16", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "New", "avx512_bf16": True})
     with pytest.raises(
-        ValueError, match=r"products in bfloat16 need a CPU with AVX512-BF16 or AMX, and this one is Old; use"
+        ValueError,
+        match=r"products in bfloat16 need a CPU .* and on this one, New, it computes them in float32; use FP32",
     ):
         Booster("cpu", FP32(products="bfloat16"))
     with pytest.raises(ValueError, match=r"products='fp8' is not legal; choose 'float32' or 'bfloat16'"):
         FP32(products="fp8")
     assert FP32().products is None
+
+
+def test_a_cpu_is_said_to_round_to_bfloat16_exactly_where_a_product_of_another_size_is_rounded():
+    """Also in a default dtype, on a default device and among fake tensors, none of which reach the look that is taken."""
+    torch.manual_seed(0)
+    x = torch.randn(384, 384)
+    with switched(ONEDNN, "bf16"):
+        computed = x @ x
+    is_rounded = float((computed - x @ x).norm()) > 2.0**-12 * float((x @ x).norm())
+    with torch.device("meta"), FakeTensorMode():
+        assert rounds_to_bfloat16.__wrapped__() is is_rounded

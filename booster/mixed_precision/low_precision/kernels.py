@@ -6,18 +6,22 @@ emulation there (float8 with scales of tensors and rows, int8).
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from booster.mixed_precision.hardware import missing
+from booster.mixed_precision.hardware import missing, sums_int8_exactly
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
 from booster.number_formats import E2M1, Scaled, encode
 from booster.torch_internals import int_mm
 
 _ROWS = 32  # what the number of rows of both operands is filled up to: a multiple of 16, and more than 16 for int8
 _TILE = (128, 4)  # of block scales, see "1D block scaling factors layout" in cuBLAS's documentation
+
+_EXACT = 2**24 // 127**2  # so many products of int8 numbers cannot add up to more than float32 holds exactly: 1,040
 
 
 def lacks(recipe: Recipe, device: torch.device) -> str:
@@ -27,6 +31,13 @@ def lacks(recipe: Recipe, device: torch.device) -> str:
     return missing(recipe.name, device, capability=recipe.capability, generations=recipe.generations)
 
 
+def for_device(recipe: Recipe, device: torch.device) -> Recipe:
+    """Return `recipe` with the kernel that is right on `device`: that of int8 is another on CPUs where torch's saturates."""
+    if recipe.kernel == "int8" and device.type == "cpu" and not sums_int8_exactly():
+        return dataclasses.replace(recipe, kernel="int8 in float32")
+    return recipe
+
+
 def multiply(
     low: Callable[[torch.Tensor, Operand], Scaled], a: torch.Tensor, b: torch.Tensor, how: Product, recipe: Recipe
 ) -> torch.Tensor:
@@ -34,7 +45,13 @@ def multiply(
     rows, columns = a.shape[0], b.shape[0]
     a, b = (F.pad(each, (0, 0, 0, -each.shape[0] % _ROWS)) for each in (a, b))
     left, right = low(a, how.left), low(b, how.right)
-    run = {"fp8": scaled, "mxfp8": microscaled, "nvfp4": microscaled, "int8": whole_numbers}[recipe.kernel]
+    run = {
+        "fp8": scaled,
+        "mxfp8": microscaled,
+        "nvfp4": microscaled,
+        "int8": whole_numbers,
+        "int8 in float32": whole_numbers_in_float32,
+    }[recipe.kernel]
     return run(left, right)[:rows, :columns]
 
 
@@ -64,6 +81,15 @@ def microscaled(a: Scaled, b: Scaled) -> torch.Tensor:
 def whole_numbers(a: Scaled, b: Scaled) -> torch.Tensor:
     """Return `a @ b.t()`, float32, of int8 matrices with scales of rows; sums are exact."""
     return int_mm(a.values.to(torch.int8), b.values.to(torch.int8).t()).float() * a.scale * b.scale.t()
+
+
+def whole_numbers_in_float32(a: Scaled, b: Scaled) -> torch.Tensor:
+    """Return the same, to the bit, by products of float32: so many at a time that each sum is one float32 holds exactly."""
+    parts = zip(a.values.float().split(_EXACT, 1), b.values.float().split(_EXACT, 1), strict=True)
+    sums = [left @ right.t() for left, right in parts]
+    if len(sums) > 1:
+        sums = [functools.reduce(torch.add, (each.to(torch.int32) for each in sums)).float()]
+    return sums[0] * a.scale * b.scale.t()
 
 
 def packed(values: torch.Tensor) -> torch.Tensor:

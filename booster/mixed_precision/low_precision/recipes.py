@@ -45,7 +45,7 @@ class Recipe:
     input_gradient: Product
     weight_gradient: Product | None
     multiple: int
-    kernel: Literal["fp8", "mxfp8", "nvfp4", "int8"]
+    kernel: Literal["fp8", "mxfp8", "nvfp4", "int8", "int8 in float32"]
     capability: tuple[int, int]
     generations: str
     bounds: tuple[float, float, float]

@@ -20,7 +20,7 @@ from booster.masters.packing import States
 from booster.mixed_precision.amp import BF16MixedPrecision
 from booster.mixed_precision.base import FP32, MixedPrecision
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, normalise_keep_fp32
-from booster.mixed_precision.low_precision.kernels import lacks
+from booster.mixed_precision.low_precision.kernels import for_device, lacks
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, Recipe, nvfp4_recipe
 from booster.mixed_precision.low_precision.self_check import Forward, complaint
@@ -210,10 +210,10 @@ class LowPrecision(MixedPrecision):
     def convert(self, model: nn.Module) -> nn.Module:
         inner, kernels = bare(model), self._runs()
         names, wide = self._choose(inner)
-        layers = {}
+        recipe, layers = for_device(self.recipe, self.device), {}
         for name in names:
             old = inner.get_submodule(name)
-            layers[id(old)] = LowPrecisionLinear.of(old, self.recipe, kernels=kernels)  # type: ignore[arg-type]
+            layers[id(old)] = LowPrecisionLinear.of(old, recipe, kernels=kernels)  # type: ignore[arg-type]
         self._check_layers(
             {name: layers[id(inner.get_submodule(name))] for name in names}, partial(compiled_like, model)
         )
