@@ -25,11 +25,11 @@ class _Left:
         values = sparse_values(local) if local.is_sparse else local
         self._memory = values.untyped_storage()
         self._address = values.data_ptr()
-        self._version = version(values) + (0 if shown is None else version(shown))
+        self._writes = version(values) + (0 if shown is None else version(shown))
 
     def is_as(self, other: _Left) -> bool:
         """Whether the other is the same memory, not written to in between."""
-        return self._version == other._version and self._address == other._address
+        return self._writes == other._writes and self._address == other._address
 
 
 class ApexMasterUpdate(ApexUpdate, MasterUpdate):
