@@ -181,7 +181,8 @@ def start_late_momentum(optimizer: Optimizer) -> None:
 
 
 def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
-    kernel = _KERNELS.get(type(optimizer))
+    kind: Any = type(optimizer)
+    kernel = _KERNELS.get(kind)
     if kernel is None:
         return False
     for options in (optimizer.defaults, *optimizer.param_groups):
@@ -198,13 +199,12 @@ def _can_switch(optimizer: Optimizer, model: nn.Module | None) -> bool:
     keys = {"cpu": "CPU", "cuda": "CUDA"}
     devices = {param.device.type for param in params}
     return all(torch.is_floating_point(param) for param in params) and all(
-        device in keys and has_kernel(kernel, keys[device]) and _lets_step(type(optimizer), device)
-        for device in devices
+        device in keys and has_kernel(kernel, keys[device]) and _lets_step(kind, device) for device in devices
     )
 
 
 @functools.cache
-def _lets_step(kind: type[Any], device: str) -> bool:
+def _lets_step(kind: Any, device: str) -> bool:
     """Return whether torch's `kind` lets its fused kernel step parameters on `device`: looked at once, with one of them.
 
     A kernel does not tell: torch 2.11 has that of Adagrad for CUDA, and an Adagrad that refuses the device in its first step.
