@@ -34,12 +34,38 @@ class Memory:
         self._kept.clear()
 
 
+_OF_TORCH = frozenset(nn.Module().__dict__)  # children, parameters and hooks: nobody adds one while it computes
+
+
+class _Containers:
+    """Lists, dicts and sets, and those inside of them, with what was in them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def keep(self, value: Any) -> None:
+        if type(value) not in (list, dict, set) or id(value) in self._kept:
+            return
+        self._kept[id(value)] = (value, value.copy())
+        for inner in value.values() if type(value) is dict else value:
+            self.keep(inner)
+
+    def write_back(self) -> None:
+        for value, before in self._kept.values():
+            if type(value) is list:
+                value[:] = before
+            else:
+                value.clear()
+                value.update(before)
+
+
 @contextmanager
 def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: float) -> Iterator[Memory]:
     """Inside there are no gradients; afterwards, gradients and all else are what and where they were.
 
     scale: that `updates` multiply losses by inside.
-    modules: those that compute: their buffers come back, and plain attributes such as counters. Other memory comes back where
+    modules: those that compute: their buffers come back, and plain attributes such as counters, with what is in lists, dicts
+    and sets among them. Other memory comes back where
     the `Memory` that this yields was told of it before it was written.
     """
     modules, updates = list(modules), list(updates)
@@ -49,6 +75,11 @@ def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: fl
             if type(buffer) is torch.Tensor:
                 memory.keep(buffer)
     inner = {child: None for module in modules for child in module.modules()}
+    containers = _Containers()
+    for child in inner:
+        for name, value in child.__dict__.items():
+            if name not in _OF_TORCH:
+                containers.keep(value)
     attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in inner]
     with ExitStack() as gradients:
         params = {param: None for module in modules for param in module.parameters()}
@@ -65,6 +96,7 @@ def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: fl
                 child.__dict__.update(own)
                 child._buffers.clear()
                 child._buffers.update(buffers)
+            containers.write_back()
             memory.write_back()
             torch.clear_autocast_cache()
             set_random_state(random)

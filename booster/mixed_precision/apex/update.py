@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,13 @@ class ApexUpdate(HostUpdate):
         self._delayed = None
         self._stash = {}
         self._before = {}
+
+    @contextmanager
+    def set_aside(self, scale: float) -> Iterator[None]:
+        with super().set_aside(scale):
+            # The scales are those of all optimizers of the strategy, and none of this one's own: they stay where they are.
+            self.__dict__["_move"] = lambda updates, this, loss: None
+            yield
 
     # ------------------------------------------------------------------ backward
 
