@@ -13,6 +13,7 @@ from booster.shards import dtensor_types, is_dtensor
 from booster.torch_internals import multiply_and_check_, sparse_values
 
 _HALF = (torch.float16, torch.bfloat16)
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 _CPU, _NUMEL = torch.device("cpu"), torch.Tensor.numel
 PIECE = 2**17  # elements of a half gradient on CPU that are widened at a time for its norm
 _Kind = tuple[torch.device, torch.dtype]
@@ -47,6 +48,8 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
     for value in values:
         dtypes.add(value.dtype)
         devices.add(value.device)
+    if not _COMPLEX.isdisjoint(dtypes):
+        return tensor_norms([_sizes(v, norm_type) if v.is_complex() else v for v in values], norm_type, dtype)
     if dtype is None and not dtypes.isdisjoint(_HALF):
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     on_cpu = len(devices) == 1 and _CPU in devices
@@ -57,6 +60,11 @@ def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.
     if len(devices) > 1:
         return torch.stack([norm.to(norms[0].device) for norm in norms])
     return torch.stack(norms)
+
+
+def _sizes(value: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return real numbers of the same norm as the complex `value`."""
+    return torch.view_as_real(value.detach()) if norm_type == 2.0 and not value.is_conj() else value.detach().abs()
 
 
 def _norms_by_pieces(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -108,8 +116,17 @@ def scale_in_graph(values: Iterable[torch.Tensor], ratio: float | torch.Tensor) 
 
 
 def clamp_values(values: Sequence[torch.Tensor], bound: float) -> None:
-    """Clamp each of `values`, which are finite or NaN, to [-bound, bound] in place; no bound binds beyond its dtype."""
-    for (_, dtype), members in _by_kind(values).items():
+    """Clamp each of `values`, which are finite or NaN, to [-bound, bound] in place; no bound binds beyond its dtype.
+
+    Raises TypeError for complex ones, with nothing changed.
+    """
+    kinds = _by_kind(values)
+    if not _COMPLEX.isdisjoint(dtype for _, dtype in kinds):
+        raise TypeError(
+            "complex gradients have no order, so they cannot be clamped to an interval; clip them by clip_grad_by_norm, which "
+            "takes their absolute values"
+        )
+    for (_, dtype), members in kinds.items():
         limit = min(bound, torch.finfo(dtype).max)
         torch._foreach_clamp_min_(members, -limit)
         torch._foreach_clamp_max_(members, limit)

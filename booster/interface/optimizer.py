@@ -13,7 +13,6 @@ import torch
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.casting import HALF_DTYPES
 from booster.guards import OwnStep
 from booster.interface.signature import takes
 from booster.torch_internals import told_found_inf
@@ -358,7 +357,7 @@ class OptimizerWrapper(Optimizer):
 
     def has_master(self, param: torch.Tensor) -> bool:
         """Return whether `param` is half and trained, with float32 numbers of this optimizer's behind it."""
-        return self._update.keeps_masters and param.requires_grad and param.dtype in HALF_DTYPES
+        return self._update.has_master(param)
 
     @property
     def keeps_masters(self) -> bool:

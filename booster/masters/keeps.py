@@ -12,7 +12,7 @@ from torch import nn
 from booster.casting import HALF_DTYPES
 from booster.masters.compiled import CompiledMasterStep
 from booster.masters.loaded import LoadedWeights
-from booster.masters.masters import Masters, Weights
+from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.step import MasterStep
 from booster.update.base import Job, Update
 from booster.update.checkpoint import IN_MODEL
@@ -73,6 +73,9 @@ class KeepsMasters(Update):
 
     # ------------------------------------------------------------------ state
 
+    def has_master(self, param: torch.Tensor) -> bool:
+        return param.requires_grad and has_half_elements(param)
+
     @property
     def _state(self) -> Any:
         return self.masters.view_state()
@@ -96,7 +99,7 @@ class KeepsMasters(Update):
 
     def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
         params, weights = self._named(), masters["weights"]
-        here = {name for name, param in params.items() if _may_have_master(param)}
+        here = {name for name, param in params.items() if self.has_master(param)}
         lost = sorted((here & set(masters.get(IN_MODEL, ()))) - weights.keys() - self._loaded.given)
         if lost:
             raise ValueError(
@@ -139,7 +142,3 @@ class KeepsMasters(Update):
                 self.masters.load_rounding(saved)
 
         return take_over
-
-
-def _may_have_master(param: torch.Tensor) -> bool:
-    return param.requires_grad and param.dtype in HALF_DTYPES

@@ -37,6 +37,11 @@ Weights = Mapping[torch.Tensor, torch.Tensor]
 DRAWS = "draws"  # of the random state in a checkpoint: how many steps rounded by chance
 
 
+def has_half_elements(param: torch.Tensor) -> bool:
+    """Return whether `param` would have a master if it were trained: a half one of no elements has none."""
+    return param.dtype in HALF_DTYPES and param.numel() > 0
+
+
 own_gradient: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
 """Returns `param.grad`, the gradient for its master where nobody keeps another; without a Python call for each."""
 
@@ -126,7 +131,7 @@ class Masters:
     def may_have(self, param: torch.Tensor) -> bool:
         """Return whether `param` has a place in a bucket, or would have one if it were trained."""
         if param.dtype in HALF_DTYPES:
-            return param.numel() > 0
+            return has_half_elements(param)
         own = param.dtype == torch.float32 and not param.is_sparse and param.dim() > 0 and param.numel() > 0
         return own and (self.packing is not None or self._offloads(param.device))
 

@@ -114,10 +114,11 @@ def signature(param: torch.Tensor, state: State | None) -> tuple[Any, ...]:
 
 
 def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dict[torch.Tensor, State]:
-    """Return the state of the handles of `bucket`, from those of its parameters; half-precision numbers become float32."""
+    """Return the state of the handles of `bucket`, from those of its parameters; what was of another precision, as of
+    a float64 parameter that was cast, becomes float32."""
     if bucket.whole:
         return {
-            handle: {key: _widen(value) for key, value in states[piece.param].items()}
+            handle: {key: _as_of_master(value, piece.param) for key, value in states[piece.param].items()}
             for handle, piece in zip(bucket.handles, bucket.pieces, strict=True)
             if piece.param in states
         }
@@ -129,7 +130,7 @@ def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dic
         if not _has_shape_of(value, bucket.pieces[0].param):
             own[key] = value.clone() if isinstance(value, torch.Tensor) else value
             continue
-        dtype = torch.float32 if value.dtype in HALF_DTYPES else value.dtype
+        dtype = torch.float32 if value.is_floating_point() else value.dtype
         own[key] = joined = torch.zeros(bucket.size, dtype=dtype, device=value.device)
         sources = [
             flat_like(states[piece.param][key], piece.param)[piece.start : piece.stop] for piece in bucket.pieces
@@ -165,9 +166,9 @@ def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == param.shape
 
 
-def _widen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in HALF_DTYPES:
-        return value.float()
+def _as_of_master(value: Any, param: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and (value.dtype in HALF_DTYPES or _has_shape_of(value, param)):
+        return value.float() if value.is_floating_point() else value
     return value
 
 

@@ -150,6 +150,10 @@ class Update(ABC):
     keeps_masters = False
     """Whether float32 numbers stand behind half parameters."""
 
+    def has_master(self, param: torch.Tensor) -> bool:
+        """Return whether float32 numbers of this update's stand behind `param`, a whole parameter, as checkpoints keep them."""
+        return False
+
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """The gradients were zeroed."""
         self.shards.clear_gradients(set_to_none)
