@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -53,19 +52,14 @@ class _BoundForward(functools.partial[Any]):
         return inspect.signature(bare(self.func.__self__.module).forward)  # type: ignore[attr-defined]
 
 
-def _forward(self: PrecisionModule, *args: Any, **kwargs: Any) -> Any:
-    return self._run(*args, **kwargs) if self._tape is None else self._taped(*args, **kwargs)
-
-
 class _Forward:
     """The attribute `forward` of a boosted model."""
 
     def __get__(self, model: PrecisionModule | None, kind: Any = None) -> Callable[..., Any]:
         if model is None:
-            return _forward
-        if torch.compiler.is_compiling():
-            return MethodType(_forward, model)
-        return _BoundForward(model._run if model._tape is None else model._taped)
+            return PrecisionModule._taped
+        bound = model._run if model._tape is None else model._taped
+        return bound if torch.compiler.is_compiling() else _BoundForward(bound)
 
 
 class PrecisionModule(TransparentModule):
@@ -92,8 +86,7 @@ class PrecisionModule(TransparentModule):
     forward = _Forward()
 
     def _taped(self, *args: Any, **kwargs: Any) -> Any:
-        tape: Any = self._tape
-        return tape.call(self._run, self, args, kwargs)
+        return self._run(*args, **kwargs) if self._tape is None else self._tape.call(self._run, self, args, kwargs)
 
     def keep_calls(self, tape: Tape) -> None:
         """Keep what every call was given on `tape` from now on."""

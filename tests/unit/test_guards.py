@@ -335,3 +335,21 @@ def test_several_processes_without_a_launch_and_without_a_plugin_are_refused(mon
     Booster("cpu", "bf16", SingleDevice())  # each by itself, as was asked for
     monkeypatch.setenv("WORLD_SIZE", "1")
     Booster("cpu", "bf16")
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_compiled_model_stays_one_graph_under_the_guards(compiled_first):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    compiled = lambda model: torch.compile(model, backend=backend, fullgraph=True)  # noqa: E731
+    b = Booster("cpu", "bf16")
+    own = torch.optim.SGD(net.parameters(), lr=1e-2)
+    model, optimizer, *_ = b.boost(compiled(net) if compiled_first else net, own)
+    train(b, model if compiled_first else compiled(model), optimizer, torch.randn(4, 8), 3)
+    assert len(graphs) == 1
