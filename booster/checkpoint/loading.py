@@ -26,6 +26,7 @@ from booster.checkpoint.way_back import load_module, may_refuse, way_back
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper, skips
 from booster.interface.model import ModelWrapper, Pinned, pins_of
+from booster.interface.scheduler import LRSchedulerWrapper, check_scheduler_state
 from booster.modules import bare
 from booster.randomness import random_state, set_random_state
 from booster.update.loading import Reading
@@ -277,10 +278,10 @@ class _Loading:
         self._other_states = [
             (loader, self._loader_state(name, loader)) for name, loader in self.parts.dataloaders.items()
         ]
-        self._other_states += [
-            (part, self.saved.value(self.saved.tree["lr_schedulers"][name]))
-            for name, part in self.parts.lr_schedulers.items()
-        ]
+        for name, part in self.parts.lr_schedulers.items():
+            state = self.saved.value(self.saved.tree["lr_schedulers"][name])
+            check_scheduler_state(part.unwrap() if isinstance(part, LRSchedulerWrapper) else part, state)
+            self._other_states.append((part, state))
         ranks = self.saved.tree.get("carried", [])
         own = ranks[self.rank] if len(ranks) == self._world_size else {}
         self._carried = {

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from booster.interface.optimizer import OptimizerWrapper
+from booster.state_kinds import of_names
 
 
 class LRSchedulerWrapper:
@@ -31,9 +35,22 @@ class LRSchedulerWrapper:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scheduler's state; the next step counts from here."""
+        """Restore the scheduler's state; the next step counts from here.
+
+        Raises ValueError, nothing changed, for a state of another class of torch's schedulers, or with values of other kinds.
+        """
         self._optimizer.settle()
-        self.scheduler.load_state_dict(state_dict)
+        check_scheduler_state(self.scheduler, state_dict)
+        if not _takes_any(self.scheduler):
+            self.scheduler.load_state_dict(state_dict)
+        else:
+            before = dict(vars(self.scheduler))
+            try:
+                self.scheduler.load_state_dict(state_dict)
+            except Exception as error:
+                vars(self.scheduler).clear()
+                vars(self.scheduler).update(before)
+                raise ValueError(f"the state of {type(self.scheduler).__name__} does not load: {error}") from error
         self._progress = self._optimizer.progress
 
     def unwrap(self) -> Any:
@@ -52,3 +69,37 @@ class LRSchedulerWrapper:
         if told or progress != self._progress:
             self._progress = progress
             self.scheduler.step(*args, **kwargs)
+
+
+def check_scheduler_state(scheduler: Any, state: Any) -> None:
+    """Raise ValueError if a scheduler that takes any attribute for its state, as torch's do, would fail with `state`."""
+    if not _takes_any(scheduler):
+        return
+    name = f"the state of {type(scheduler).__name__}"
+    if not isinstance(state, Mapping):
+        raise ValueError(f"{name} is of type {type(state).__name__}, and must be a mapping")
+    now = scheduler.state_dict()
+    taken = sorted(str(key) for key in state.keys() - now.keys() if hasattr(scheduler, str(key)))
+    wrong = [f"{name} would replace {taken} of the scheduler"] if taken else []
+    wrong += of_names(name, now, state)
+    if f"{type(scheduler).__module__}.".startswith(_TORCH_AND_OURS):
+        wrong += [
+            f"{name} has {len(state[key])} of {key!r}, and there are {len(own)}"
+            for key, own in now.items()
+            if isinstance(own, (list, tuple))
+            and isinstance(state.get(key), (list, tuple))
+            and len(state[key]) != len(own)
+        ]
+        if state.get("_anneal_func_type", "cos") not in ("cos", "linear"):
+            wrong.append(f"{name} has {state['_anneal_func_type']!r} for '_anneal_func_type'")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _takes_any(scheduler: Any) -> bool:
+    """Whether any entry of a state becomes an attribute of `scheduler`, as torch's schedulers have it."""
+    own = type(scheduler).load_state_dict if isinstance(scheduler, LRScheduler) else None
+    return own is not None and f"{own.__module__}.".startswith(_TORCH_AND_OURS)
+
+
+_TORCH_AND_OURS = ("torch.", "booster.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from booster.casting import HALF_DTYPES
 from booster.loss_scaler import LossScaler
 from booster.shards.base import is_dtensor
 from booster.shards.divided import Divided
+from booster.state_kinds import differences
 from booster.update.checkpoint import (
     PREVIOUS_NORM,
     RELEASE,
@@ -227,6 +229,7 @@ def _check_entries(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
             f"{given} parameters in the groups of the state, and {sizes} in those of this optimizer. A pipeline rank writes "
             "the state of its own layers"
         )
+    _check_kinds(optimizer, state_dict["param_groups"])
     for key, entry in state_dict["state"].items():
         if isinstance(key, int) and not 0 <= key < sum(sizes):
             raise ValueError(f"the optimizer state holds state of parameter {key}, which is in none of its groups")
@@ -262,6 +265,20 @@ def _here(kept: Kept | None, masters: Mapping[str, Any]) -> Mapping[str, Any]:
         return masters
     weights = {name: weight for name, weight in masters["weights"].items() if name not in kept.elsewhere}
     return {**masters, "weights": weights}
+
+
+def _check_kinds(optimizer: Optimizer, given: list[Mapping[str, Any]]) -> None:
+    """Raise ValueError if an option in the groups of a state is of another kind than it is here: the next step would fail."""
+    defaults = {name: option.default for name, option in inspect.signature(type(optimizer)).parameters.items()}
+    for index, (old, new) in enumerate(zip(optimizer.param_groups, given, strict=True)):
+        for name in old.keys() & new.keys() - {"params", "param_names"}:
+            where = f"the optimizer state's param_groups[{index}][{name!r}]"
+            wrong = list(differences(where, old[name], new[name], defaults.get(name, ...)))
+            sizes = [len(value) if isinstance(value, (list, tuple)) else 0 for value in (old[name], new[name])]
+            if not wrong and sizes[0] != sizes[1] and name in defaults:
+                wrong = [f"{where} has {sizes[1]} entries, and {sizes[0]} here"]
+            if wrong:
+                raise ValueError("; ".join(wrong))
 
 
 def _check_options(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:

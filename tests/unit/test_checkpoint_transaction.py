@@ -204,6 +204,10 @@ WRONG = {
         (("two", "groups"), [None, [], [None], "gone"]),
         (("two", "groups", 0, "params"), [None, [], {}, "gone"]),
         (("two", "groups", 0, "options"), [None, [], {}, "gone"]),
+        (("two", "groups", 0, "options", "lr"), ["high", None, [], {}, "the weights", "gone"]),
+        (("two", "groups", 0, "options", "betas"), [None, 0.9, [], [0.9], [0.9, 0.9, 0.9], [0.9, "x"], [None, 0.9]]),
+        (("two", "groups", 0, "options", "eps"), [None, "x"]),
+        (("two", "groups", 0, "options", "amsgrad"), [None, "x", 1.5]),
         (("two", "state"), [None, "x", [1]]),
         (("two", "state", "0.weight"), ["x", [1], "the weights"]),
         (("two", "state", "0.weight", "exp_avg"), [None, "x", 1.0, "gone"]),
@@ -212,7 +216,15 @@ WRONG = {
         (("two", "booster", "num_steps"), [None, "x", -1, 0.5, "gone"]),
     ],
     "dataloaders": [(("0",), [None, [], {}, "gone"]), (("0", "epoch"), [None, "x", -1, "gone"])],
-    "lr_schedulers": [(("two",), [None, "x", "the weights", "gone"])],
+    "lr_schedulers": [
+        (("two",), [None, [], "x", "the weights", "gone"]),
+        (("two", "step"), [3, "x"]),
+        (("two", "optimizer"), [None, 3]),
+        (("two", "get_lr"), ["x"]),
+        (("two", "step_size"), [None, "x", [3], {}, "the weights"]),
+        (("two", "base_lrs"), [None, 0.1, [], [0.1, 0.1], ["high"], [None]]),
+        (("two", "last_epoch"), [None, "x", {}, "the weights"]),
+    ],
 }
 
 
