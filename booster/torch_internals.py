@@ -175,6 +175,11 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def of_same_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context inside which `tensors` are written the very bits that they hold, so that graphs may go on with them."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
 def is_fake_kind(kind: type) -> bool:
     """Return whether `kind` is torch's FakeTensor, which has shapes and no numbers. Imports nothing."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
@@ -489,6 +494,7 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "torch.distributed.distributed_c10d._get_default_store": lambda: dist.distributed_c10d._get_default_store,
     "torch.distributed._compute_bucket_assignment_by_size": lambda: dist._compute_bucket_assignment_by_size,
     "Tensor._version": lambda: torch.Tensor._version,
+    "torch.autograd._unsafe_preserve_version_counter": lambda: torch.autograd._unsafe_preserve_version_counter,
     "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
     "torch._int_mm": lambda: torch._int_mm,
     "torch._scaled_mm": lambda: torch._scaled_mm,

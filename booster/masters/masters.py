@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -30,6 +30,7 @@ from booster.masters.states import Places, StateView, places_of, signature, stat
 from booster.optimizer_kinds import kind_of
 from booster.optimizer_states import load_states
 from booster.shards.base import is_dtensor
+from booster.torch_internals import of_same_version
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
 
@@ -418,7 +419,10 @@ class Masters:
             ]
             torch._foreach_copy_(bucket.pieces_of(values), found)
             values.masked_fill_(values.isnan(), math.nan)  # see `rounding.plain_nan_`
-            bucket.save(values, bucket.scratch())
+            # A master made of its weight rounds to it. With released gradients that is between forward and backward.
+            own = not any(piece.param in sources for piece in bucket.pieces)
+            with of_same_version([local_part(p) for p in bucket.params]) if own else nullcontext():
+                bucket.save(values, bucket.scratch())
             if bucket.host is not None:
                 bucket.host.keep_states(bucket, self.optimizer.state)
         return buckets

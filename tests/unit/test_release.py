@@ -213,6 +213,41 @@ def test_exact_with_packed_states_of_float32_weights(precision):
     assert_same(released.train(3).all(), whole.train(3).all())
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("fp32", {"states": "8bit"}),
+        ("fp16_naive", {}),
+        ("bf16_naive", {}),
+        ("bf16_naive", {"states": "8bit"}),
+        *((BF16NaiveMixedPrecision(master_weights=form), {}) for form in ("fp32", "split24", "none")),
+    ],
+    ids=repr,
+)
+def test_a_parameter_that_is_trained_from_the_middle_on_is_stepped_as_without_release(precision, options, how):
+    ends = []
+    for release in (False, "exact"):
+        torch.manual_seed(0)
+        raw = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+        first = [*raw[0].parameters(), *raw[4].parameters()]
+        if how == "unfrozen":
+            raw[2].requires_grad_(False)
+        optimizer = torch.optim.AdamW(raw.parameters() if how == "unfrozen" else first, lr=1e-2)
+        booster = Booster("cpu", copy.deepcopy(precision), release_gradients=release, **options)
+        model, optimizer, *_ = booster.boost(raw, optimizer)
+        for step in range(4):
+            if step == 2 and how == "unfrozen":
+                raw[2].requires_grad_(True)
+            elif step == 2:
+                optimizer.add_param_group({"params": list(raw[2].parameters())})
+            booster.backward(F.cross_entropy(model(torch.randn(4, 8)).float(), torch.arange(4)), optimizer)
+            optimizer.step()
+            raw.zero_grad()  # also of what nobody steps yet
+        ends.append([param.detach().clone() for param in raw.parameters()])
+    assert_same(*ends)
+
+
 def test_per_tensor_optimizers():
     muon = lambda params: torch.optim.Muon([p for p in params if p.dim() == 2], lr=1e-2)  # noqa: E731
     for precision in ("fp32", "bf16_naive"):
