@@ -100,8 +100,9 @@ def test_a_loader_of_the_users_own_goes_on_to_the_bit_on_every_rank(ranks2):
 
 
 @pytest.mark.slow
-def test_a_loader_of_the_users_own_goes_on_to_the_bit_on_every_rank_from_every_place_with_workers(ranks2):
-    cases = [(*case, place, epochs) for case in OWN for place in (0, 1, 2, "last", None) for epochs in (0, 1)]
+@pytest.mark.parametrize("case", OWN, ids=str)
+def test_a_loader_of_the_users_own_goes_on_to_the_bit_on_every_rank_from_every_place(ranks2, case):
+    cases = [(*case, place, epochs) for place in (0, 1, 2, "last", None) for epochs in (0, 1)]
     assert ranks2(broken_off_on_ranks, cases) == [[], []]
 
 
