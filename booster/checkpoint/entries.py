@@ -2,25 +2,22 @@
 
 The package of that name maps the file into memory, and pages that were read count as the process's own until the file is
 closed: a second copy of the weights, in the end. Here bytes are read into a buffer, or straight to where they belong.
-Source of the format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 
+from booster.checkpoint.header import read_header
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.tensor_file import SAFETENSORS_DTYPES
+from booster.foreign_files import open_regular
 
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-_LARGEST_HEADER = 100_000_000  # bytes, as the package allows
 _BUFFER = 2**22  # bytes
 
 
@@ -41,17 +38,14 @@ class Entry:
 
 def entries_of(file: Path) -> dict[str, Entry]:
     """Return what the safetensors file `file` holds, by name; raises CheckpointError where its header is none, or wrong."""
+    if sys.byteorder != "little":
+        raise CheckpointError(f"the numbers of {file} are little-endian, and this machine is not")
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > min(_LARGEST_HEADER, file.stat().st_size):
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(opened.read(length))
-        size = file.stat().st_size - 8 - length
-        header.pop("__metadata__", None)
-        return {name: _entry(file, name, given, 8 + length, size) for name, given in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        with open_regular(file) as opened:
+            places = read_header(opened)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error
+    return {name: Entry(file, name, place.dtype, place.shape, place.start) for name, place in places.items()}
 
 
 def pieces(opened: IO[bytes], entry: Entry, unit: int = 1) -> Iterator[torch.Tensor]:
@@ -68,13 +62,3 @@ def pieces(opened: IO[bytes], entry: Entry, unit: int = 1) -> Iterator[torch.Ten
         if opened.readinto(view) != len(view):  # type: ignore[attr-defined]
             raise CheckpointError(f"{entry.file} ended while {entry.name} was read")
         yield torch.frombuffer(view, dtype=entry.dtype)
-
-
-def _entry(file: Path, name: str, given: Any, offset: int, size: int) -> Entry:
-    start, stop = given["data_offsets"]
-    entry = Entry(file, name, _DTYPES[given["dtype"]], tuple(given["shape"]), offset + start)
-    if not 0 <= start <= stop <= size or stop - start != entry.numel * entry.dtype.itemsize:
-        raise ValueError(f"{name} lies at {start} to {stop} of {size} bytes")
-    if sys.byteorder != "little":
-        raise ValueError("its numbers are little-endian, and this machine is not")
-    return entry

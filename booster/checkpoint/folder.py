@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from booster.checkpoint.lock import LOCK, Lock, lock_of, locked_name, read_lock, remove_lock
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, problems, read_manifest
+from booster.checkpoint.manifest import MANIFEST, CheckpointError, problems, read_manifest, read_text
 
 _logger = logging.getLogger(__name__)
 _LONG_AGO = 3600.0  # seconds, more than clocks differ
@@ -124,7 +124,7 @@ def damage(folder: Path) -> list[str]:
 def manifest_now(folder: Path) -> bytes | None:
     """Return what the manifest in `folder` holds now, read or not; None without one."""
     try:
-        return (folder / MANIFEST).read_bytes()
+        return read_text(folder, MANIFEST)
     except OSError:
         return None
 

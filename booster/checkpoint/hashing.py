@@ -11,6 +11,8 @@ import hashlib
 from pathlib import Path
 from typing import Protocol
 
+from booster.foreign_files import open_regular
+
 HASH = "xxh3_128"
 BLOCK = 1 << 19  # bytes hashed and copied at a time: they are still in the processor's cache for the second of the two
 
@@ -47,7 +49,7 @@ def hash_of_file(path: Path, kind: str = HASH) -> str:
     """Return the hexadecimal hash of the file at `path`, of which a block is in memory at a time."""
     digest = new_hash(kind)
     block = memoryview(bytearray(BLOCK))
-    with path.open("rb", buffering=0) as file:
-        while num := file.readinto(block):
+    with open_regular(path, buffered=False) as file:
+        while num := file.readinto(block):  # type: ignore[attr-defined]
             digest.update(block[:num])
     return digest.hexdigest()

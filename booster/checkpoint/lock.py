@@ -164,7 +164,7 @@ def read_lock(path: Path) -> Holder | None:
     """Return who holds the lock `path`; None where nobody does."""
     try:
         # Opened, since a network file system looks again at what is opened, and not at what is asked for.
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a named pipe would wait
     except FileNotFoundError:
         return None
     try:

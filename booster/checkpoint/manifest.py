@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from booster.checkpoint.hashing import HASH, hash_of_file
+from booster.checkpoint.header import SAFETENSORS_DTYPES, num_bytes, sizes
+from booster.foreign_files import ROOM, parse_json, read_regular
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "booster checkpoint", 2
 _VERSION_OF_SHA256 = 1  # is read, and differs in the hashes of files alone
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_DTYPES}
+_MOST_DIVIDED = (
+    6  # dimensions in which a tensor is cut; what booster writes is cut in as many as a mesh has, or a stretch
+)
+_LARGEST_NUMBER = 2**63 - 1
 
 
 class CheckpointError(RuntimeError):
@@ -60,8 +68,15 @@ class Manifest:
     tensors: Mapping[str, Tensor]
 
     def dumps(self) -> bytes:
-        """Return the JSON text, which carries a hash of itself."""
+        """Return the JSON text, which carries a hash of itself. Raises CheckpointError where no reader would take it."""
         text = _canonical(asdict(self))
+        of_others = sum(file.bytes for name, file in self.files.items() if name != STATE)
+        for name, size in ((MANIFEST, len(text)), (STATE, self.files[STATE].bytes if STATE in self.files else 0)):
+            if size > of_others + ROOM:
+                raise CheckpointError(
+                    f"{name} would have {size} bytes, and may have {ROOM} more than all tensors together, {of_others}; keep "
+                    "numbers in tensors instead of lists"
+                )
         seal = hashlib.sha256(text).hexdigest()
         return b'{"format": "%b", "version": %d, "sha256": "%b", "content": %b}\n' % (
             FORMAT.encode(),
@@ -75,13 +90,14 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of `folder`; raises CheckpointError if there is none, or not one that was written so."""
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_text(folder, MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
-        outer = json.loads(data)
+        outer = parse_json(data)
+        del data
         if outer["format"] != FORMAT:
             raise ValueError(f"its format is {outer['format']!r}")
         version = outer["version"]
@@ -100,6 +116,27 @@ def read_manifest(folder: Path) -> Manifest:
         return _of(outer["content"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} does not say what a manifest says: {error!r}") from error
+
+
+def read_text(folder: Path, name: str) -> bytes:
+    """Return a JSON text of the checkpoint in `folder`; raises OSError where it is no file, or larger than one can be.
+
+    It may have `ROOM` bytes more than all tensors together, so that memory goes with what lies in the folder.
+    """
+    of_others = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return read_regular(folder / name, of_others + ROOM)
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError where a file has another size than `manifest` says, by which memory is taken."""
+    for name, expected in manifest.files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if size != expected.bytes:
+            raise CheckpointError(f"{path} has {size} bytes, and {expected.bytes} were written")
 
 
 def problems(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -123,36 +160,81 @@ def _canonical(content: Any) -> bytes:
 
 
 def _of(content: Mapping[str, Any]) -> Manifest:
-    tensors = {name: _tensor(name, entry) for name, entry in content["tensors"].items()}
     files = {name: _file(entry) for name, entry in content["files"].items()}
     for name in files:
-        if not name or Path(name).name != name or name == MANIFEST:
+        if not name or Path(name).name != name or name == MANIFEST or "\0" in name:
             raise ValueError(f"{name!r} is not the name of a file of a checkpoint")
+    tensors = {name: _tensor(name, entry) for name, entry in content["tensors"].items()}
+    claimed: Counter[str] = Counter()
+    keys = set()
     for name, tensor in tensors.items():
-        if unknown := {chunk.file for chunk in tensor.chunks} - files.keys():
-            raise ValueError(f"{name} lies in {sorted(unknown)}, which the manifest does not list")
-    return Manifest(int(content["step"]), int(content["world_size"]), dict(content["versions"]), files, tensors)
+        for chunk in tensor.chunks:
+            if chunk.file not in files:
+                raise ValueError(f"{name} lies in {chunk.file!r}, which the manifest does not list")
+            if (chunk.file, chunk.key) in keys:
+                raise ValueError(f"{chunk.key} of {chunk.file} is part of two tensors, or twice of one")
+            keys.add((chunk.file, chunk.key))
+            claimed[chunk.file] += num_bytes(_DTYPES[tensor.dtype], chunk.sizes)
+    for name, size in claimed.items():
+        if size > files[name].bytes:
+            raise ValueError(f"{name} has {files[name].bytes} bytes, and its tensors would have {size}")
+    versions = {str(name): _text(version) for name, version in content["versions"].items()}
+    return Manifest(_whole(content["step"]), _whole(content["world_size"]), versions, files, tensors)
 
 
 def _file(entry: Mapping[str, Any]) -> File:
     if "sha256" in entry:  # of format 1
-        return File(int(entry["bytes"]), str(entry["sha256"]), "sha256")
+        return File(_whole(entry["bytes"]), _text(entry["sha256"]), "sha256")
     if entry["hash"] != HASH:
         raise ValueError(f"{entry['hash']!r} is no hash of this format")
-    return File(int(entry["bytes"]), str(entry["digest"]))
+    return File(_whole(entry["bytes"]), _text(entry["digest"]))
 
 
 def _tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
-    shape = tuple(int(size) for size in entry["shape"])
-    chunks = tuple(
-        Chunk(str(c["file"]), str(c["key"]), tuple(map(int, c["offsets"])), tuple(map(int, c["sizes"])))
-        for c in entry["chunks"]
-    )
-    inside = all(
-        len(chunk.offsets) == len(chunk.sizes) == len(shape)
-        and all(o >= 0 and s >= 0 and o + s <= n for o, s, n in zip(chunk.offsets, chunk.sizes, shape, strict=True))
-        for chunk in chunks
-    )
-    if not inside or sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"the parts of {name} do not make up its shape {shape}")
-    return Tensor(str(entry["dtype"]), shape, chunks)
+    dtype, shape = _text(entry["dtype"]), sizes(entry["shape"])
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} has the dtype {dtype!r}, which this torch does not have")
+    num_bytes(_DTYPES[dtype], shape)
+    chunks = [Chunk(_text(c["file"]), _text(c["key"]), sizes(c["offsets"]), sizes(c["sizes"])) for c in entry["chunks"]]
+    # What has no elements covers nothing, and would be found in place of a chunk that begins where it does.
+    kept = [chunk for chunk in chunks if 0 not in chunk.sizes] if 0 not in shape else _whole_chunk(shape, chunks)
+    if not all(len(c.offsets) == len(c.sizes) == len(shape) for c in chunks) or not _are_the_whole(shape, kept):
+        raise ValueError(f"the parts of {name} do not make up its shape {shape}, each element once")
+    return Tensor(dtype, shape, tuple(kept))
+
+
+def _whole_chunk(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> list[Chunk]:
+    return [chunk for chunk in chunks if chunk.sizes == shape and not any(chunk.offsets)][:1]
+
+
+def _are_the_whole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
+    """Return whether the boxes `chunks` are disjoint and cover a tensor of `shape`.
+
+    How often each element is covered is a function of place; it is 1 within `shape` and 0 outside just if it jumps at the
+    same corners by the same amounts. So the corners of all boxes, counted with their signs, must be those of the whole: a
+    sum over the boxes, and no look at each two of them.
+    """
+    if 0 in shape:
+        return True
+    whole = Chunk("", "", (0,) * len(shape), shape)
+    cut = [dim for dim, size in enumerate(shape) if any(c.offsets[dim] != 0 or c.sizes[dim] != size for c in chunks)]
+    if len(cut) > _MOST_DIVIDED:
+        raise ValueError(f"a tensor is cut in {len(cut)} dimensions")
+    jumps: Counter[tuple[int, ...]] = Counter()
+    for chunk, sign in ((whole, -1), *((chunk, 1) for chunk in chunks)):
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(chunk.offsets[dim] + end * chunk.sizes[dim] for dim, end in zip(cut, ends, strict=True))
+            jumps[corner] += sign * (-1) ** sum(ends)
+    return not any(jumps.values())
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
+        raise ValueError(f"{str(value)[:40]!r} is no number from 0 on")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{str(value)[:40]!r} is no text")
+    return value

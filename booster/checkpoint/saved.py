@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,13 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, first_failure
-from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.layout import Held, LoadPlanner, empty_like_whole
-from booster.checkpoint.manifest import CheckpointError, Tensor, read_manifest
+from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, read_manifest
 from booster.checkpoint.plain import decode, reference
-from booster.checkpoint.saving import STATE
 from booster.checkpoint.storage import ManifestReader
 from booster.checkpoint.tensor_file import dtype_of
+from booster.checkpoint.tree import read_tree
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.update.checkpoint import STATE_KEY
 
@@ -36,10 +34,8 @@ class Saved:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest = read_manifest(folder)
-        text, expected = (folder / STATE).read_bytes(), self.manifest.files[STATE]
-        if hash_of(text, expected.hash) != expected.digest:
-            raise CheckpointError(f"{STATE} holds other bytes than were written")
-        self.tree: dict[str, Any] = json.loads(text)
+        check_sizes(folder, self.manifest)
+        self.tree: dict[str, Any] = read_tree(folder, self.manifest)
         self.notes: list[str] = []
         self._targets: dict[str, Held] = {}
 

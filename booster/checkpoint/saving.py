@@ -32,7 +32,7 @@ from booster.checkpoint.folder import (
 from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.layout import Held, SavePlanner, storable
 from booster.checkpoint.lock import Lock
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, File, Manifest, read_manifest
+from booster.checkpoint.manifest import MANIFEST, STATE, CheckpointError, File, Manifest, read_manifest
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
 from booster.checkpoint.weights import export
@@ -40,8 +40,6 @@ from booster.installed import version_of
 from booster.interface.model import ModelWrapper
 from booster.shards import is_dtensor
 from booster.shards.divided import Divided
-
-STATE = "state.json"
 
 
 @dataclass(frozen=True)

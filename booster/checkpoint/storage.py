@@ -35,8 +35,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from booster.checkpoint.folder import sync_folder
+from booster.checkpoint.header import SAFETENSORS_DTYPES
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor
-from booster.checkpoint.tensor_file import SAFETENSORS_DTYPES, dtype_of, open_tensors, read_tensors, write_tensors
+from booster.checkpoint.tensor_file import dtype_of, open_tensors, read_tensors, slice_of, write_tensors
 
 
 class ManifestWriter(StorageWriter):
@@ -214,12 +215,13 @@ class ManifestReader(StorageReader):
         with open_tensors(self.folder / name) as file:
             for chunk, item in items:
                 target = planner.resolve_tensor(item).detach()
+                found = slice_of(file, chunk, dtype_of(self.manifest.tensors[item.storage_index.fqn]))
                 if item.lengths:
                     box = tuple(
                         slice(start, start + length)
                         for start, length in zip(item.storage_offsets, item.lengths, strict=True)
                     )
-                    target.copy_(file.get_slice(chunk.key)[box])
+                    target.copy_(found[box])
                 else:
                     target.copy_(file.get_tensor(chunk.key))
                 planner.commit_tensor(item, target)

@@ -14,6 +14,7 @@ from torch import nn
 from booster.checkpoint.entries import Entry, entries_of, pieces
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.weights import is_safetensors, weight_files
+from booster.foreign_files import open_regular
 from booster.frozen import Form, FrozenLinear, note_origin
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
 from booster.names import spelled
@@ -80,7 +81,7 @@ def stream(
     if problems:
         raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(problems))
     with ExitStack() as stack:
-        opened = {file: stack.enter_context(file.open("rb")) for file in files}
+        opened = {file: stack.enter_context(open_regular(file)) for file in files}
         # All memory first: between weights that stay, what is only needed for a while would leave holes.
         targets = []
         for step in steps:
@@ -252,7 +253,7 @@ def _read(opened: object, step: _Step, target: torch.Tensor) -> None:
 def _same(a: Entry, b: Entry) -> bool:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    with a.file.open("rb") as one, b.file.open("rb") as other:
+    with open_regular(a.file) as one, open_regular(b.file) as other:
         pairs = zip(pieces(one, a), pieces(other, b), strict=True)
         return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 

@@ -13,27 +13,10 @@ from typing import IO, Any
 import torch
 
 from booster.checkpoint.hashing import BLOCK, Hash, new_hash
-from booster.checkpoint.manifest import CheckpointError, File, Tensor
+from booster.checkpoint.header import SAFETENSORS_DTYPES, header_length, num_bytes, places_of
+from booster.checkpoint.manifest import CheckpointError, Chunk, File, Tensor
+from booster.foreign_files import open_regular
 
-# The names of dtypes in the safetensors format.
-SAFETENSORS_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
 _ALIGNMENT = 8  # bytes, of the header; data follow at once
 
 
@@ -49,7 +32,7 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, (dtype, shape) in entries.items():
-        start, end = end, end + dtype.itemsize * _numel(shape)
+        start, end = end, end + num_bytes(dtype, shape)
         header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -85,10 +68,21 @@ def open_tensors(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ImportError("reading a checkpoint needs safetensors: pip install 'booster-amp[checkpoint]'") from error
     try:
+        with open_regular(path) as raw:
+            header_length(raw.read(8), os.fstat(raw.fileno()).st_size)
         with safe_open(str(path), framework="pt") as file:
             yield file
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is not the safetensors file that the manifest describes: {error}") from error
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a safetensors file that holds what it should: {error}") from error
+
+
+def slice_of(opened: Any, chunk: Chunk, dtype: torch.dtype) -> Any:
+    """Return the entry of a file of `open_tensors` that holds `chunk`, to be sliced; raises ValueError where it is another."""
+    found = opened.get_slice(chunk.key)
+    has = found.get_dtype(), tuple(found.get_shape())
+    if has != (SAFETENSORS_DTYPES[dtype], chunk.sizes):
+        raise ValueError(f"{chunk.key} is {has[0]} {list(has[1])}, and should be {dtype} {list(chunk.sizes)}")
+    return found
 
 
 def read_tensors(path: Path, expected: File, targets: Mapping[str, torch.Tensor]) -> str | None:
@@ -97,7 +91,7 @@ def read_tensors(path: Path, expected: File, targets: Mapping[str, torch.Tensor]
     targets: by their keys in the file, contiguous and in host memory; they hold anything where the file is damaged. Returns
     what is wrong with the file, or None. The file is read once, a block at a time.
     """
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path, buffered=False) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
             return f"{path.name} has {size} bytes, and {expected.bytes} were written"
@@ -155,19 +149,14 @@ def _places(stream: _Stream, size: int, targets: Mapping[str, torch.Tensor]) -> 
     """
     if not targets:  # then it may be a file of another kind
         return []
-    length = int.from_bytes(stream.read(min(8, size)), "little")
-    if length > size - 8:
-        raise ValueError(f"its header has {length} bytes")
-    header = json.loads(stream.read(length))
+    length = header_length(stream.read(min(8, size)), size)
+    there = places_of(stream.read(length), size)
     places = []
     for key, tensor in targets.items():
-        entry = header[key]
-        start, end = entry["data_offsets"]
-        if (entry["dtype"], entry["shape"]) != (SAFETENSORS_DTYPES[tensor.dtype], list(tensor.shape)):
-            raise ValueError(f"{key} is {entry['dtype']} {entry['shape']}")
-        if not 0 <= start <= end <= size - 8 - length:
-            raise ValueError(f"{key} lies outside")
-        places.append((8 + length + start, 8 + length + end, key))
+        place = there[key]
+        if (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
+            raise ValueError(f"{key} is {place.dtype} {list(place.shape)}")
+        places.append((place.start, place.stop, key))
     return sorted(places)
 
 
@@ -176,13 +165,6 @@ def _write(file: IO[bytes], data: memoryview, digest: Hash) -> None:
         block = data[start : start + BLOCK]
         digest.update(block)
         file.write(block)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

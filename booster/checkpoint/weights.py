@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.checkpoint.entries import entries_of
 from booster.checkpoint.folder import write_synced
 from booster.checkpoint.layout import placed_like
 from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
-from booster.checkpoint.tensor_file import dtype_of, fits, open_tensors, write_tensors
+from booster.checkpoint.tensor_file import dtype_of, fits, open_tensors, slice_of, write_tensors
+from booster.checkpoint.torch_file import read_torch_file
+from booster.foreign_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 
 # (name of one file, ending) as transformers looks for them.
 _SAFETENSORS, _TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
@@ -64,17 +67,12 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for file in weight_files(path):
         if is_safetensors(file):
+            entries_of(file)  # stricter than the package, which takes the last of two entries of one name
             with open_tensors(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  (it is no mapping)
                     yield name, opened.get_tensor(name)
         else:
-            try:
-                state = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise CheckpointError(f"{file} is not a file of weights: {error}") from error
-            if not isinstance(state, Mapping):
-                raise CheckpointError(f"{file} holds a {type(state).__name__}, not weights by name")
-            yield from state.items()
+            yield from read_torch_file(file)
 
 
 def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -112,27 +110,28 @@ def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[st
 
 def is_safetensors(file: Path) -> bool:
     """Return whether a file is one of safetensors, by its name or how it begins."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return file.suffix == ".safetensors" or opened.read(9)[8:] == b"{"  # the header's length, and its JSON
 
 
 def weight_files(path: Path) -> list[Path]:
     """Return the files of weights that `path` means: itself, or those of a folder, by its index where it has one."""
-    if path.is_file():
+    if names_a_regular_file(path):
         return [path]
     indices = sorted(path.glob("*.index.json")) if path.is_dir() else []
     if len(indices) == 1:
         try:
-            names = sorted(set(json.loads(indices[0].read_text())["weight_map"].values()))
+            text = read_regular(indices[0], sum(_size(file) for file in path.iterdir() if file != indices[0]) + ROOM)
+            names = sorted(set(parse_json(text)["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{indices[0]} is no index of weights: {error!r}") from error
-        if any(Path(name).name != name for name in names):
+        if not all(isinstance(name, str) and name and Path(name).name == name for name in names):
             raise CheckpointError(f"{indices[0]} names files outside its folder")
-        missing = [name for name in names if not (path / name).is_file()]
+        missing = [name for name in names if not names_a_regular_file(path / name)]
         if missing:
             raise CheckpointError(f"{path} lacks {missing}, which {indices[0].name} names")
         return [path / name for name in names]
-    single = [path / "".join(kind) for kind in (_SAFETENSORS, _TORCH) if (path / "".join(kind)).is_file()]
+    single = [path / "".join(kind) for kind in (_SAFETENSORS, _TORCH) if names_a_regular_file(path / "".join(kind))]
     if not single:
         raise CheckpointError(
             f"{path} is neither a file of weights nor a folder with an index or {''.join(_SAFETENSORS)}"
@@ -160,8 +159,12 @@ def read_whole(folder: Path, entry: Tensor) -> torch.Tensor:
     for chunk in entry.chunks:
         with open_tensors(folder / chunk.file) as file:
             box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box].copy_(file.get_tensor(chunk.key))
+            whole[box].copy_(slice_of(file, chunk, whole.dtype)[...])
     return whole
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if names_a_regular_file(path) else 0
 
 
 def _replace(target: Path, write: Any) -> None:

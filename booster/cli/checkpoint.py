@@ -54,10 +54,11 @@ def _parser() -> argparse.ArgumentParser:
 def _show(options: argparse.Namespace) -> int:
     from booster.checkpoint.folder import standing
     from booster.checkpoint.manifest import read_manifest
+    from booster.checkpoint.tree import read_tree
 
     folder = _newest(standing(options.folder))
     manifest = read_manifest(folder)
-    tree = json.loads((folder / "state.json").read_bytes())
+    tree = read_tree(folder, manifest)
     kinds: dict[str, list[Any]] = {}
     for name, tensor in manifest.tensors.items():
         kinds.setdefault("/".join(name.split("/")[:2]), []).append(tensor)

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from booster.foreign_files import read_regular
+
 __all__ = ["Host", "chosen_hosts", "is_host_name", "is_local", "read_hostfile"]
 
 # A user, a name or address, no leading dash: ssh would read "-oProxyCommand=..." as an option.
 _HOST_PATTERN = re.compile(r"[A-Za-z0-9_\[:][A-Za-z0-9_.@:%\[\]-]*")
+_LARGEST_HOSTFILE = 2**24  # bytes
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ def read_hostfile(path: str) -> list[Host]:
     Errors: ValueError naming the file, the line number and the fault.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular(Path(path), _LARGEST_HOSTFILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"hostfile {path!r} cannot be read: {error}") from None
     hosts: list[Host] = []
