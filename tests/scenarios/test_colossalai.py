@@ -117,14 +117,14 @@ def test_the_norm_under_zero_is_the_true_one(ranks2, stage):
 # ---------------------------------------------------------------------- older scripts
 
 
-def amp_job(precision, at_rest=1.0):
-    """The output, the true gradients and the weights of one step. at_rest: the scale that unscaled gradients carry."""
+def amp_job(precision):
+    """The output, the true gradients and the weights of one step."""
     booster, model, optimizer = boost(precision, partial(torch.optim.SGD, lr=1e-3))
     out = model(batch()[0]).detach().float()
     backward(booster, model, optimizer)
     optimizer.clip_grad_by_norm(1.0)
     optimizer.unscale_grads()
-    gradients = flat_grads(model) / at_rest
+    gradients = flat_grads(model)
     optimizer.step()
     return out, gradients, flat(model)
 
@@ -136,10 +136,10 @@ def amp_job(precision, at_rest=1.0):
 @pytest.mark.parametrize("pair", ["naive and O2", "torch and O1"])
 def test_precisions_compute_what_apex_does(pair):
     if pair == "naive and O2":
-        ours, level, at_rest = FP16NaiveMixedPrecision(initial_scale=128.0), "O2", 128.0  # as in apex
+        ours, level = FP16NaiveMixedPrecision(initial_scale=128.0), "O2"
     else:
-        ours, level, at_rest = FP16TorchMixedPrecision(init_scale=128.0), "O1", 1.0
-    theirs = amp_job(FP16ApexMixedPrecision(level, loss_scale=128.0, verbosity=0), at_rest)
+        ours, level = FP16TorchMixedPrecision(init_scale=128.0), "O1"
+    theirs = amp_job(FP16ApexMixedPrecision(level, loss_scale=128.0, verbosity=0))
     for mine, other in zip(amp_job(ours), theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3)
 
