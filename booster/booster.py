@@ -32,6 +32,7 @@ from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, make
 from booster.pipelined import execute
 from booster.plugin import Plugin, SingleDevice
+from booster.roll_call import PATIENCE, watch
 from booster.update.backward import run_backward
 from booster.update.options import UpdateOptions
 
@@ -73,6 +74,10 @@ class Booster:
     elementwise optimizers, and masters, in pinned memory of the host, and have them on a GPU a bucket at a time, while it is
     stepped; on a CPU they lie in the host's memory already, and nothing changes. Not run on a GPU yet.
 
+    patience: on several ranks, after so many seconds in `save`, `load`, `gather`, `save_model`, `backward` and the like a
+    WARNING names the ranks that have not called it, and where they are, and the wait goes on. A rank that raised and lives on,
+    or stands still in the script, is named within ten seconds. None names those alone. The last Booster's counts for all.
+
     Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
     """
 
@@ -90,6 +95,7 @@ class Booster:
         diagnose: int | Literal["first", "every"] | None = None,
         states: States | None = None,
         offload_states: bool = False,
+        patience: float | None = PATIENCE,
         **unknown: NoReturn,
     ) -> None:
         if unknown:
@@ -104,6 +110,9 @@ class Booster:
             self.precision = self.precision.offloading_states()
         self.plugin = plugin or SingleDevice()
         self.device = resolve_device(device)
+        if patience is not None:
+            arguments.number("patience", patience, above=0.0, also="None")
+        watch(patience)
         self.plugin.bind(self.device)
         self.precision.bind(self.device)
         self._options = UpdateOptions(

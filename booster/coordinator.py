@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from booster import arguments
+from booster.communicate import exchange
 from booster.launch import environment_local_rank
 
 __all__ = ["DistCoordinator", "is_main", "wait_for_all"]
@@ -37,7 +38,7 @@ class DistCoordinator:
 
     Make it after `booster.launch`: rank and world size are read once. It is an ordinary object; make as many as you
     like. local_rank: index on this machine; None takes it from the launcher's environment. Only where no launcher
-    announced it, the ranks exchange host names (one all_gather_object, a collective over the world).
+    announced it, the ranks exchange host names (two small collectives over the world).
     """
 
     def __init__(self, local_rank: int | None = None) -> None:
@@ -141,8 +142,7 @@ class DistCoordinator:
         return dist.is_available() and dist.is_initialized()
 
     def _count_neighbours(self) -> int:
-        hosts: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(hosts, socket.gethostname())
+        hosts = exchange(socket.gethostname().encode(), dist.group.WORLD)
         return hosts[: self.rank].count(hosts[self.rank])
 
     def _told(self, succeeded: bool, executor_rank: int, group: dist.ProcessGroup | None) -> bool:

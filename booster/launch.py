@@ -17,12 +17,14 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from booster import arguments
+from booster.roll_call import PATIENCE, watch
 
 __all__ = [
     "await_address",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 DEFAULT_SEED = 1024
+TIMEOUT_VARIABLE = "BOOSTER_RUN_TIMEOUT"  # in seconds, set by `booster run --timeout`
 
 _logger = logging.getLogger(__name__)
 _RESOLVE_SECONDS = 30  # a cluster may learn the names of its machines a little later than they start
@@ -60,6 +63,7 @@ def launch(
     backend: str | None = None,
     local_rank: int | None = None,
     seed: int = DEFAULT_SEED,
+    timeout: float | None = None,
 ) -> None:
     """Join the process group at `host:port` as `rank` of `world_size`, pick the device and seed everything.
 
@@ -67,6 +71,7 @@ def launch(
     backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
     local_rank: index of this process on its machine; on CUDA it selects the device. None: rank modulo the GPU count.
     seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
+    timeout: seconds that a collective waits for the others before it fails; None: torch's, 30 minutes, 10 under nccl.
     Side effects: the default process group (returns when all ranks have come; closed when the process ends), the current
     CUDA device, the seeds. Raises ValueError or TypeError for a bad argument, RuntimeError if a group exists or on Windows.
     """
@@ -76,25 +81,33 @@ def launch(
     _check_whole("port", port, 1, 65535, "the port on which rank 0 listens")
     init_method = f"tcp://{_bracketed(host)}:{port}"
     await_address("host", host)
-    start(rank, world_size, backend, local_rank, seed, init_method=init_method)
+    start(rank, world_size, backend, local_rank, seed, init_method=init_method, timeout=timeout)
 
 
 def launch_from_torch(
-    config: Mapping[str, Any] | None = None, backend: str | None = None, seed: int = DEFAULT_SEED
+    config: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    seed: int = DEFAULT_SEED,
+    timeout: float | None = None,
 ) -> None:
     """Launch from what `booster run` or torchrun put in the environment; under plain `python`, as a world of one.
 
-    config: None or a mapping with the keys `backend` and `seed`; an argument that differs from its default and from
-    the mapping is an error, not a precedence rule.
+    config: None or a mapping with the keys `backend`, `seed` and `timeout`; an argument that differs from its default and from
+    the mapping is an error, not a precedence rule. timeout: seconds that a collective waits for the others before it fails;
+    None: that of `booster run --timeout`, else torch's, 30 minutes, 10 under nccl.
     Under plain `python` no variable, address or port is needed.
     Side effects and errors as for `launch`; a partly set environment raises RuntimeError naming the missing variable.
     """
-    options = _merged(config, backend=backend, seed=seed)
+    options = _merged(config, backend=backend, seed=seed, timeout=timeout)
+    if options["timeout"] is None and TIMEOUT_VARIABLE in os.environ:
+        seconds = _whole_variable(TIMEOUT_VARIABLE)
+        _check_whole(TIMEOUT_VARIABLE, seconds, 1, 10**9, "the seconds that a collective waits")
+        options["timeout"] = float(seconds)
     _refuse_windows()
     _refuse_second_launch()
     if not any(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         _refuse_lonely_task()
-        start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore())
+        start(0, 1, options["backend"], 0, options["seed"], store=dist.HashStore(), timeout=options["timeout"])
         return
     _require(_TORCH_VARIABLES, _TORCH_STARTER, _TORCH_FIX)
     rank, world_size, local_rank = (_whole_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -103,10 +116,13 @@ def launch_from_torch(
     _check_whole("MASTER_PORT", _whole_variable("MASTER_PORT"), 1, 65535, "the port on which rank 0 listens")
     await_address("MASTER_ADDR", os.environ["MASTER_ADDR"])
     # env:// and not tcp://: under torchrun the agent already listens on this port and rank 0 must not bind it again.
-    start(rank, world_size, options["backend"], local_rank, options["seed"], init_method="env://")
+    given = (options["backend"], local_rank, options["seed"])
+    start(rank, world_size, *given, init_method="env://", timeout=options["timeout"])
 
 
-def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: int = DEFAULT_SEED) -> None:
+def launch_from_slurm(
+    host: str, port: int, backend: str | None = None, seed: int = DEFAULT_SEED, timeout: float | None = None
+) -> None:
     """Launch a task started by srun; rank, world size and local rank come from SLURM's variables.
 
     host: the first node, as in `scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1`; port: free there.
@@ -116,10 +132,12 @@ def launch_from_slurm(host: str, port: int, backend: str | None = None, seed: in
     rank, world_size, local_rank = (_whole_variable(n) for n in ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"))
     _check_rank(rank, world_size, " (SLURM_PROCID, SLURM_NPROCS)")
     _check_whole("SLURM_LOCALID", local_rank, 0, 2**31 - 1, "the index of this process on its machine")
-    launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed)
+    launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed, timeout=timeout)
 
 
-def launch_from_openmpi(host: str, port: int, backend: str | None = None, seed: int = DEFAULT_SEED) -> None:
+def launch_from_openmpi(
+    host: str, port: int, backend: str | None = None, seed: int = DEFAULT_SEED, timeout: float | None = None
+) -> None:
     """Launch a process started by Open MPI's mpirun; rank, world size and local rank come from its variables.
 
     host: the machine of rank 0; port: free there. MPI itself carries no tensors unless backend="mpi" is available.
@@ -130,7 +148,7 @@ def launch_from_openmpi(host: str, port: int, backend: str | None = None, seed: 
     rank, world_size, local_rank = (_whole_variable(name) for name in names)
     _check_rank(rank, world_size, " (OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE)")
     _check_whole(names[2], local_rank, 0, 2**31 - 1, "the index of this process on its machine")
-    launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed)
+    launch(rank, world_size, host, port, backend=backend, local_rank=local_rank, seed=seed, timeout=timeout)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
@@ -195,16 +213,29 @@ def start(
     *,
     init_method: str | None = None,
     store: dist.Store | None = None,
+    timeout: float | None = None,
 ) -> None:
-    """Make the process group, as everything here does in the end: the device, the seeds, and its close at the end."""
+    """Make the process group, as everything here does in the end: the device, the seeds, and its close at the end.
+
+    timeout: in seconds, None is torch's. Side effect: a thread that says who is missing where ranks wait, `roll_call`.
+    """
+    if timeout is not None:
+        arguments.number("timeout", timeout, above=0.0, most=1e9, also="None")
     _check_whole("seed", seed, 0, 2**63 - 1, "the seed of all random number generators")
     backend = _checked_backend(backend)
     device_id = _select_device(rank, local_rank, backend)
     dist.init_process_group(
-        backend, init_method=init_method, store=store, rank=rank, world_size=world_size, device_id=device_id
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=device_id,
+        timeout=None if timeout is None else timedelta(seconds=timeout),
     )
     seed_everything(seed)
     atexit.register(close_group)
+    watch(PATIENCE)
 
 
 def close_group() -> None:
@@ -275,9 +306,11 @@ def seed_everything(seed: int, *, by_rank: bool = False, deterministic: bool = F
     numpy.random.seed(seed % 2**32)  # numpy takes 32 bits
 
 
-def _merged(config: Mapping[str, Any] | None, *, backend: str | None, seed: int) -> dict[str, Any]:
-    given: dict[str, Any] = {"backend": backend, "seed": seed}
-    defaults = {"backend": None, "seed": DEFAULT_SEED}
+def _merged(
+    config: Mapping[str, Any] | None, *, backend: str | None, seed: int, timeout: float | None
+) -> dict[str, Any]:
+    given: dict[str, Any] = {"backend": backend, "seed": seed, "timeout": timeout}
+    defaults = {"backend": None, "seed": DEFAULT_SEED, "timeout": None}
     if config is None:
         return given
     if not isinstance(config, Mapping):

@@ -23,6 +23,7 @@ def launch_notebook(
     *args: Any,
     backend: str | None = None,
     seed: int = DEFAULT_SEED,
+    timeout: float | None = None,
 ) -> None:
     """Call `function(*args)` on `num_processes` ranks of this machine, and return when all of them have.
 
@@ -31,8 +32,8 @@ def launch_notebook(
     `launch_from_torch`, which it does not call. What it changes is gone with its process: save what you want to keep.
     A rank computes with one thread on CPU, since the threads of this process do not live on in it.
 
-    backend, seed: those of `launch_from_torch`. Raises RuntimeError where this process has used CUDA, which no fork can use
-    again, or has a process group; torch's ProcessRaisedException, with the traceback of the first rank that failed,
+    backend, seed, timeout: those of `launch_from_torch`. Raises RuntimeError where this process has used CUDA, which no fork
+    can use again, or has a process group; torch's ProcessRaisedException, with the traceback of the first rank that failed,
     after the others were ended; RuntimeError on Windows.
     """
     arguments.function("function", function)
@@ -55,7 +56,7 @@ def launch_notebook(
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix="booster-notebook-") as folder:
         meeting = f"file://{Path(folder) / 'meeting'}"
-        given = (function, args, num_processes, backend, seed, meeting)
+        given = (function, args, num_processes, backend, seed, timeout, meeting)
         multiprocessing.start_processes(_rank, given, nprocs=num_processes, start_method="fork")
 
 
@@ -66,9 +67,10 @@ def _rank(
     world_size: int,
     backend: str | None,
     seed: int,
+    timeout: float | None,
     meeting: str,
 ) -> None:
     torch.set_num_threads(1)
-    start(rank, world_size, backend, rank, seed, init_method=meeting)
+    start(rank, world_size, backend, rank, seed, init_method=meeting, timeout=timeout)
     function(*args)
     close_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -23,21 +25,34 @@ _KEPT_LINES = 200
 _SSH_FAILED = 255
 
 
+# Reads one line of JSON and no byte beyond it, and becomes its arguments with these variables added. In one line, which all
+# shells take; in Python that imports nothing of this package, which may be found by a PYTHONPATH that is among them alone.
+_RECEIVER = (
+    "import json, os, sys; line = b''.join(iter(lambda: os.read(0, 1) or sys.exit(255), b'\\n')); "
+    "os.execvpe(sys.argv[1], sys.argv[1:], {**os.environ, **json.loads(line)})"
+)
+
+
 @dataclass(frozen=True)
 class NodeCommand:
-    """The argument list that runs one node; `environment` adds to the launcher's own (None under ssh)."""
+    """The argument list that runs one node, and the variables that it is given beside its machine's own.
+
+    is_remote: they go over standard input, as `ssh_command` reads them.
+    """
 
     host: str
     argv: Sequence[str]
-    environment: Mapping[str, str] | None = None
+    environment: Mapping[str, str]
+    is_remote: bool = False
 
 
-def ssh_command(
-    host: str, port: int, directory: str, environment: Mapping[str, str], command: Sequence[str]
-) -> list[str]:
-    """Return the ssh argument list that runs `command` in `directory` of `host` with only `environment` added."""
-    variables = [f"{name}={value}" for name, value in environment.items()]
-    remote = f"{shlex.join(['cd', directory])} && {shlex.join(['exec', 'env', *variables, *command])}"
+def ssh_command(host: str, port: int, directory: str, command: Sequence[str]) -> list[str]:
+    """Return the ssh argument list that runs `command` in `directory` of `host`, once it was told its variables.
+
+    They come as the first line of standard input: every user of both machines can read the arguments of a process.
+    """
+    receiver = (sys.executable, "-I", "-S", "-c", _RECEIVER)
+    remote = f"{shlex.join(['cd', directory])} && {shlex.join(['exec', *receiver, *command])}"
     return ["ssh", "-p", str(port), host, remote]
 
 
@@ -87,7 +102,7 @@ class _Node:
 
     @classmethod
     def start(cls, command: NodeCommand) -> _Node:
-        environment = None if command.environment is None else {**os.environ, **command.environment}
+        environment = os.environ if command.is_remote else {**os.environ, **command.environment}
         process = subprocess.Popen(
             list(command.argv),
             stdin=subprocess.PIPE,
@@ -95,6 +110,10 @@ class _Node:
             env=environment,
             start_new_session=True,  # Ctrl-C comes here only; the nodes are then ended in order
         )
+        if command.is_remote and process.stdin is not None:
+            with suppress(BrokenPipeError):  # ssh has ended, and its status says why
+                process.stdin.write(json.dumps(dict(command.environment)).encode() + b"\n")
+                process.stdin.flush()
         report: list[bytes] = []
         relay = threading.Thread(target=_relay, args=(process.stderr, report), daemon=True)
         relay.start()

@@ -92,6 +92,12 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds that ranks have to save and end after SIGTERM, before they are killed (default: 30)",
     )
     add(
+        "timeout",
+        type=_seconds,
+        metavar="S",
+        help="seconds that a collective waits for other ranks before it fails, where the script names none (default: torch's)",
+    )
+    add(
         "log_dir",
         type=_directory,
         metavar="DIR",
@@ -123,6 +129,10 @@ def _whole(text: str, low: int, high: int, what: str) -> int:
 
 def _positive(text: str) -> int:
     return _whole(text, 1, 2**31 - 1, "a whole number of at least 1")
+
+
+def _seconds(text: str) -> int:
+    return _whole(text, 1, 10**9, "a whole number of seconds, at least 1")
 
 
 def _natural(text: str) -> int:

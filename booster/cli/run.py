@@ -18,7 +18,7 @@ from booster.cli.hosts import Host, chosen_hosts, is_local
 from booster.cli.nodes import NodeCommand, run_nodes, ssh_command
 from booster.cli.options import DEFAULT_MASTER_PORT, parse
 from booster.cli.rendezvous import loopback_variables
-from booster.launch import await_address
+from booster.launch import TIMEOUT_VARIABLE, await_address
 
 __all__ = ["run"]
 
@@ -81,7 +81,10 @@ def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     defaults = {"OMP_NUM_THREADS": str(max(1, _num_cores() // nproc))}
     if options.nnodes == 1:
         defaults |= loopback_variables()
-    with _environment({name: value for name, value in defaults.items() if name not in os.environ}):
+    variables = {name: value for name, value in defaults.items() if name not in os.environ}
+    if options.timeout is not None:
+        variables[TIMEOUT_VARIABLE] = str(options.timeout)
+    with _environment(variables):
         return run_attempt(
             Attempt(
                 command=worker_command(options.script, options.args, is_module=options.module),
@@ -109,14 +112,15 @@ def _on_hosts(hosts: Sequence[Host], options: argparse.Namespace, environment: M
         command += ["--nnodes", str(len(hosts)), "--node_rank", str(node_rank)]
         command += ["--master_addr", address, "--master_port", port, "--grace_seconds", str(options.grace_seconds)]
         nproc = options.nproc_per_node or host.slots
-        for name, value in (("--nproc_per_node", nproc), ("--log_dir", options.log_dir), ("--tee", options.tee)):
-            command += [name, str(value)] if value is not None else []
+        given = {"nproc_per_node": nproc} | {name: getattr(options, name) for name in ("timeout", "log_dir", "tee")}
+        for name, value in given.items():
+            command += [f"--{name}", str(value)] if value is not None else []
         command += [*(["-m"] if options.module else []), options.script, *options.args]
         if is_local(host.name):
             commands.append(NodeCommand(host.name, command, environment))
         else:
-            argv = ssh_command(host.name, options.ssh_port, os.getcwd(), remote_environment, command)
-            commands.append(NodeCommand(host.name, argv))
+            argv = ssh_command(host.name, options.ssh_port, os.getcwd(), command)
+            commands.append(NodeCommand(host.name, argv, remote_environment, is_remote=True))
     return run_nodes(commands, options.grace_seconds)
 
 

@@ -1,5 +1,6 @@
 """The command line up to the start of a process: options, hostfiles, ssh commands. Real jobs: tests/distributed."""
 
+import json
 import re
 import shlex
 import signal
@@ -266,22 +267,29 @@ def test_each_host_gets_its_rank_its_slots_and_only_the_named_variables(script, 
         ssh, dash_p, port, host, remote = command.argv
         assert (ssh, dash_p, port, host) == ("ssh", "-p", "2222", ["node1", "user@node2", "10.0.0.3"][node_rank])
         words = shlex.split(remote)
-        assert words[:5] == ["cd", run.os.getcwd(), "&&", "exec", "env"]
-        assert set(words[5:8]) == {"WANTED=it's", "MORE=a=b", "PYTHONPATH=/my libs"}
-        assert words[8:12] == [sys.executable, "-m", "booster", "run"]
+        assert words[:5] == ["cd", run.os.getcwd(), "&&", "exec", sys.executable]
+        assert words[9:13] == [sys.executable, "-m", "booster", "run"]
         assert words[-2:] == [script, "two words"]
-        assert "s3cret" not in remote
-        options = parse(words[12:])[1]
+        assert command.environment == {"WANTED": "it's", "MORE": "a=b", "PYTHONPATH": "/my libs"}
+        assert command.is_remote
+        # What is in the arguments of a process can be read by every user of its machine.
+        assert not any(value in remote for value in ("it's", "WANTED", "a=b", "/my libs", "s3cret"))
+        options = parse(words[13:])[1]
         assert (options.nnodes, options.node_rank, options.nproc_per_node) == (3, node_rank, nproc)
         assert (options.master_addr, options.master_port) == ("node1", 29500)
 
 
-def test_a_remote_shell_reads_directory_variables_and_arguments_as_they_were_given(tmp_path):
+def test_a_remote_shell_reads_directory_and_arguments_as_they_were_given_and_variables_from_stdin(tmp_path):
     directory = tmp_path / "a dir; true"
     directory.mkdir()
-    code = "import os, sys; print([os.getcwd(), os.environ['X'], *sys.argv[1:]])"
+    code = "import os, sys; print([os.getcwd(), os.environ['X'], *sys.argv[1:], sys.stdin.read()])"
     words = ["it's", "a;b", "$HOME", 'say "hi"', ""]
-    argv = ssh_command("node1", 22, str(directory), {"X": "$(exit 1)"}, [sys.executable, "-c", code, *words])
+    argv = ssh_command("node1", 22, str(directory), [sys.executable, "-c", code, *words])
     assert argv[:4] == ["ssh", "-p", "22", "node1"]
-    shown = subprocess.run(["sh", "-c", argv[4]], capture_output=True, text=True, check=True).stdout
-    assert shown.strip() == repr([str(directory), "$(exit 1)", *words])
+    told = json.dumps({"X": "$(exit 1)\n"}) + "\nstop\n"  # what follows the variables is the node's to read
+    shown = subprocess.run(["sh", "-c", argv[4]], input=told, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == repr([str(directory), "$(exit 1)\n", *words, "stop\n"])
+    nothing = subprocess.run(
+        ["sh", "-c", argv[4]], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False
+    )
+    assert nothing.returncode == 255

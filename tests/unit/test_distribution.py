@@ -181,6 +181,9 @@ def test_every_workflow_and_form_is_yaml_and_calls_targets_that_exist(path):
         assert commands
         assert called <= targets
         assert all(command.startswith("make ") for command in commands)
+        actions = [step["uses"] for job in parsed["jobs"].values() for step in job["steps"] if "uses" in step]
+        # A tag can be moved to other code by whoever takes over the action's repository; a commit cannot.
+        assert [action for action in actions if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == []
 
 
 def test_a_bug_report_asks_for_what_the_env_command_prints():

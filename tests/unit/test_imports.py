@@ -91,6 +91,18 @@ def test_the_import_rule_is_noticed_when_broken(tmp_path, monkeypatch):
     assert found == {"a.py", "b.py", "c.py", "e.py"}
 
 
+def test_no_pickle_travels_between_ranks():
+    """torch's collectives of objects unpickle what arrives, on ports that others can reach."""
+    of_objects = re.compile(r"(all_)?gather_object|(broadcast|scatter|send|recv)_object_list")
+    found = [
+        f"{path}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and of_objects.fullmatch(node.attr)
+    ]
+    assert found == []
+
+
 def test_only_launch_and_cli_read_the_environment():
     readers = {
         str(path.relative_to(ROOT))

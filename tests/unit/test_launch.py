@@ -5,6 +5,7 @@ import random
 import socket
 import sys
 import time
+from datetime import timedelta
 from importlib import import_module
 
 import numpy
@@ -247,6 +248,17 @@ def test_config_gives_backend_and_seed():
     dist.destroy_process_group()
     launch_from_torch(backend="gloo", seed=5)
     assert draws() == from_config
+
+
+def test_a_timeout_comes_from_the_script_else_from_booster_run_else_it_is_torchs(monkeypatch):
+    given = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, timeout, **kwargs: given.append(timeout))
+    launch_from_torch()
+    monkeypatch.setenv("BOOSTER_RUN_TIMEOUT", "90")
+    launch_from_torch()
+    launch_from_torch(timeout=7.5)
+    launch_from_torch({"timeout": 8})
+    assert given == [None, timedelta(seconds=90), timedelta(seconds=7.5), timedelta(seconds=8)]
 
 
 def test_an_unknown_config_key_names_the_nearest_legal_one():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+from booster.communicate import exchange
 
 
 class TiedWeights:
@@ -69,11 +72,11 @@ class TiedWeights:
 
     def _check(self) -> None:
         mine = {name: _layout(param) for name, param in self.params.items()}
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        texts = exchange(json.dumps(mine).encode(), self._group or dist.group.WORLD)
+        everyone = [json.loads(text) for text in texts]
         for name in self._ranks:
             layouts = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
-            if len(set(layouts.values())) > 1:
+            if any(layout != layouts[min(layouts)] for layout in layouts.values()):
                 raise ValueError(
                     f"the weight {name} is tied across pipeline stages, and its copies are laid out differently, by rank: "
                     f"{layouts}; give both of its modules the same tensor-parallel style"

@@ -1,0 +1,173 @@
+"""Ranks that wait for one that does not come: who it is, and where it is instead, is said while they wait."""
+
+import logging
+import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import booster
+from booster import roll_call
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged; the first line makes `file`, at which the other rank goes on."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.lines, self.file = [], file
+
+    def emit(self, record):
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+        if self.file is not None:
+            self.file.touch()
+
+
+def raises_and_lives_on(b, model, optimizer, folder):
+    """Rank 1 raises, handles it, and stays in its handler until rank 0 was told."""
+    try:
+        if b.is_main:
+            loss = model(torch.ones(2, 4)).sum()
+            b.backward(loss, optimizer)
+        else:
+            raise ValueError("the reason")
+    except ValueError:
+        stay(folder, "raised")
+        b.backward(model(torch.ones(2, 4)).sum(), optimizer)
+
+
+def raised_before_and_stands_still(b, model, optimizer, folder):
+    """Rank 1 has forgotten its exception, and stands still in the script."""
+    if b.is_main:
+        b.backward(model(torch.ones(2, 4)).sum(), optimizer)
+        return
+    try:
+        raise ValueError("the reason")
+    except ValueError:
+        pass
+    stay(folder, "still")
+    b.backward(model(torch.ones(2, 4)).sum(), optimizer)
+
+
+def guarded_call(name):
+    """Rank 0 alone calls what all must call, and rank 1 is busy elsewhere, so that it never stands still."""
+
+    def case(b, model, optimizer, folder):
+        call = {
+            "save": lambda: b.save(folder / "checkpoint", model, optimizer),
+            "save_model": lambda: b.save_model(model, folder / "weights.safetensors"),
+            "load": lambda: b.load(folder / "checkpoint", model, optimizer),
+            "gather": lambda: b.gather(torch.ones(2)),
+        }[name]
+        if not b.is_main:
+            busy(folder, name)
+        call()
+
+    return case
+
+
+CASES = {
+    "raised": raises_and_lives_on,
+    "still": raised_before_and_stands_still,
+    **{name: guarded_call(name) for name in ("save", "save_model", "gather", "load")},
+}
+
+
+def stay(folder, name):
+    while not (folder / f"told_{name}").exists():
+        time.sleep(0.05)
+
+
+def busy(folder, name):
+    while not (folder / f"told_{name}").exists():
+        sum(range(1000))
+
+
+def on_rank(rank, world_size, folder, *names):
+    """What is logged in each case, by its name."""
+    before = roll_call._PROMPT, roll_call._INTERVAL, roll_call._ANSWERS
+    roll_call._PROMPT, roll_call._INTERVAL, roll_call._ANSWERS = 0.4, 0.1, 600
+    b = booster.Booster("cpu", "fp32", booster.plugin.TorchDDPPlugin(), patience=0.6)
+    model = nn.Linear(4, 4)
+    model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), 0.1))
+    told = {}
+    logger = logging.getLogger("booster.roll_call")
+    try:
+        for name in names:
+            dist.barrier()
+            lines = Lines(folder / f"told_{name}" if rank == 0 else None)
+            logger.addHandler(lines)
+            try:
+                CASES[name](b, model, optimizer, folder)
+                time.sleep(0.3)  # for a second line, if there is one
+            finally:
+                logger.removeHandler(lines)
+            told[name] = lines.lines
+        optimizer.step()
+    finally:
+        roll_call._PROMPT, roll_call._INTERVAL, roll_call._ANSWERS = before
+        roll_call.watch(None)
+    return told
+
+
+def line_of(text):
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, start=1) if text in line)
+
+
+def only_line(told):
+    """The one line that a wait gave, of all."""
+    assert [line.partition(" ")[0] for line in told] == ["WARNING"], told
+    return told[0]
+
+
+def test_who_waits_is_told_which_rank_raised_what_and_where_and_where_it_is_now(ranks2, tmp_path):
+    told = only_line(ranks2(on_rank, tmp_path, "raised")[0]["raised"])
+    assert re.search(r"rank 0 has waited \d+ s in backward\(\) \(.*\) for ranks \[1\], which have not called it", told)
+    raised = line_of('            raise ValueError("the reason")')
+    assert f"rank 1 raised ValueError: the reason at {__file__}:{raised} in raises_and_lives_on" in told
+    assert f"and is at {__file__}:{line_of('time.sleep(0.05)')} in stay" in told
+
+
+def test_an_exception_that_the_standard_library_handles_is_not_told_and_one_of_the_script_is():
+    told, begin = [], threading.Event()
+
+    def fail():
+        begin.wait(60)
+        raise ValueError("the reason")
+
+    def note(future):
+        told.append(roll_call._error(threading.get_ident()))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(fail).add_done_callback(note)  # called where the pool handles what `fail` raises
+        begin.set()
+    try:
+        fail()
+    except ValueError:
+        note(None)
+    where = f"{__file__}:{line_of('begin.wait(60)') + 1} in fail"
+    assert told == [None, f"ValueError: the reason at {where}"]
+
+
+def test_a_rank_that_forgot_its_exception_and_stands_still_in_the_script_is_named_with_its_line(ranks2, tmp_path):
+    told = only_line(ranks2(on_rank, tmp_path, "still")[0]["still"])
+    assert (
+        f"for ranks [1], which have not called it: rank 1 is at {__file__}:{line_of('time.sleep(0.05)')} in stay"
+        in told
+    )
+
+
+def test_what_one_rank_alone_calls_names_those_that_have_not_called_it_and_goes_on_waiting(ranks2, tmp_path):
+    calls = ("save", "save_model", "gather", "load")
+    logged = ranks2(on_rank, tmp_path, *calls)[0]
+    for name in calls:
+        told = only_line(logged[name])
+        assert f" s in {name}() (" in told
+        where = rf"for ranks \[1\], which have not called it: rank 1 is at {re.escape(__file__)}:\d+ in busy"
+        assert re.search(where, told), told
