@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ def run_attempt(attempt: Attempt) -> int:
         # has been started then, so the default action is right; handlers are set before any is started.
         for number in own:
             signal.signal(number, signal.SIG_DFL)
-    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch:
+    with tempfile.TemporaryDirectory(prefix="booster_run_") as scratch, _guarded(scratch):
         ranks = Ranks(Path(scratch, "pids"), attempt.grace_seconds)
 
         def pass_signals_on() -> None:
@@ -93,6 +95,23 @@ def run_attempt(attempt: Attempt) -> int:
         if ranks.asked is not None:
             raise Stopped(ranks.asked, None if ranks.asked == signal.SIGTERM else status)
         return status
+
+
+@contextmanager
+def _guarded(folder: str) -> Iterator[None]:
+    """Have a process end the ranks and remove `folder`, should this one be killed meanwhile.
+
+    In a session of its own, where no Ctrl-C comes. It is gone before `folder` is.
+    """
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), folder]
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        guard.kill()
+        guard.communicate()
 
 
 def _config(attempt: Attempt, scratch: str, *, before_start: Callable[[], None]) -> Any:

@@ -68,6 +68,8 @@ class Ranks:
         # A wait for any child would tell of one dead alone.
         alive = [pid for path in self._pids.iterdir() if (pid := int(path.name)) not in self.deaths]
         dead = [pid for pid in alive if _is_dead(pid)]
+        for pid in dead:  # later its number may be that of another's process
+            (self._pids / str(pid)).unlink()
         self.deaths.update(dict.fromkeys(dead, time.time_ns()))
         alive = [pid for pid in alive if pid not in self.deaths]
         for number in self._to_tell:

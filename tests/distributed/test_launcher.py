@@ -252,17 +252,21 @@ def test_uneven_data_is_named_where_the_connection_breaks(tmp_path):
     assert "booster.prepare_dataloader" in last.splitlines()[-1]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends a process with its parent")
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_a_launcher_that_is_killed_leaves_no_rank_nor_what_ranks_have_started_nor_its_folder(tmp_path):
     write(tmp_path, "train.py", SLEEP)
-    job = start(tmp_path, "--nproc_per_node", "2", "train.py")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = start(tmp_path, "--nproc_per_node", "2", "train.py", TMPDIR=temporary)
     pids = sleeping_pids(tmp_path)
+    assert [stat.S_IMODE(folder.stat().st_mode) for folder in temporary.glob("booster_run_*")] == [0o700]
     job.kill()
     try:
         assert job.wait(TIMEOUT) == -signal.SIGKILL
-        assert wait_for(lambda: not any(running(pid) for pid in pids[::2]), 5.0)
+        assert wait_for(lambda: not any(running(pid) for pid in pids), 5.0)
+        assert wait_for(lambda: not list(temporary.glob("booster_run_*")), 5.0)
     finally:
-        for pid in pids[1::2]:  # what a rank has started is its own affair
+        for pid in filter(running, pids):
             os.kill(pid, signal.SIGKILL)
         finish(job)
 
