@@ -11,6 +11,7 @@ from typing import Any
 
 from booster.cli import values
 from booster.cli.trouble import told
+from booster.names import printable
 
 __all__ = ["checkpoint"]
 
@@ -87,11 +88,12 @@ def _show(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
         return 0
     for key in [key for key in report if key not in ("tensors", "parameters")]:
-        print(f"{key:<12}{report[key]}")
+        print(printable(f"{key:<12}{report[key]}"))
     for kind, own in report["tensors"].items():
-        print(f"{kind:<24}{own['number']:>6} tensors {own['elements']:>14,} elements  {', '.join(own['dtypes'])}")
+        of = ", ".join(own["dtypes"])
+        print(printable(f"{kind:<24}{own['number']:>6} tensors {own['elements']:>14,} elements  {of}"))
     for name, (dtype, shape) in report["parameters"].items():
-        print(f"  {name.partition('/')[2]}  {dtype} {tuple(shape)}")
+        print(printable(f"  {name.partition('/')[2]}  {dtype} {tuple(shape)}"))
     return 0
 
 
@@ -107,7 +109,7 @@ def _verify(options: argparse.Namespace) -> int:
     for path in found:
         problems = damage(path)
         bad += bool(problems)
-        print(f"{path}: {'whole' if not problems else '; '.join(problems)}")
+        print(printable(f"{path}: {'whole' if not problems else '; '.join(problems)}"))
     return 1 if bad else 0
 
 

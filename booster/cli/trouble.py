@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from booster.names import printable
+
 __all__ = ["UNREAD_STATUS", "leave_unread", "reader_has_gone", "told"]
 
 UNREAD_STATUS = 128 + signal.SIGPIPE  # what a shell reports of a Unix tool whose reader has gone, as in `| head`
@@ -29,7 +31,8 @@ def told(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
         from booster.user_code import where_raised  # which needs torch, as whatever raised here did
 
         place = where_raised(error)
-        print(f"booster {command}: {error}{f' ({place})' if place else ''}", file=sys.stderr)
+        text = f"booster {command}: {error}{f' ({place})' if place else ''}"
+        print("\n".join(map(printable, text.split("\n"))), file=sys.stderr)
         raise SystemExit(status) from None
 
 

@@ -13,12 +13,17 @@ Readers pass over kinds and keys that they do not know. `schema` counts up where
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from booster.foreign_files import open_regular
+from booster.names import printable
 
 __all__ = ["SCHEMA", "LineFile", "Torn", "as_json", "rank_files", "read_lines"]
 
@@ -42,7 +47,14 @@ class LineFile:
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rank-{rank:05d}.jsonl"
-        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A link that somebody else put there would have its target written to.
+        links = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        if self.path.is_symlink():
+            raise OSError(f"{self.path} is a link, which a record does not write through; remove it")
+        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | links, 0o644)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            self.close()
+            raise OSError(f"{self.path} is no regular file, so no record can be written to it")
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # the last line of a process that was killed
             os.write(self._file, b"\n")
@@ -74,7 +86,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | Torn]:
     schema of a later version.
     """
     torn: Torn | None = None
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():
                 continue
@@ -120,11 +132,22 @@ def _plain(value: Any) -> Any:
 def _decoded(text: str) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
+    if "\\" in text or not text.rstrip("\r\n").isprintable():
+        line = _printable(line)
     if not isinstance(line, dict) or "kind" not in line:
         return None
     for key in NUMBERS:
         if isinstance(line.get(key), str):
             line[key] = _FROM_TEXT.get(line[key], math.nan)
     return line
+
+
+def _printable(value: Any) -> Any:
+    """`value` with its texts as a terminal may show them."""
+    if isinstance(value, dict):
+        return {printable(key): _printable(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_printable(entry) for entry in value]
+    return printable(value) if isinstance(value, str) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -27,6 +28,7 @@ from booster.update.outcome import StepResult
 
 __all__ = ["Record"]
 
+_logger = logging.getLogger(__name__)
 Line = dict[str, Any]
 Tracker = Callable[[dict[str, float], int], Any]
 
@@ -136,12 +138,25 @@ class Record:
     def _settle(self, *, wait: bool) -> None:
         while self._waiting and (wait or len(self._waiting) > _MOST_WAITING or self._waiting[0].ready()):
             lines = self._waiting.popleft().lines()
-            self._file.write(lines)
+            try:
+                self._file.write(lines)
+            except OSError as error:  # as of a full disk
+                self._stop(error)
+                return
             for line in lines:
                 if line["kind"] == "step":
                     self.latest = flat(line)
                     if self._tracker is not None:
                         self._tracker(dict(self.latest), line["step"])
+
+    def _stop(self, error: OSError) -> None:
+        """Close the file, say why, and let the training go on."""
+        _logger.warning("the record in %s ends here, and training goes on: %s", self.folder, error)
+        self._close.detach()
+        self._waiting.clear()
+        self._file.close()
+        if self.activations is not None:
+            self.activations.close()
 
 
 class _Waiting:
@@ -295,6 +310,9 @@ def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
 
 def _finish(file: LineFile, waiting: deque[_Waiting]) -> None:
     """Write what waits and close, also where nobody closed the record before the interpreter ends."""
-    while waiting:
-        file.write(waiting.popleft().lines())
+    try:
+        while waiting:
+            file.write(waiting.popleft().lines())
+    except OSError as error:
+        _logger.warning("the last lines of the record in %s are not written: %s", file.path.parent, error)
     file.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from booster.numerics.lines import Torn, rank_files, read_lines
 from booster.numerics.underflow import Underflow, merge
 
 __all__ = ["Run", "Step", "read_run"]
+
+_MOST_RANKS = 16  # that are named
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,14 @@ def read_run(folder: Any) -> Run:
     run = Run(root, about)
     for rank in ranks:
         run.notes += rank.notes
-    missing = sorted(set(range(about.get("world_size", 1))) - {rank.about.get("rank", 0) for rank in ranks})
+    num_ranks, here = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
+    if type(num_ranks) is not int or not all(type(rank) is int for rank in here):
+        raise ValueError(f"{files[0]} was written by rank {here} of {num_ranks!r}, which are no numbers")
+    missing = list(islice((rank for rank in range(num_ranks) if rank not in here), _MOST_RANKS))
     if missing:
-        run.notes.append(f"the files of ranks {missing} are not here; what follows is of the others")
+        more = num_ranks - sum(0 <= rank < num_ranks for rank in here) - len(missing)
+        others = f" and {more} more" if more else ""
+        run.notes.append(f"the files of ranks {missing}{others} are not here; what follows is of the others")
     for name in dict.fromkeys(name for rank in ranks for name in rank.steps):
         lines: dict[int, list[Mapping[str, Any]]] = {}
         for rank in ranks:

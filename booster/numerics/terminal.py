@@ -53,12 +53,13 @@ def show(run: Run, console: Any = None) -> None:
 
 
 def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Step], *, several: bool) -> None:
+    from rich.markup import escape
     from rich.table import Table
     from rich.text import Text
 
     pace = "" if summary.seconds_per_step is None else f", {_seconds(summary.seconds_per_step)} a step"
     skipped = f", {summary.num_skipped} skipped" if summary.num_skipped else ""
-    title = f"optimizer {summary.name}: " if several else ""
+    title = f"optimizer {escape(summary.name)}: " if several else ""
     console.print()
     console.print(
         f"{title}steps {summary.first_step} to {summary.last_step}{skipped}{pace}", style="bold", highlight=False
@@ -80,7 +81,7 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
     if summary.clipped:
         console.print(f"clipped in {summary.clipped:.1%} of the steps", highlight=False)
     if summary.num_skipped:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in summary.skips_by_reason.items())
+        reasons = ", ".join(f"{escape(reason)} {count}" for reason, count in summary.skips_by_reason.items())
         console.print(f"[red]skipped steps[/red]: {reasons}", highlight=False)
         culprits = Table(box=None, pad_edge=False, header_style="dim")
         culprits.add_column("culprit")
@@ -116,7 +117,7 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
         for tensor in small[:_MOST_ROWS]:
             room = "" if tensor.headroom is None else f"{tensor.headroom:.1f} bits"
             shares = (f"{share:.2%}" for share in (tensor.zeros, tensor.lost, tensor.subnormal))
-            table.add_row(Text(tensor.name), tensor.of, tensor.format, *shares, room)
+            table.add_row(Text(tensor.name), Text(tensor.of), Text(tensor.format), *shares, room)
         console.print(table)
         _rest(console, len(small))
     still = sorted((t for t in summary.tensors if (t.still or 0) >= _STILL), key=lambda t: -(t.still or 0))
@@ -126,7 +127,7 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
         table.add_column("stored as")
         table.add_column("weights that steps did not change", justify="right")
         for tensor in still[:_MOST_ROWS]:
-            table.add_row(Text(tensor.name), tensor.stored or "", f"{tensor.still:.1%}")
+            table.add_row(Text(tensor.name), Text(tensor.stored or ""), f"{tensor.still:.1%}")
         console.print(table)
         _rest(console, len(still))
     if summary.groups:

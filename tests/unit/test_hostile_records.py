@@ -1,0 +1,118 @@
+"""Records from somebody who means harm, and disks and folders that turn against a run that writes one."""
+
+import errno
+import json
+import os
+
+import pytest
+from prescribed import parameters, sgd, step_on
+from test_record import recorded
+
+from booster.cli import main
+from booster.numerics import read_run
+from booster.numerics.lines import LineFile
+
+
+def written(folder, **changes):
+    """A record of one step; changes: of its lines, by kind."""
+    run = {"kind": "run", "schema": 1, "rank": 0, "world_size": 1, "time": 0.0}
+    step = {
+        "kind": "step",
+        "optimizer": "0",
+        "step": 1,
+        "time": 1.0,
+        "applied": True,
+        "loss": 1.0,
+        "loss_scale": 1.0,
+        "lr": [0.1],
+    }
+    skip = step | {"step": 2, "applied": False, "reason": "nonfinite_grad", "culprit": ["w"]}
+    lines = [line | changes.get(line["kind"], {}) for line in (run, step, skip)]
+    (folder / "rank-00000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_line_that_claims_a_billion_ranks_takes_no_memory(tmp_path):
+    run = read_run(written(tmp_path, run={"world_size": 10**9}))
+    assert "and 999999983 more are not here" in run.notes[0]
+    with pytest.raises(ValueError, match="no numbers"):
+        read_run(written(tmp_path, run={"world_size": "many"}))
+
+
+HOSTILE = ["\x1b]0;pwned\x07", "[/bold]", "[red]x", "\u202egpj.exe", "\ud800", "a\nb", "[link=file:///x]y"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_names_reach_the_terminal_as_they_are_spelled_and_do_nothing_there(name, tmp_path, capsys):
+    pytest.importorskip("rich", reason="the summary is drawn by rich")
+    lines = {"reason": name, "culprit": [name]}
+    written(tmp_path, run={"precision": name}, step=lines)
+    with (tmp_path / "rank-00000.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"kind": "step", "optimizer": name, "step": 1, "time": 1.0, "applied": False, **lines}) + "\n"
+        )
+    for options in ([], ["--json"], ["--html", str(tmp_path / "page.html")]):
+        assert main(["report", *options, str(tmp_path)]) == 0
+        said = capsys.readouterr().out
+        assert all(char.isprintable() or char == "\n" for char in said)
+    assert main(["report", str(tmp_path)]) == 0
+    assert name.encode("unicode_escape").decode() in capsys.readouterr().out if not name.isprintable() else name
+
+
+def test_a_full_disk_ends_the_record_with_one_warning_and_training_goes_on(tmp_path, monkeypatch, caplog):
+    params = parameters(3, 2)
+    optimizer = sgd(params)
+    real = LineFile.write
+    calls = 0
+
+    def full(self, lines):
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, lines)
+
+    with recorded(tmp_path, optimizer) as record:
+        monkeypatch.setattr(LineFile, "write", full)
+        for step in range(6):
+            step_on(optimizer, params, 2.0, 1.0, value=10.0 - step)
+        assert record.closed
+    assert caplog.text.count("No space left on device") == 1
+    assert "training goes on" in caplog.text
+    assert calls == 4
+    assert [step.number for step in read_run(tmp_path).steps["0"]] == [1, 2, 3]
+
+
+def test_a_record_does_not_write_through_a_link_or_into_a_pipe(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "rank-00000.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="is a link"):
+        LineFile(folder, 0)
+    assert (tmp_path / "precious").read_text() == "mine"
+    os.mkfifo(folder / "rank-00001.jsonl")
+    with pytest.raises(OSError, match="no regular file"):
+        LineFile(folder, 1)
+
+
+def test_a_page_is_not_written_through_a_link_and_replaces_a_page(tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    written(run)
+    (tmp_path / "precious").write_text("mine")
+    page = tmp_path / "page.html"
+    page.symlink_to(tmp_path / "precious")
+    assert main(["report", "--html", str(page), str(run)]) == 1
+    assert (tmp_path / "precious").read_text() == "mine"
+    page.unlink()
+    for _ in range(2):
+        assert main(["report", "--html", str(page), str(run)]) == 0
+        assert page.read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "precious", "run"]
+
+
+def test_a_record_that_is_a_pipe_is_refused_at_once(tmp_path, capsys):
+    os.mkfifo(tmp_path / "rank-00000.jsonl")
+    assert main(["report", str(tmp_path)]) == 1
+    assert "no regular file" in capsys.readouterr().err
