@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import filterfalse
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -145,6 +145,17 @@ def with_function_modes() -> AbstractContextManager[Any]:
 def without_subclasses() -> AbstractContextManager[Any]:
     """Return a context in which torch functions go to no subclass's `__torch_function__`, but to modes."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def uninterceptable(function: Any) -> Any:
+    """Return a copy of a function of torch written in Python that hands itself to no torch function mode, but what it calls."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def in_transform() -> bool:
+    """Return whether a transform of `torch.func`, such as vmap or grad, runs around."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def default_device_mode() -> Any | None:

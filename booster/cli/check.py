@@ -36,6 +36,7 @@ def _collect() -> dict[str, Any]:
 
     import booster
     from booster.cli.probes import probe_all
+    from booster.mixed_precision.hardware import all_half_units, half_units
 
     num_gpus = torch.cuda.device_count()
     device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
@@ -52,7 +53,12 @@ def _collect() -> dict[str, Any]:
             "platform": platform.platform(),
         },
         "devices": {
-            "cpu": {"cores": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()},
+            "cpu": {
+                "cores": torch.get_num_threads(),
+                "capability": torch.backends.cpu.get_cpu_capability(),
+                "half_units": list(all_half_units()),
+                "half_units_used": list(half_units()),
+            },
             "cuda": [
                 {
                     "name": torch.cuda.get_device_name(index),
@@ -72,7 +78,7 @@ def _collect() -> dict[str, Any]:
 def _as_text(report: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [(name, str(value)) for name, value in report["versions"].items() if value]
     cpu = report["devices"]["cpu"]
-    rows.append(("cpu", f"{cpu['cores']} threads, {cpu['capability']}"))
+    rows.append(("cpu", f"{cpu['cores']} threads, {cpu['capability']}, units for halves: {_units(cpu)}"))
     for index, gpu in enumerate(report["devices"]["cuda"]):
         rows.append((f"cuda:{index}", f"{gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB"))
     if not report["devices"]["cuda"]:
@@ -85,6 +91,12 @@ def _as_text(report: dict[str, Any]) -> str:
     table = [header, *(_probe_row(p, base.get((p["operation"], p["shape"]))) for p in report["precisions"])]
     note = "forward and backward, best of several short runs; fp8: forward only; -: not timed in fp32 at that size"
     return f"{aligned(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{aligned(table)}"
+
+
+def _units(cpu: dict[str, Any]) -> str:
+    used = cpu["half_units_used"]
+    shown = [name if name in used else f"{name} (not used by oneDNN)" for name in cpu["half_units"]]
+    return ", ".join(shown) or "none"
 
 
 def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Short timings of each precision: a matrix product and an attention, forward and backward."""
+"""Short timings of each precision: a matrix product, a convolution and an attention, forward and backward."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def probe_all(device: torch.device, seconds: float) -> list[Probe]:
     probes = []
     for name, dtype in _DTYPES.items():
         probes.append(_timed(name, "matmul", partial(_matmul, device, dtype), device, seconds))
+        probes.append(_timed(name, "convolution", partial(_convolution, device, dtype), device, seconds))
         probes.append(_timed(name, "attention", partial(_attention, device, dtype), device, seconds))
     probes.append(_timed("fp8", "matmul", partial(_fp8_matmul, device), device, seconds))
     return probes
@@ -75,6 +76,19 @@ def _matmul(device: torch.device, dtype: torch.dtype) -> _Built:
         torch.autograd.grad(left @ right, (left, right), gradient)
 
     return f"{size}x{size}x{size}", 3 * 2.0 * size**3, once
+
+
+def _convolution(device: torch.device, dtype: torch.dtype) -> _Built:
+    batch, channels, side = (4, 32, 16) if device.type == "cpu" else (32, 256, 56)
+    image = torch.randn(batch, channels, side, side, device=device, dtype=dtype, requires_grad=True)
+    kernel = torch.randn(channels, channels, 3, 3, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.ones(batch, channels, side, side, device=device, dtype=dtype)
+
+    def once() -> None:
+        torch.autograd.grad(F.conv2d(image, kernel, padding=1), (image, kernel), gradient)
+
+    shape = f"{batch}x{channels}x{side}x{side}, 3x3"
+    return shape, 3 * 2.0 * batch * side**2 * channels**2 * 9, once
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> _Built:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -15,8 +15,8 @@ from booster.cast_regions import both
 from booster.casting import HALF_DTYPES
 from booster.interface.model import ModelWrapper, keep_pins
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
-from booster.mixed_precision.attention import Float32Attention, Recomputation
 from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
 from booster.mixed_precision.run_pins import RunPins
@@ -35,6 +35,7 @@ class AutocastMixedPrecision(MixedPrecision):
     """
 
     dtype: torch.dtype
+    half_products: HalfProducts
 
     def __init__(
         self,
@@ -56,8 +57,7 @@ class AutocastMixedPrecision(MixedPrecision):
         entries = normalise_keep_fp32(keep_fp32, auto=self.dtype == torch.float16)
         self._pins_during_run = AUTO in [entry for entry in entries if isinstance(entry, str)]
         self._keep_fp32 = tuple(entry for entry in entries if not (isinstance(entry, str) and entry == AUTO))
-        self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
-        self._recomputation = Recomputation()
+        self.half_products = HalfProducts(self.dtype, sdpa_fp32)
         gather = self.dtype if arguments.flag("gather_in_half", gather_in_half) else None
         self.policy = DtypePolicy(compute=self.dtype, gather=gather, output=output_dtype)
 
@@ -78,14 +78,11 @@ class AutocastMixedPrecision(MixedPrecision):
     def forward_context(self) -> AbstractContextManager[Any]:
         device_type = self.device.type
         autocast = torch.autocast(device_type, self.dtype, cache_enabled=self._cache_enabled)
-        if not self._wants_float32_attention(device_type) or not torch.is_grad_enabled():
-            return autocast
-        return both(autocast, Float32Attention(device_type, self._recomputation))
+        products = self.half_products.forward_context(device_type)
+        return autocast if products is None else both(autocast, products)
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        device_type = self.device.type
-        wanted = self._wants_float32_attention(device_type)
-        return self._recomputation.backward_context(device_type) if wanted else nullcontext()
+        return self.half_products.backward_context(self.device.type)
 
     @property
     def pins_during_run(self) -> bool:
@@ -112,9 +109,6 @@ class AutocastMixedPrecision(MixedPrecision):
             for name in KeptModules(inner, self._keep_fp32).names:
                 compute_in_fp32(inner.get_submodule(name), self.device.type)
         return model
-
-    def _wants_float32_attention(self, device_type: str) -> bool:
-        return device_type == "cpu" if self._sdpa_fp32 == "auto" else bool(self._sdpa_fp32)
 
     @property
     def _naive_name(self) -> str:

@@ -24,6 +24,7 @@ from booster.masters.masters import Masters
 from booster.masters.offload import moves
 from booster.masters.options import STATES, MasterOptions
 from booster.masters.packing import States
+from booster.mixed_precision.half_products import CHOICES, Choice, HalfProducts
 from booster.mixed_precision.hardware import missing_on_cpu
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy
@@ -50,6 +51,7 @@ class MixedPrecision:
     """
 
     policy = DtypePolicy()
+    half_products: HalfProducts | None = None  # how a strategy has products of halves computed, where it makes any
     _device: torch.device | None = None
     _states: States = "fp32"
     _offload = False
@@ -80,6 +82,32 @@ class MixedPrecision:
                 f"this {type(self).__name__} object runs on {self._device} already; make another one for {device}"
             )
         self._device = device
+
+    def choose_half_products(self, choice: Choice, device: torch.device) -> None:
+        """Learn how products of halves are to be computed; `Booster` calls it, before `bind`. See `half_products` there.
+
+        Raises ValueError where the strategy was told otherwise by another `Booster`, and for "float32" where it could not be.
+        """
+        arguments.choice("half_products", choice, CHOICES)
+        products = self.half_products
+        if choice == "float32" and (device.type != "cpu" or (products is None and self._makes_half_products)):
+            own = f"{type(self).__name__} keeps no HalfProducts as its half_products"
+            where = f"the device is {device}" if device.type != "cpu" else own
+            raise ValueError(
+                f"half_products='float32' needs a CPU and a precision that widens, and {where}; leave it out"
+            )
+        if products is None or products.choice == choice:
+            return
+        if self._device is not None:
+            raise ValueError(
+                f"half_products={choice!r}, but this {type(self).__name__} object runs with {products.choice!r} already; make "
+                "another one"
+            )
+        products.choose(choice)
+
+    @property
+    def _makes_half_products(self) -> bool:
+        return self.policy.compute in HALF_DTYPES or self.policy.param in HALF_DTYPES
 
     def on(self, device: torch.device) -> MixedPrecision:
         """A strategy like this one that reckons with `device`, which need not be there or able to run it."""
@@ -283,6 +311,8 @@ class MixedPrecision:
         placement = InProcess() if placement is None else placement
         arguments.instance("placement", placement, Placement, "a booster.plugin.Plugin, or what has its methods")
         options = options or UpdateOptions()
+        if self.half_products is not None:
+            self.half_products.settle(self.device, placement.group)
         self.check(model)
         if isinstance(criterion, nn.Module):
             self.check(criterion)

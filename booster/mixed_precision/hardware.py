@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import torch
 
@@ -82,3 +84,66 @@ def _alone(look: Callable[[], bool]) -> bool:
     """The answer of `look` in a thread of its own, where no mode of the caller's, such as one of fake tensors, is in force."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(look).result()
+
+
+Kind = Literal["matrix product", "convolution", "recurrent layer", "attention"]
+KINDS: frozenset[Kind] = frozenset(("matrix product", "convolution", "recurrent layer", "attention"))
+
+# The least level at which oneDNN reckons with units, by the names that its variable takes; it ignores others.
+_LEVELS = {
+    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), 0),
+    **dict.fromkeys(("AVX512_CORE", "AVX512_CORE_VNNI"), 1),
+    "AVX512_CORE_BF16": 2,
+    **dict.fromkeys(("AVX512_CORE_FP16", "AVX10_1_512"), 3),
+    **dict.fromkeys(("AVX512_CORE_AMX", "AVX10_1_512_AMX"), 4),
+    **dict.fromkeys(("AVX512_CORE_AMX_FP16", "AVX10_1_512_AMX_FP16"), 5),
+}
+
+
+def slow_products(dtype: torch.dtype) -> frozenset[Kind]:
+    """The kinds of operation that this CPU computes faster in float32 than in `dtype`, forward and backward together.
+
+    By the units that the CPU has, as far as ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) lets oneDNN use them;
+    benchmarks/half_products.py makes the table and checks it. Nothing is timed here, so that a run repeats to the bit.
+    """
+    units = half_units()
+    if dtype == torch.bfloat16:
+        # CPUs that have AVX512-FP16 multiply vectors of bfloat16 at half the speed of float32, those without at twice.
+        fast = "AMX-BF16" in units or ("AVX512-BF16" in units and "AVX512-FP16" not in all_half_units())
+        return frozenset() if fast else KINDS
+    # torch hands float16 to oneDNN for matrix products alone.
+    return KINDS - {"matrix product"} if "AVX512-FP16" in units or "AMX-FP16" in units else KINDS
+
+
+# Of the best kind first: what they are called, torch's flag, and the least level at which oneDNN uses them.
+_UNITS = (
+    ("AMX-FP16", "amx_fp16", 5),
+    ("AMX-BF16", "amx_bf16", 4),
+    ("AVX512-FP16", "avx512_fp16", 3),
+    ("AVX512-BF16", "avx512_bf16", 2),
+)
+
+
+def half_units() -> tuple[str, ...]:
+    """The units of this CPU for half precision that oneDNN uses: of "AMX-FP16", "AMX-BF16", "AVX512-FP16", "AVX512-BF16"."""
+    level = _level()
+    least = {name: level for name, _, level in _UNITS}
+    return tuple(name for name in all_half_units() if level >= least[name])
+
+
+def all_half_units() -> tuple[str, ...]:
+    """The units of this CPU for half precision, whether oneDNN may use them or not; none where torch has no oneDNN."""
+    has = torch.cpu.get_capabilities() if torch.backends.mkldnn.is_available() else {}
+    return tuple(name for name, flag, _ in _UNITS if has.get(flag))
+
+
+def cpu_name() -> str:
+    """What this CPU calls itself."""
+    has = torch.cpu.get_capabilities()
+    return str(has.get("cpu_name") or has.get("architecture", "unknown"))
+
+
+def _level() -> int:
+    # oneDNN reads them once, when it first multiplies; flags do not show them.
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    return _LEVELS.get(limit.upper(), 9)

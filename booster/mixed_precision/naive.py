@@ -23,9 +23,9 @@ from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.packing import States
 from booster.meta import arrive
-from booster.mixed_precision.attention import Float32Attention, Recomputation
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
+from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, half_policy
@@ -50,6 +50,7 @@ class NaiveMixedPrecision(MixedPrecision):
     """
 
     dtype: torch.dtype
+    half_products: HalfProducts
 
     def __init__(
         self,
@@ -72,13 +73,12 @@ class NaiveMixedPrecision(MixedPrecision):
         self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._sync_buffer = arguments.flag("sync_buffer", sync_buffer)
         self._masters = MasterOptions(master_weights=master_weights, rounding=rounding, states=states)
-        self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self._default_dtype = arguments.flag("default_dtype", default_dtype)
-        self._recomputation = Recomputation()
         if not hasattr(self, "dtype"):
             raise TypeError(
                 f"{type(self).__name__} has no dtype; use FP16NaiveMixedPrecision or BF16NaiveMixedPrecision"
             )
+        self.half_products = HalfProducts(self.dtype, sdpa_fp32)
         self.policy = DtypePolicy(param=self.dtype, output=torch.float32 if output_to_fp32 else None)
 
     @property
@@ -127,12 +127,10 @@ class NaiveMixedPrecision(MixedPrecision):
         return clone
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        in_float32 = self._float32_attention and torch.is_grad_enabled()
-        return self._context(Float32Attention(self.device.type, self._recomputation) if in_float32 else nullcontext())
+        return self._context(self.half_products.forward_context(self.device.type) or nullcontext())
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        in_float32 = self._float32_attention
-        return self._context(self._recomputation.backward_context(self.device.type) if in_float32 else nullcontext())
+        return self._context(self.half_products.backward_context(self.device.type))
 
     def _context(self, inner: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
         return both(NewTensors(self.dtype), inner) if self._default_dtype else inner
@@ -215,10 +213,6 @@ class NaiveMixedPrecision(MixedPrecision):
         if self._sync_buffer and placement is not None and placement.group is not None:
             boosted[0].register_forward_pre_hook(BufferAverage(placement.group))
         return boosted
-
-    @property
-    def _float32_attention(self) -> bool:
-        return self.device.type == "cpu" if self._sdpa_fp32 == "auto" else bool(self._sdpa_fp32)
 
 
 class FP16NaiveMixedPrecision(NaiveMixedPrecision):

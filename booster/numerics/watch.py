@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from booster.casting import HALF_DTYPES
 from booster.numerics.memory_names import MemoryNames
 from booster.numerics.numbers import Numbers, bad_rows, dtype_name, numbers_of
 from booster.numerics.places import Place, Places
@@ -99,6 +100,11 @@ SUMS = frozenset(
     | {"reduce_", "all_reduce", "all_reduce_", "all_reduce_coalesced", "reduce_scatter_tensor"}
 )
 _HANDS_ON = frozenset({"wait_tensor", "_wrap_tensor_autograd"})  # what a collective brought
+# What is multiplied in float32 for want of units, and rounded to half next; see `mixed_precision.half_products`.
+_PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
+    | {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
+)
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
 
 
@@ -176,6 +182,7 @@ class Watch(TorchDispatchMode):
         self._repair = repair
         self._micro_batch = micro_batch
         self._made: set[int] = set()  # memory that the replay made
+        self._multiplied: dict[int, str] = {}  # by memory, the product of the replay that made it
         self._bad: dict[int, Event] = {}  # who wrote an inf or NaN to a memory last
         self._leaves: dict[tuple[int, str], Leaf] = {}
 
@@ -230,6 +237,12 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
         self._made.update(storage_key(t) for t in results if storage_key(t) not in {storage_key(g) for g in given})
+        if not func.is_view:
+            for tensor in results:
+                if name in _PRODUCTS and tensor.dtype == torch.float32:
+                    self._multiplied[storage_key(tensor)] = operation
+                else:
+                    self._multiplied.pop(storage_key(tensor), None)
         # Of what is gathered, the parts of other ranks are not there yet.
         if name in _UNINITIALISED or (name == "all_gather_copy_in" and not parents):
             for tensor in results:
@@ -260,6 +273,8 @@ class Watch(TorchDispatchMode):
                 self._bad.pop(key, None)
             return
         event = dataclasses.replace(maker, parents=list(parents))
+        if name == "_to_copy" and tensor.dtype in HALF_DTYPES:  # a product's result, rounded
+            event.operation = self._multiplied.get(storage_key(kept[0][0]), event.operation)
         if not is_whole and key in self._bad and self._bad[key] not in parents:
             event.besides = self._bad[key]  # in other places of the same memory
         self.events.append(event)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import booster
 from booster import Booster
 from booster.micro_batch import divide
-from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.half_products import Float32Attention
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import Pipeline, plan_pipeline
 from booster.shards.dtensor import local_of

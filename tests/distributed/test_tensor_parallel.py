@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.casting import cast_floats
-from booster.mixed_precision.attention import Float32Attention
+from booster.mixed_precision.half_products import Float32Attention
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement

@@ -42,11 +42,16 @@ def calls(function):
     return count, len(files), deepest
 
 
-def warm(precision, num_layers=1, make=torch.optim.AdamW):
-    """Counts of the third forward, backward, step and zero_grad."""
+def warm(precision, num_layers=1, make=torch.optim.AdamW, half_products="native"):
+    """Counts of the third forward, backward, step and zero_grad.
+
+    half_products: where a CPU has no units for halves, each product of theirs costs some calls more.
+    """
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
-    model, optimizer, *_ = (b := Booster("cpu", precision)).boost(layers, make(layers.parameters(), lr=1e-3))
+    model, optimizer, *_ = (b := Booster("cpu", precision, half_products=half_products)).boost(
+        layers, make(layers.parameters(), lr=1e-3)
+    )
     x, found, loss, steps = torch.randn(4, 8), {}, [], []
     for _ in range(3):
         found = {

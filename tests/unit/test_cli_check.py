@@ -23,7 +23,7 @@ def test_json_report_holds_versions_devices_backends_and_a_speed_or_a_reason_for
     assert "gloo" in report["backends"]
     assert len(report["devices"]["cuda"]) == torch.cuda.device_count()
     probes = {(probe["precision"], probe["operation"]): probe for probe in report["precisions"]}
-    assert set(probes) == {(p, o) for p in ("fp32", "bf16", "fp16") for o in ("matmul", "attention")} | {
+    assert set(probes) == {(p, o) for p in ("fp32", "bf16", "fp16") for o in ("matmul", "convolution", "attention")} | {
         ("fp8", "matmul")
     }
     for probe in probes.values():

@@ -103,7 +103,7 @@ def test_no_pickle_travels_between_ranks():
     assert found == []
 
 
-def test_only_launch_and_cli_read_the_environment():
+def test_only_launch_and_cli_read_the_environment_and_what_limits_the_cpu_is_read_beside_its_units():
     readers = {
         str(path.relative_to(ROOT))
         for path in FILES
@@ -113,7 +113,16 @@ def test_only_launch_and_cli_read_the_environment():
             for node in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert {name for name in readers if name != "launch.py" and not name.startswith("cli/")} == set()
+    others = {name for name in readers if name != "launch.py" and not name.startswith("cli/")}
+    assert others == {"mixed_precision/hardware.py"}
+    source = (Path(ROOT) / "mixed_precision" / "hardware.py").read_text()
+    read = {
+        node.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith("_CPU_ISA")
+    }
+    assert read == {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}
+    assert source.count("os.environ") == len(read)
 
 
 def module_names():

@@ -97,7 +97,7 @@ def test_precision_as_a_keyword_names_mixed_precision():
     with pytest.raises(TypeError, match=r"'strategy': a parallelism is a plugin"):
         Booster(strategy="ddp")
     with pytest.raises(
-        TypeError, match=r"'keep_fp32': legal are device, mixed_precision, plugin, .*offload_states; options of"
+        TypeError, match=r"'keep_fp32': legal are device, mixed_precision, plugin, .*half_products; options of"
     ):
         Booster("cpu", keep_fp32=())
 

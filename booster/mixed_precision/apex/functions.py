@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from booster.cast_regions import CastFunctions, Function, Rule
 from booster.casting import HALF_DTYPES, cast_floats
 from booster.mixed_precision.apex import lists
-from booster.mixed_precision.attention import Float32Attention
 from booster.mixed_precision.engine import run_engine
+from booster.mixed_precision.half_products import Float32Attention
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]

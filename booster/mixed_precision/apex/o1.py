@@ -11,6 +11,7 @@ import torch
 from booster.cast_regions import CastFunctions, Table, active_casts, both, disable_casts, holds_casts
 from booster.mixed_precision.apex.functions import make_table
 from booster.mixed_precision.apex.user_functions import Kind, Registered
+from booster.mixed_precision.half_products import HalfProducts
 
 
 class O1Casts:
@@ -36,20 +37,23 @@ class O1Casts:
         self._registered = registered
         self._tables = {}
 
-    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+    def forward_context(self, device_type: str, products: HalfProducts) -> AbstractContextManager[Any]:
         """A new context for one forward pass."""
         if self._disabled:
             return nullcontext()
         # In a session, which no forward pass ends, autocast's cache of half weights would outlive them.
         autocast = torch.autocast(device_type, torch.float16, cache_enabled=not holds_casts())
-        return both(autocast, self.mode(device_type, training=torch.is_grad_enabled()))
+        mode = self.mode(device_type, training=torch.is_grad_enabled())
+        wide = products.forward_context(device_type) if products.kinds else None
+        return both(autocast, mode if wide is None else both(wide, mode))
 
-    def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
+    def backward_context(self, device_type: str, products: HalfProducts) -> AbstractContextManager[Any]:
         """A new context for one backward pass, where activations may be recomputed."""
         modes = active_casts()
         if self._disabled or (modes and modes[-1].owner is self._registered):
             return nullcontext()
-        return self.mode(device_type, training=True)
+        mode = self.mode(device_type, training=True)
+        return both(products.backward_context(device_type), mode) if products.kinds else mode
 
     @contextmanager
     def disable(self) -> Iterator[None]:

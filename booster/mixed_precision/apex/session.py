@@ -17,7 +17,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import Registered
-from booster.torch_internals import default_device_mode, function_modes
+from booster.torch_internals import default_device_mode, function_modes, num_function_modes
 
 _logger = logging.getLogger(__name__)
 
@@ -33,12 +33,13 @@ class Session:
         self._updates: weakref.WeakKeyDictionary[ApexUpdate, None] = weakref.WeakKeyDictionary()
         self._casts = ExitStack()
         self._thread: int | None = None  # which casts, as long as one does
+        self._num_modes = 0  # by which it does
 
     def check_entry(self, precision: FP16ApexMixedPrecision, device_type: str) -> None:
         """Raise RuntimeError where `precision` would begin to cast inside contexts that end before the session does."""
         self._check_thread()
         own = self._thread is not None
-        modes = sum(not _is_default_device(mode) for mode in _function_modes()) - own
+        modes = sum(not _is_default_device(mode) for mode in _function_modes()) - own * self._num_modes
         autocast = torch.is_autocast_enabled(device_type) and not own
         if precision.options.patch_torch_functions and (modes > 0 or autocast):
             raise RuntimeError(
@@ -60,7 +61,9 @@ class Session:
         """Enter O1 for this thread, without autocast's cache: nothing would clear it in time."""
         if self.precision is not None and self.precision.options.patch_torch_functions:
             autocast = torch.autocast(self.precision.device.type, torch.float16, cache_enabled=False)
-            self._casts.enter_context(both(autocast, self.precision.casts()))
+            before = num_function_modes()
+            self._casts.enter_context(both(autocast, self.precision.session_context()))
+            self._num_modes = num_function_modes() - before
             self._thread = threading.get_ident()
 
     def end(self) -> None:

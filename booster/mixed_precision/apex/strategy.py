@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.cast_regions import CastFunctions
-from booster.casting import HALF_DTYPES
+from booster.cast_regions import CastFunctions, both
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
@@ -36,8 +35,8 @@ from booster.mixed_precision.apex.options import check_rest, resolve
 from booster.mixed_precision.apex.scale import ApexScale, ApexScales
 from booster.mixed_precision.apex.update import ApexUpdate
 from booster.mixed_precision.apex.user_functions import Registered
-from booster.mixed_precision.attention import Float32Attention, Recomputation
 from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.placement import InProcess, Placement
 from booster.mixed_precision.policy import DtypePolicy, half_policy
 from booster.modules import bare
@@ -61,6 +60,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
     What was recorded of apex wins over what other precisions do: a static scale lets inf into the weights, scales move
     with every backward, and may fall below 1.
     """
+
+    half_products: HalfProducts
 
     def __init__(
         self,
@@ -102,7 +103,6 @@ class FP16ApexMixedPrecision(MixedPrecision):
         }
         self._scale_window = scale_window
         self._o1 = O1Casts()
-        self._recomputation = Recomputation()
         self.scales = ApexScales(
             [
                 ApexScale(self.options.loss_scale, minimum=min_loss_scale, maximum=max_loss_scale, window=scale_window)
@@ -110,6 +110,8 @@ class FP16ApexMixedPrecision(MixedPrecision):
             ]
         )
         dtype = self.options.model_dtype
+        half = torch.float16 if self.options.patch_torch_functions else dtype
+        self.half_products = HalfProducts(half)
         output = cast_model_outputs or (torch.float32 if dtype is not None else None)
         self.policy = DtypePolicy(param=dtype, output=output)
         if verbosity > 0 and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -215,18 +217,13 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self.options.patch_torch_functions:
-            return self._o1.forward_context(self.device.type)
-        in_float32 = self._float32_attention and torch.is_grad_enabled()
-        return Float32Attention("cpu", self._recomputation) if in_float32 else nullcontext()
+            return self._o1.forward_context(self.device.type, self.half_products)
+        return self.half_products.forward_context(self.device.type) or nullcontext()
 
     def backward_context(self) -> AbstractContextManager[Any]:
         if self.options.patch_torch_functions:
-            return self._o1.backward_context(self.device.type)
-        return self._recomputation.backward_context("cpu") if self._float32_attention else nullcontext()
-
-    @property
-    def _float32_attention(self) -> bool:
-        return self.device.type == "cpu" and self.policy.param in HALF_DTYPES
+            return self._o1.backward_context(self.device.type, self.half_products)
+        return self.half_products.backward_context(self.device.type)
 
     def disable_casts(self) -> AbstractContextManager[None]:
         """Inside, torch functions and models of this precision run without the casts of O1."""
@@ -251,6 +248,11 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def casts(self) -> CastFunctions:
         """A new mode that casts as O1 does; to be entered inside autocast."""
         return self._o1.mode(self.device.type, training=True)
+
+    def session_context(self) -> AbstractContextManager[Any]:
+        """`casts`, and around them what widens products, where any are; to be entered inside autocast without its cache."""
+        wide = self.half_products.forward_context(self.device.type) if self.half_products.kinds else None
+        return self.casts() if wide is None else both(wide, self.casts())
 
     # ------------------------------------------------------------------ optimizers
 

@@ -85,6 +85,7 @@ class LowPrecision(MixedPrecision):
             self._wide = BF16NaiveMixedPrecision(**options)
         else:
             self._wide = FP32() if compute_dtype == torch.float32 else BF16MixedPrecision(**options)
+        self.half_products = self._wide.half_products
         self._said = False
         if not hasattr(self, "recipe"):
             raise TypeError(
@@ -125,6 +126,7 @@ class LowPrecision(MixedPrecision):
         clone, names = copy.deepcopy(self), tuple(names)
         clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
         clone._wide = self._wide.keeping(names)
+        clone.half_products = clone._wide.half_products
         return clone
 
     @property

@@ -1,0 +1,370 @@
+"""Products of half tensors computed in float32, where a CPU multiplies halves slowly or not at all.
+
+A product of two halves is exact in float32. Hardware with units for a half dtype rounds operands, sums in float32 and rounds
+the result; so does what is here: operands are rounded, computed with in float32, and the result is rounded once. Such numbers
+differ from those of the hardware by the order of the sum alone, and an overflow of float16 is an infinity in both.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from booster import arguments
+from booster.cast_regions import CastMode
+from booster.casting import HALF_DTYPES
+from booster.mixed_precision import hardware
+from booster.mixed_precision.engine import run_engine
+from booster.torch_internals import has_saved_tensors_hooks, in_transform, uninterceptable, version
+
+Choice = Literal["auto", "native", "float32"]
+CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")
+
+_logger = logging.getLogger(__name__)
+_SEEN: ContextVar[bool] = ContextVar("whether products ran here that a backward pass may run again", default=False)
+
+
+class HalfProducts:
+    """How one strategy has products of halves computed: as torch does, or in float32 where that is faster.
+
+    dtype: the half dtype that the strategy computes in; None where it computes in none. sdpa_fp32: attention in float32 while
+    training; "auto" does so on a CPU, whose half-precision backward of attention is several times slower; False leaves it to
+    torch whatever else is widened.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, sdpa_fp32: bool | Literal["auto"] = "auto") -> None:
+        self._dtype = dtype if dtype in HALF_DTYPES else None
+        self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
+        self._recomputation = Recomputation()
+        self._settled = False
+        self.choice: Choice = "native"
+        self.choose("native")
+
+    def choose(self, choice: Choice) -> None:
+        """Take `half_products` of `Booster`: "auto" goes by what this CPU has units for, "native" leaves all products to torch,
+        "float32" widens them all."""
+        self.choice = arguments.choice("half_products", choice, CHOICES)
+        self._settled = False
+        if self._dtype is None or choice == "native":
+            self.kinds: frozenset[hardware.Kind] = frozenset()
+        else:
+            self.kinds = hardware.KINDS if choice == "float32" else hardware.slow_products(self._dtype)
+
+    def settle(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        """Have all ranks of `group` widen what any of them has no units for, and say once what that is. Cost: the first time,
+        one MAX all-reduce of a few bytes, where "auto" was chosen for a CPU."""
+        if self._settled or device.type != "cpu" or self._dtype is None:
+            return
+        self._settled = True
+        if self.choice == "auto" and group is not None:
+            ordered = sorted(hardware.KINDS)
+            found = torch.tensor([kind in self.kinds for kind in ordered], dtype=torch.int32)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            self.kinds = frozenset(kind for kind, widened in zip(ordered, found.tolist(), strict=True) if widened)
+        if self.kinds and (not dist.is_initialized() or dist.get_rank() == 0):
+            _logger.info(self.report())
+
+    def report(self) -> str:
+        """What is widened, as a sentence; empty where nothing is."""
+        if not self.kinds:
+            return ""
+        name = str(self._dtype).removeprefix("torch.")
+        found = (
+            f"this CPU ({hardware.cpu_name()}) is slower" if self.choice == "auto" else "half_products='float32' asks"
+        )
+        kinds = ", ".join(f"{kind}s" if kind != "attention" else kind for kind in sorted(self.kinds))
+        return (
+            f"{name} is multiplied in float32, with operands and results rounded to {name}, where {found}"
+            f"{' in it' if self.choice == 'auto' else ''}: {kinds}; half_products='native' leaves them to torch"
+        )
+
+    def forward_context(self, device_type: str) -> CastMode | None:
+        """A new context for one forward pass, to be entered inside `torch.autocast`; None where products are torch's."""
+        training = torch.is_grad_enabled()
+        if self.kinds and device_type == "cpu":
+            return WideProducts(
+                device_type, self.kinds, self._recomputation, training=training, attention=self._sdpa_fp32
+            )
+        if training and (device_type == "cpu" if self._sdpa_fp32 == "auto" else self._sdpa_fp32) and self._dtype:
+            return Float32Attention(device_type, self._recomputation)
+        return None
+
+    def backward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """A new context for one backward pass: that of a forward pass in training, once anything ran that may run again."""
+        return (self.forward_context(device_type) if self._recomputation.seen else None) or nullcontext()
+
+
+class Recomputation:
+    """Whether a product ever ran where a backward pass may run it again: of one strategy, or of any in this thread.
+
+    That is without gradients, as reentrant checkpointing and autograd functions run what they recompute, or under hooks on
+    saved tensors, by which other checkpointing recomputes. A mode sees every torch function, in a backward pass also those of
+    hooks: under `fully_shard` as many again as the forward pass has. So backward passes enter it only once this was seen.
+    That of other strategies counts too, since a backward pass goes through the graphs of all models that a loss is made of.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False  # beside the variable, as forward and backward may run in threads of their own
+
+    @property
+    def seen(self) -> bool:
+        return self._seen or _SEEN.get()
+
+    def look(self) -> None:
+        """A product that is not torch's own is about to run."""
+        if self._seen:
+            return
+        if torch.compiler.is_compiling():
+            self._seen = (
+                True  # it may run inside a checkpoint that the compiler does not see; a variable would break the graph
+            )
+        elif not torch.is_grad_enabled() or has_saved_tensors_hooks():
+            self._seen = True
+            _SEEN.set(True)
+
+
+class Float32Attention(CastMode):
+    """While active, attention computes in float32 and returns the dtype it would have returned.
+
+    device_type: where autocast may be on, e.g. "cpu". Thread-local, as every torch function mode is. It does not ask
+    whether gradients are needed: a checkpointed block runs without them first, and must compute the same twice. It stays
+    active in `torch.autograd.backward`, which a mode otherwise leaves, so that recomputed activations meet it; but only where
+    `recomputation` says that there are any.
+    """
+
+    def __init__(self, device_type: str, recomputation: Recomputation | None = None) -> None:
+        super().__init__()
+        self._device_type = device_type
+        self._recomputation = Recomputation() if recomputation is None else recomputation
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not self.enabled:
+            return func(*args, **(kwargs or {}))
+        if func is torch.autograd.backward and self._recomputation.seen:
+            with self:
+                return run_engine(*args, **(kwargs or {}))
+        if func is F.scaled_dot_product_attention:
+            self._recomputation.look()
+            return self._attention(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            self._recomputation.look()
+            # The call inside it is out of a mode's reach; the math backend computes half inputs in float32.
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        dtype = self._autocast_dtype(query)
+        if dtype not in HALF_DTYPES:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.float()
+        with torch.autocast(self._device_type, enabled=False):
+            out = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask, *args, **kwargs)
+        return out.to(dtype)
+
+    def _autocast_dtype(self, query: torch.Tensor) -> torch.dtype:
+        if query.dtype != torch.float64 and torch.is_autocast_enabled(self._device_type):
+            return torch.get_autocast_dtype(self._device_type)
+        return query.dtype
+
+
+class WideProducts(Float32Attention):
+    """While active, products of halves compute in float32, on operands rounded to half, and return halves.
+
+    Under autocast, what it would cast counts as half. Autograd differentiates the float32 computation, so gradients that flow
+    into a product and out of it are halves, and the backward pass needs no mode: only what is recomputed there does, see
+    `Recomputation`. Products of unlike dtypes, of float64 and on other devices are torch's. The price is memory: what autograd
+    keeps of a product is float32.
+
+    kinds: what is widened. training: whether the region that it is entered for records gradients. attention: `sdpa_fp32`;
+    False leaves attention to torch, True computes it in float32 while training though `kinds` does not name it, and so does
+    "auto". Make a new one for each region: a weight is widened once in it.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        kinds: frozenset[hardware.Kind],
+        recomputation: Recomputation,
+        *,
+        training: bool,
+        attention: bool | Literal["auto"] = "auto",
+    ) -> None:
+        super().__init__(device_type, recomputation)
+        if attention is False:
+            kinds = kinds - {"attention"}
+        elif training:
+            kinds = kinds | {"attention"}
+        self._kinds = kinds
+        self._training = training
+        self._weights: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        product = _PRODUCTS.get(func)
+        if product is None or not self.enabled:
+            if func is torch.autograd.backward and self.enabled and self._recomputation.seen:
+                with self:
+                    return run_engine(*args, **kwargs)
+            return func(*args, **kwargs)
+        kind, cast, instead = product
+        if func is F.multi_head_attention_forward:
+            with self:  # in its body, which hands all of it to the mode otherwise
+                return _multi_head_attention_forward(*args, **kwargs)
+        if kind not in self._kinds:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            self._look()
+            return self._attention(*args, **kwargs)
+        return self._product(func, cast, instead, args, kwargs)
+
+    def _look(self) -> None:
+        if self._training:
+            self._recomputation.look()
+
+    def _attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if self._autocast_dtype(query) in HALF_DTYPES:
+            half = self._autocast_dtype(query)
+            query, key, value = query.to(half), key.to(half), value.to(half)
+        return super()._attention(query, key, value, attn_mask, *args, **kwargs)
+
+    def _product(self, func: Any, cast: bool, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        autocast = torch.is_autocast_enabled(self._device_type)
+        half = self._common_half(args, kwargs, autocast and cast)
+        if half is None:
+            return func(*args, **kwargs)
+        self._look()
+        into = args[0] if instead is not None else kwargs.get("out")
+        if into is not None:
+            if into.dtype != half or (instead is None and (_records(args) or into.requires_grad)):
+                return func(*args, **kwargs)
+            kwargs = {key: value for key, value in kwargs.items() if key != "out"}
+        wide_args = tuple(self._widened(each, half) for each in args)
+        wide_kwargs = {key: self._widened(value, half) for key, value in kwargs.items()} if kwargs else kwargs
+        if not autocast:
+            out = (instead or func)(*wide_args, **wide_kwargs)
+        elif torch.compiler.is_compiling():
+            with torch.autocast(self._device_type, enabled=False):
+                out = (instead or func)(*wide_args, **wide_kwargs)
+        else:  # as a context this would cost as much as a small product
+            torch.set_autocast_enabled(self._device_type, False)
+            try:
+                out = (instead or func)(*wide_args, **wide_kwargs)
+            finally:
+                torch.set_autocast_enabled(self._device_type, True)
+        if into is not None:
+            if into.shape != out.shape:
+                return func(*args, **kwargs) if instead is not None else func(*args, out=into, **kwargs)
+            return into.copy_(out)
+        result = torch.float32 if func in _PROMOTING and _hidden_dtype(args) is torch.float32 else half
+        if isinstance(out, torch.Tensor):
+            return out.to(result)
+        return type(out)(each.to(result) for each in out)
+
+    def _common_half(self, args: tuple[Any, ...], kwargs: dict[str, Any], cast: bool) -> torch.dtype | None:
+        """The half dtype that operands have, or are `cast` to by autocast; None where the product is torch's own affair."""
+        found: torch.dtype | None = None
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if not isinstance(each, torch.Tensor) or not each.is_floating_point():
+                    continue
+                dtype = each.dtype
+                if cast and dtype is torch.float32 or cast and dtype in HALF_DTYPES:
+                    dtype = torch.get_autocast_dtype(self._device_type)
+                if dtype not in HALF_DTYPES or found not in (None, dtype) or each.device.type != self._device_type:
+                    return None
+                found = dtype
+        return found
+
+    def _widened(self, value: Any, half: torch.dtype) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._widened(each, half) for each in value])
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        if not (value.requires_grad and value.is_leaf) or torch.compiler.is_compiling():
+            return value.float() if value.dtype is half else value.to(half).float()
+        return self._weight(value, half)
+
+    def _weight(self, weight: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+        """As `_widened`, once in a region that records gradients, unless the weight is written to."""
+        cached = torch.is_autocast_cache_enabled() or not torch.is_autocast_enabled(self._device_type)
+        if not cached or not torch.is_grad_enabled() or in_transform():
+            return weight.to(half).float()
+        kept = self._weights.get(id(weight))
+        if kept is not None and kept[0] is weight and kept[1] == version(weight):
+            return kept[2]
+        wide = weight.to(half).float()
+        self._weights[id(weight)] = weight, version(weight), wide
+        return wide
+
+
+_multi_head_attention_forward = uninterceptable(F.multi_head_attention_forward)
+
+# Of each function: its kind, whether autocast casts its operands on a CPU, and of one in place, that which makes a new tensor.
+_Product = tuple[hardware.Kind, bool, "Callable[..., Any] | None"]
+
+
+def _named(kind: hardware.Kind, cast: bool, names: str) -> dict[Any, _Product]:
+    holders = (torch, torch.Tensor, torch.linalg, F)
+    return {
+        getattr(holder, name): (kind, cast, None)
+        for name in names.split()
+        for holder in holders
+        if hasattr(holder, name)
+    }
+
+
+def _products() -> Mapping[Any, _Product]:
+    found = _named("matrix product", True, "mm bmm matmul __matmul__ __rmatmul__ addmm addbmm baddbmm linear einsum")
+    found |= _named("matrix product", True, "tensordot multi_dot chain_matmul vecdot")
+    found |= _named("matrix product", False, "mv addmv dot vdot inner")
+    for name in ("addmm", "addbmm", "baddbmm", "addmv"):
+        found[getattr(torch.Tensor, f"{name}_")] = "matrix product", False, getattr(torch, name)
+    found |= _named(
+        "convolution", True, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+    )
+    found |= _named("convolution", True, "convolution _convolution")
+    found |= _named("recurrent layer", True, "lstm gru rnn_tanh rnn_relu")
+    found |= _named("recurrent layer", True, "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
+    found |= _named("attention", True, "scaled_dot_product_attention multi_head_attention_forward")
+    return found
+
+
+_PRODUCTS = _products()
+# Under autocast these add products in half to a hidden state in float32, and return that.
+_PROMOTING = frozenset({torch.gru, torch.lstm_cell, torch.gru_cell})
+
+
+def _hidden_dtype(args: tuple[Any, ...]) -> torch.dtype:
+    """The dtype of the hidden state that a recurrent function is given: its second argument, or the third of packed ones."""
+    hidden = args[1][0] if isinstance(args[1], (list, tuple)) else args[1]
+    return (hidden if hidden.is_floating_point() else args[2]).dtype
+
+
+def _records(args: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)

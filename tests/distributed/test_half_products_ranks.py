@@ -1,0 +1,82 @@
+"""Products of halves in float32 on several ranks: all agree on them, and every plugin trains with them."""
+
+import torch
+from matrix import PRECISIONS, Transformer, loss_of
+from test_hybrid import batch
+from test_two_optimizers import PLUGINS
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from booster import Booster
+from booster.mixed_precision import hardware
+from booster.plugin import TorchDDPPlugin
+
+HALVES = {torch.bfloat16, torch.float16}
+
+
+class Products(TorchDispatchMode):
+    """The dtypes that matrix products of this rank read."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            self.dtypes |= {each.dtype for each in args if type(each) is torch.Tensor and each.is_floating_point()}
+        return func(*args, **(kwargs or {}))
+
+
+def trained(rank, world_size, name, precision, choice):
+    """The losses of three steps, and what products of this rank read in the last."""
+    torch.manual_seed(7)
+    booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[name](), half_products=choice)
+    model = Transformer()
+    model, optimizer, criterion, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of)
+    losses = []
+    for step in range(3):
+        products = Products()
+        with products:
+            loss = booster.execute_pipeline(iter([batch(step, booster)]), model, criterion, optimizer)["loss"]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, products.dtypes
+
+
+CASES = [(name, precision) for precision in ("bf16", "fp16_naive") for name in PLUGINS if name != "single"]
+
+
+def train_all(rank, world_size):
+    return {case: trained(rank, world_size, *case, "float32") for case in CASES}
+
+
+def test_every_plugin_trains_with_products_in_float32_alone_and_as_one_process_does(ranks2):
+    found = ranks2(train_all)
+    for name, precision in CASES:
+        expected, _ = trained(0, 1, "single", precision, "float32")
+        # Each data-parallel rank reports its own share of the batch.
+        losses = torch.tensor([each[name, precision][0] for each in found]).mean(0)
+        torch.testing.assert_close(losses, torch.tensor(expected), rtol=0, atol=0.05, msg=f"{name} {precision}")
+        for each in found:
+            assert not each[name, precision][1] & HALVES, f"{name} {precision}"
+
+
+def agreed(rank, world_size):
+    """Of ranks that stand on unlike CPUs: what each widens."""
+    own, hardware.slow_products = hardware.slow_products, lambda dtype: hardware.KINDS if rank else frozenset()
+    try:
+        booster = Booster("cpu", "bf16", TorchDDPPlugin(), half_products="auto")
+    finally:
+        hardware.slow_products = own
+    alone = sorted(booster.precision.half_products.kinds)
+    booster.boost(nn.Linear(2, 2))
+    together = sorted(booster.precision.half_products.kinds)
+    native = Booster("cpu", "bf16", TorchDDPPlugin(), half_products="native")
+    native.boost(nn.Linear(2, 2))
+    return alone, together, sorted(native.precision.half_products.kinds)
+
+
+def test_ranks_on_unlike_cpus_widen_what_any_of_them_is_slower_in(ranks2):
+    everything = sorted(hardware.KINDS)
+    assert ranks2(agreed) == [([], everything, []), (everything, everything, [])]

@@ -1,0 +1,669 @@
+"""Products of halves computed in float32 on a CPU: what they are, which are, and what does not change."""
+
+import contextvars
+import logging
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from booster import Booster
+from booster.mixed_precision import BF16MixedPrecision, FP16ApexMixedPrecision, FP16TorchMixedPrecision, hardware
+from booster.mixed_precision.half_products import HalfProducts, Recomputation, WideProducts
+from booster.torch_internals import num_function_modes
+
+HALVES = [torch.bfloat16, torch.float16]
+PRECISIONS = ["bf16", "fp16", "bf16_naive", "fp16_naive"]
+
+
+def widened(kinds=hardware.KINDS, *, training=True, attention="auto"):
+    return WideProducts("cpu", kinds, Recomputation(), training=training, attention=attention)
+
+
+def numbers(shape, dtype, generator, scale=1.0):
+    return (scale * torch.randn(shape, generator=generator)).to(dtype)
+
+
+# ---------------------------------------------------------------------- against float64
+
+
+def _pair(g, *dims):
+    return [int(torch.randint(1, bound, (), generator=g)) for bound in dims]
+
+
+def _mm(g):
+    m, k, n = _pair(g, 40, 70, 40)
+    return torch.mm, ((m, k), (k, n)), {}, k
+
+
+def _addmm(g):
+    m, k, n = _pair(g, 40, 70, 40)
+    return torch.addmm, ((n,), (m, k), (k, n)), {"beta": 0.5, "alpha": 2.0}, 2 * k + 2
+
+
+def _bmm(g):
+    b, m, k, n = _pair(g, 5, 20, 50, 20)
+    return torch.bmm, ((b, m, k), (b, k, n)), {}, k
+
+
+def _baddbmm(g):
+    b, m, k, n = _pair(g, 5, 20, 50, 20)
+    return torch.baddbmm, ((b, m, n), (b, m, k), (b, k, n)), {}, k + 1
+
+
+def _linear(g):
+    b, t, k, n = _pair(g, 5, 20, 70, 40)
+    return F.linear, ((b, t, k), (n, k), (n,)), {}, k + 1
+
+
+def _matmul(g):
+    b, m, k = _pair(g, 5, 20, 60)
+    return torch.Tensor.matmul, ((b, m, k), (k,)), {}, k
+
+
+def _einsum(g):
+    b, i, j, k = _pair(g, 5, 20, 20, 60)
+    return (lambda x, y: torch.einsum("bik,bjk->bij", x, y)), ((b, i, k), (b, j, k)), {}, k
+
+
+def _dot(g):
+    (k,) = _pair(g, 90)
+    return torch.dot, ((k,), (k,)), {}, k
+
+
+def _mv(g):
+    m, k = _pair(g, 40, 70)
+    return torch.mv, ((m, k), (k,)), {}, k
+
+
+def _conv2d(g):
+    n, c, o, side, groups = *_pair(g, 4, 6, 6), int(torch.randint(7, 14, (), generator=g)), 2
+    stride, padding, dilation = _pair(g, 3, 3, 3)
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    return F.conv2d, ((n, 2 * c, side, side), (2 * o, c, 3, 3), (2 * o,)), options, 9 * c + 1
+
+
+def _conv1d_same(g):
+    n, c, o, side = _pair(g, 4, 8, 8, 30)
+    return F.conv1d, ((n, c, side + 3), (o, c, 3)), {"padding": "same"}, 3 * c
+
+
+def _conv3d(g):
+    n, c, o = _pair(g, 3, 4, 4)
+    return F.conv3d, ((n, c, 5, 6, 7), (o, c, 2, 3, 2)), {}, 12 * c
+
+
+def _conv_transpose2d(g):
+    n, c, o, side, stride = _pair(g, 4, 8, 8, 9, 3)
+    return F.conv_transpose2d, ((n, c, side, side), (c, o, 3, 3), (o,)), {"stride": stride}, 9 * c + 1
+
+
+OPERATIONS = {
+    make.__name__.strip("_"): make
+    for make in (
+        _mm, _addmm, _bmm, _baddbmm, _linear, _matmul, _einsum, _dot, _mv, _conv2d, _conv1d_same, _conv3d, _conv_transpose2d
+    )
+}  # fmt: skip
+
+
+def exact(function, operands, options, grad=None):
+    """In float64: the result, its gradients, and the same of magnitudes, which bound the error of a sum."""
+    found = []
+    for part in (operands, [each.abs() for each in operands]):
+        wide = [each.double().requires_grad_() for each in part]
+        out = function(*wide, **options)
+        g = torch.ones_like(out) if grad is None else grad.double()
+        found.append((out.detach(), *torch.autograd.grad(out, wide, g.abs() if part is not operands else g)))
+    return found
+
+
+def check_rounded(found, exactly, magnitude, dtype, count, what):
+    """One rounding to `dtype`, and the error of a sum of `count` products in float32."""
+    unit, tiny = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    bound = unit * exactly.abs() + (count + 4) * torch.finfo(torch.float32).eps * magnitude * (1 + unit) + tiny
+    assert found.dtype == dtype
+    assert (found.double() - exactly).abs().le(bound).all(), what
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_widened_product_and_its_gradients_are_the_exact_ones_rounded_once_up_to_the_sums_bound(operation, dtype):
+    generator = torch.Generator().manual_seed(5)
+    for trial in range(60):
+        function, shapes, options, count = OPERATIONS[operation](generator)
+        operands = [numbers(shape, dtype, generator, 0.5).requires_grad_() for shape in shapes]
+        with widened():
+            out = function(*operands, **options)
+        grad = numbers(out.shape, dtype, generator)
+        found = (out.detach(), *torch.autograd.grad(out, operands, grad))
+        exactly, magnitude = exact(function, [each.detach() for each in operands], options, grad)
+        for index, (one, other, size) in enumerate(zip(found, exactly, magnitude, strict=True)):
+            terms = count if index == 0 else out.numel() * 4 + count
+            check_rounded(one, other, size, dtype, terms, f"{operation} trial {trial} result {index}")
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_attention_in_both_passes_is_within_a_rounding_of_float64(dtype):
+    generator = torch.Generator().manual_seed(1)
+    for causal in (False, True):
+        q, k, v = (numbers((2, 3, 9, 8), dtype, generator).requires_grad_() for _ in range(3))
+        with widened():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        wide = [each.detach().double().requires_grad_() for each in (q, k, v)]
+        exactly = F.scaled_dot_product_attention(*wide, is_causal=causal)
+        grad = numbers(out.shape, dtype, generator)
+        pairs = [(out, exactly)]
+        pairs += zip(
+            torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(exactly, wide, grad.double()), strict=True
+        )
+        for one, other in pairs:
+            assert one.dtype == dtype
+            torch.testing.assert_close(one.double(), other, rtol=torch.finfo(dtype).eps / 2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("naive", [True, False], ids=["half weights", "autocast"])
+def test_a_layer_computes_as_torch_does_up_to_the_order_of_sums(dtype, naive):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 16))
+    x = torch.randn(4, 3, 8, 8)
+    if naive:
+        layers, x = layers.to(dtype), x.to(dtype)
+    results = []
+    for wide in (False, True):
+        with torch.autocast("cpu", dtype, enabled=not naive):
+            if wide:
+                with widened():
+                    out = layers(x)
+            else:
+                out = layers(x)
+        assert out.dtype == dtype
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), layers.parameters())))
+    for native, here in zip(*results, strict=True):
+        assert native.dtype == here.dtype
+        # A sum whose other order rounds to the next half, a few times over on its way through two layers.
+        torch.testing.assert_close(
+            here, native, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps * native.abs().max().item()
+        )
+
+
+# ---------------------------------------------------------------------- the ends of the range
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_infinities_nan_and_subnormals_are_those_of_torch(dtype):
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal * info.eps
+    rows = torch.tensor([[info.max, info.max], [float("inf"), 1], [float("nan"), 1], [tiny, tiny], [tiny, 0]]).to(dtype)
+    columns = torch.tensor([[1.0, 2.0], [1.0, -2.0]]).to(dtype)
+    expected = rows @ columns
+    with widened():
+        found = rows @ columns
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    assert found[0, 0] == float("inf")
+    assert found[2].isnan().all()
+    assert found[4, 0] == tiny
+
+
+def test_a_gradient_overflows_float16_as_natively():
+    weight = torch.full((2, 2), 200.0, dtype=torch.float16, requires_grad=True)
+    x = torch.full((1, 2), 200.0, dtype=torch.float16, requires_grad=True)
+    for context in (torch.enable_grad(), widened()):
+        with context:
+            out = x @ weight.t()
+        assert out.isinf().all()
+        grads = torch.autograd.grad(out, (x, weight), torch.full_like(out, 500.0))
+        assert all(each.isinf().all() for each in grads)
+
+
+@pytest.mark.parametrize("shapes", [((0, 4), (4, 3)), ((3, 0), (0, 2)), ((2, 4), (4, 0))], ids=str)
+def test_empty_shapes_are_those_of_torch(shapes):
+    a, b = (torch.zeros(shape, dtype=torch.float16) for shape in shapes)
+    with widened():
+        found = a @ b
+    assert found.dtype == torch.float16
+    assert torch.equal(found, a @ b)
+
+
+def test_a_dot_product_has_no_dimensions():
+    with widened():
+        found = torch.dot(torch.ones(3).half(), torch.ones(3).half())
+    assert (found.shape, found.dtype, found.item()) == ((), torch.float16, 3)
+
+
+def test_strides_and_channels_last_stay():
+    x = torch.randn(2, 4, 6, 6).half().contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(3, 4, 3, 3).half().contiguous(memory_format=torch.channels_last)
+    wide = torch.randn(8, 12).half()
+    with widened():
+        out, product = F.conv2d(x, weight), wide[::2, ::3] @ wide[::3, ::3].t()
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(
+        product, wide[::2, ::3].float() @ wide[::3, ::3].t().float(), check_dtype=False, rtol=1e-3, atol=1e-2
+    )
+
+
+def test_out_and_in_place_forms_write_where_they_are_told():
+    a, b, into = torch.randn(3, 4).half(), torch.randn(4, 3).half(), torch.empty(3, 3, dtype=torch.float16)
+    with widened():
+        assert torch.mm(a, b, out=into) is into
+        expected = torch.addmm(into, a, b)
+        kept = into.clone()
+        assert kept.addmm_(a, b) is kept
+    assert torch.equal(kept, expected)
+    leaf = a.clone().requires_grad_()
+    with widened(), pytest.raises(RuntimeError, match="out="):
+        torch.mm(leaf, b, out=into)
+
+
+def test_dtypes_that_do_not_multiply_in_torch_do_not_here():
+    with widened():
+        with pytest.raises(RuntimeError):
+            torch.randn(2, 2).half() @ torch.randn(2, 2)
+        with pytest.raises(RuntimeError):
+            torch.randn(2, 2).half() @ torch.randn(2, 2).bfloat16()
+        assert (torch.randn(2, 2).double() @ torch.randn(2, 2).double()).dtype == torch.float64
+        assert (torch.ones(2, 2, dtype=torch.int64) @ torch.ones(2, 2, dtype=torch.int64)).dtype == torch.int64
+
+
+# ---------------------------------------------------------------------- what else differentiates
+
+
+def test_gradients_of_gradients_are_those_of_float64():
+    torch.manual_seed(0)
+    x, w = (torch.randn(4, 4).bfloat16().requires_grad_() for _ in range(2))
+    with widened():
+        first = torch.autograd.grad((x @ w).float().square().sum(), x, create_graph=True)[0]
+        second = torch.autograd.grad(first.float().square().sum(), w)[0]
+    wide_x, wide_w = (each.detach().double().requires_grad_() for each in (x, w))
+    first = torch.autograd.grad((wide_x @ wide_w).square().sum(), wide_x, create_graph=True)[0]
+    expected = torch.autograd.grad(first.square().sum(), wide_w)[0]
+    torch.testing.assert_close(second.double(), expected, rtol=4 * 2**-8, atol=4 * 2**-8 * expected.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch uses it itself, for forward mode
+def test_forward_mode_and_transforms_give_the_numbers_of_torch():
+    torch.manual_seed(0)
+    x, w, t = (torch.randn(4, 4).bfloat16() for _ in range(3))
+    batch = torch.randn(3, 4, 4).bfloat16()
+
+    def all_of():
+        return (
+            torch.func.jvp(lambda v: v @ w, (x,), (t,))[1],
+            torch.func.vmap(lambda v: F.linear(v, w))(batch),
+            torch.func.grad(lambda v: (v @ x).float().sum())(w),
+            torch.func.vmap(torch.func.grad(lambda v: F.linear(v, w).float().sum()))(batch),
+        )
+
+    native = all_of()
+    w.requires_grad_()  # a weight that is kept must not outlive a transform
+    with widened():
+        here = all_of() + all_of()
+    for one, other in zip(here, native + native, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-6)
+
+
+# ---------------------------------------------------------------------- of a boosted model
+
+
+class Net(nn.Module):
+    """Convolution, attention by a module and by the function, a recurrent layer, an einsum, and a linear layer used twice."""
+
+    def __init__(self, recurrent=True):
+        super().__init__()
+        self.conv, self.attention = nn.Conv2d(3, 16, 4, 4), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.rnn = nn.LSTM(16, 16, batch_first=True) if recurrent else nn.Identity()
+        self.twice, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.mix = nn.Parameter(torch.randn(16, 16) / 4)
+
+    def body(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + F.scaled_dot_product_attention(*(x[:, None],) * 3)[:, 0]
+        x = torch.einsum("btd,de->bte", x, self.mix)
+        return self.twice(self.twice(x).relu())
+
+    def forward(self, x):
+        x = self.body(self.conv(x).flatten(2).transpose(1, 2))
+        x = self.rnn(x)
+        return self.head((x[0] if isinstance(x, tuple) else x).mean(1))
+
+
+class Recomputed(Net):
+    def __init__(self, reentrant):
+        super().__init__(recurrent=False)
+        self.reentrant = reentrant
+
+    def body(self, x):
+        return checkpoint(super().body, x, use_reentrant=self.reentrant)
+
+
+def train(precision, choice, make=Net, steps=4):
+    torch.manual_seed(0)
+    b = Booster("cpu", precision, half_products=choice)
+    net = make()
+    model, optimizer, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(0, 4, (8,))
+    losses = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x).float(), y)
+        b.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.detach().float() for name, value in net.named_parameters()}
+
+
+def fp16_precision(name):
+    """Of a low scale, so that no first step is skipped."""
+    return FP16TorchMixedPrecision(init_scale=256.0) if name == "fp16" else name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_naive", "fp16_naive", "O1", "O2", "O3"])
+def test_every_precision_trains_the_same_widened_and_near_float32(precision):
+    def chosen():
+        if precision.startswith("O"):
+            return FP16ApexMixedPrecision(precision, loss_scale=64.0, verbosity=0, backend="native")
+        return fp16_precision(precision)
+
+    here, _ = train(chosen(), "float32", steps=6)
+    wide, _ = train("fp32", "auto", steps=6)
+    assert here[-1] < here[0]
+    # Eight bits of mantissa, or eleven, over a dozen layers and a few steps.
+    torch.testing.assert_close(torch.tensor(here), torch.tensor(wide), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_native_is_what_torch_computes_to_the_bit(precision):
+    """A hand-written loop, in the layers that a recurrent or attention layer is not part of."""
+
+    def make():
+        return nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(), nn.Linear(128, 4))
+
+    half = torch.float16 if "fp16" in precision else torch.bfloat16
+    torch.manual_seed(0)
+    net, x, y = make(), torch.randn(8, 3, 16, 16), torch.randint(0, 4, (8,))
+    b = Booster("cpu", precision, half_products="native")
+    model, *_ = b.boost(net)
+    boosted = model(x)
+    if "naive" in precision:
+        expected = net(x.to(half)).float()
+    else:
+        with torch.autocast("cpu", half):
+            expected = net(x).float()
+    assert torch.equal(boosted, expected)
+    optimizer_grads = torch.autograd.grad(F.cross_entropy(boosted, y), net.parameters())
+    for one, other in zip(
+        optimizer_grads, torch.autograd.grad(F.cross_entropy(expected, y), net.parameters()), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_what_checkpointing_recomputes_is_widened_too_and_gradients_are_the_same_to_the_bit(precision, reentrant):
+    plain = train(fp16_precision(precision), "float32", lambda: Net(recurrent=False), steps=2)
+    again = train(fp16_precision(precision), "float32", lambda: Recomputed(reentrant), steps=2)
+    assert plain[0] == again[0]
+    # A weight used twice gets its gradients added in float32, but one after the other where a pass of its own recomputes.
+    for name, value in plain[1].items():
+        torch.testing.assert_close(again[1][name], value, rtol=2**-7, atol=2**-10, msg=name)
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Which dtypes products that the engine runs have."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if any(part in name for part in ("mm", "convolution", "attention", "rnn_layer", "lstm")):
+            for each in args:
+                if isinstance(each, torch.Tensor) and each.is_floating_point():
+                    self.dtypes.setdefault(name, set()).add(each.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "make", [Net, lambda: Recomputed(False), lambda: Recomputed(True)], ids=["plain", "checkpoint", "reentrant"]
+)
+def test_no_product_of_a_step_is_made_in_half(precision, make):
+    with Seen() as seen:
+        train(fp16_precision(precision), "float32", make, steps=1)
+    assert {"mm", "convolution", "convolution_backward"} <= set(seen.dtypes)
+    assert set().union(*seen.dtypes.values()) == {torch.float32}, seen.dtypes
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_evaluation_is_widened_too_and_follows_weights_that_are_written_through_data(precision):
+    net = Net()
+    model, *_ = Booster("cpu", precision, half_products="float32").boost(net)
+    model.eval()
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad(), Seen() as seen:
+        before = model(x)
+        net.head.weight.data.zero_()
+        net.head.bias.data.fill_(3.0)
+        after = model(x)
+    assert set().union(*seen.dtypes.values()) == {torch.float32}
+    assert not torch.equal(before, after)
+    assert (after == 3).all()
+
+
+def test_the_users_own_half_tensors_and_torch_are_as_before():
+    net = nn.Linear(4, 4)
+    model, *_ = Booster("cpu", "bf16_naive", half_products="float32").boost(net)
+    model(torch.randn(2, 4))
+    with Seen() as seen:
+        torch.randn(2, 2).bfloat16() @ torch.randn(2, 2).bfloat16()
+    assert seen.dtypes["mm"] == {torch.bfloat16}
+    assert num_function_modes() == 0
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    "make", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("naive", [True, False], ids=["half weights", "autocast"])
+def test_recurrent_layers_train_and_return_the_dtypes_of_torch(make, dtype, naive):
+    torch.manual_seed(0)
+    layer, x = make(6, 6), torch.randn(3, 4, 6) if "Cell" not in make.__name__ else torch.randn(4, 6)
+    exactly = make(6, 6).double()
+    if naive:
+        layer, x = layer.to(dtype), x.to(dtype)
+    exactly.load_state_dict(layer.state_dict())
+
+    def flat(out):
+        return [out] if isinstance(out, torch.Tensor) else [leaf for each in out for leaf in flat(each)]
+
+    with torch.autocast("cpu", dtype, enabled=not naive), widened():
+        found = flat(layer(x))
+    half_under_autocast = make in (
+        nn.LSTM,
+        nn.RNN,
+        nn.RNNCell,
+    )  # as torch returns them in bfloat16; float16 LSTMs raise there
+    assert {each.dtype for each in found} == {dtype if naive or half_under_autocast else torch.float32}
+    for one, other in zip(found, flat(exactly(x.double())), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=6 * torch.finfo(dtype).eps)
+    sum(each.float().sum() for each in found).backward()
+    assert all(param.grad is not None and param.grad.isfinite().all() for param in layer.parameters())
+
+
+def test_a_weight_is_widened_once_in_a_forward_that_records_and_anew_after_it_is_written_to():
+    weight, x = torch.randn(4, 4).bfloat16().requires_grad_(), torch.randn(2, 4).bfloat16()
+    casts = []
+
+    class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default and args[0].shape == (4, 4):
+                casts.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    with widened(), Casts():
+        for _ in range(3):
+            F.linear(x, weight)
+        assert len(casts) == 1
+        with torch.no_grad():
+            weight.mul_(2)
+        assert torch.equal(F.linear(x, weight), F.linear(x.float(), weight.float()).bfloat16())
+
+
+def test_sdpa_fp32_overrides():
+    q = torch.randn(1, 2, 4, 8).bfloat16()
+    for attention, training, expected in (
+        (False, True, torch.bfloat16),
+        (True, True, torch.float32),
+        ("auto", False, torch.float32),
+    ):
+        with Seen() as seen, widened(training=training, attention=attention):
+            F.scaled_dot_product_attention(q, q, q)
+        assert set().union(*seen.dtypes.values()) == {expected}
+
+
+# ---------------------------------------------------------------------- which products
+
+# What oneDNN says of CPUs by these flags, and what is then computed in float32: (flags, limit, bfloat16, float16).
+ALL, NONE, NOT_MM = hardware.KINDS, frozenset(), hardware.KINDS - {"matrix product"}
+AMD, INTEL = ("avx512_bf16",), ("avx512_bf16", "avx512_fp16")
+AMX = (*INTEL, "amx_bf16")
+CPUS = {
+    "AVX2": ((), None, ALL, ALL),
+    "AVX512-BF16": (AMD, None, NONE, ALL),
+    "AVX512-BF16 and FP16": (INTEL, None, ALL, NOT_MM),
+    "AMX": (AMX, None, NONE, NOT_MM),
+    "AMX-FP16": ((*AMX, "amx_fp16"), None, NONE, NOT_MM),
+    "AMX, at AVX512_CORE_FP16": (AMX, "AVX512_CORE_FP16", ALL, NOT_MM),
+    "AMX, at AVX512_CORE_BF16": (AMX, "avx512_core_bf16", ALL, ALL),
+    "AMX, at AVX2": (AMX, "AVX2", ALL, ALL),
+    "AVX512-BF16, at AVX512_CORE": (AMD, "AVX512_CORE", ALL, ALL),
+    "AVX512-BF16, at a name that oneDNN ignores": (AMD, "AVX9000", NONE, ALL),
+}
+
+
+@pytest.fixture
+def cpu(monkeypatch):
+    def be(flags, limit=None, variable="ONEDNN_MAX_CPU_ISA"):
+        for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+            monkeypatch.delenv(name, raising=False)
+        if limit is not None:
+            monkeypatch.setenv(variable, limit)
+        has = {**dict.fromkeys(("avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16"), False), "cpu_name": "Some CPU"}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**has, **dict.fromkeys(flags, True)})
+
+    return be
+
+
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+@pytest.mark.parametrize("name", CPUS)
+def test_auto_widens_what_the_units_that_onednn_uses_are_slow_at(cpu, name, variable):
+    flags, limit, bfloat16, float16 = CPUS[name]
+    cpu(flags, limit, variable)
+    assert hardware.slow_products(torch.bfloat16) == bfloat16
+    assert hardware.slow_products(torch.float16) == float16
+
+
+def test_auto_is_said_once_and_native_and_a_cpu_with_units_say_nothing(cpu, caplog):
+    caplog.set_level(logging.INFO, "booster.mixed_precision.half_products")
+    cpu(AMX)
+    Booster("cpu", "bf16", half_products="auto").boost(nn.Linear(2, 2))
+    cpu(())
+    Booster("cpu", "bf16", half_products="native").boost(nn.Linear(2, 2))
+    Booster("cpu", "fp32", half_products="auto").boost(nn.Linear(2, 2))
+    assert not caplog.messages
+    b = Booster("cpu", "bf16", half_products="auto")
+    b.boost(nn.Linear(2, 2))
+    b.boost(nn.Linear(2, 2))
+    assert caplog.messages == [
+        "bfloat16 is multiplied in float32, with operands and results rounded to bfloat16, where this CPU (Some CPU) is slower "
+        "in it: attention, convolutions, matrix products, recurrent layers; half_products='native' leaves them to torch"
+    ]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_cpu_with_units_enters_what_native_enters_and_makes_no_call_more(cpu, precision):
+    from test_calls import warm
+
+    if "bf16" in precision:
+        cpu(AMX)
+        assert warm(precision, half_products="auto") == warm(precision)
+    assert HalfProducts(torch.bfloat16).forward_context("cuda") is None
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_widened_step_enters_one_mode_around_forward_and_none_around_backward(precision, monkeypatch):
+    entered = []
+    enter = WideProducts.__enter__
+    monkeypatch.setattr(WideProducts, "__enter__", lambda self: (entered.append(1), enter(self))[1])
+    make = partial(nn.Sequential, nn.Conv2d(3, 16, 16), nn.Flatten(), nn.Linear(16, 4))
+    contextvars.Context().run(train, fp16_precision(precision), "float32", make, 1)  # which has seen nothing recomputed
+    assert len(entered) == 1
+
+
+def test_half_products_is_checked():
+    with pytest.raises(ValueError, match=re.escape("half_products='fast'")):
+        Booster("cpu", "bf16", half_products="fast")
+    precision = BF16MixedPrecision()
+    Booster("cpu", precision)
+    with pytest.raises(
+        ValueError, match="half_products='auto', but this BF16MixedPrecision object runs with 'native' already"
+    ):
+        Booster("cpu", precision, half_products="auto")
+    with pytest.raises(ValueError, match="half_products='float32' needs a CPU"):
+        BF16MixedPrecision().choose_half_products("float32", torch.device("cuda"))
+
+
+# ---------------------------------------------------------------------- compiled
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
+def test_a_compiled_model_has_the_frames_and_graph_breaks_of_native(precision):
+    from torch._dynamo.testing import CompileCounter
+
+    found = {}
+    for choice in ("native", "float32"):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(3, 8, 4, 4), nn.Flatten(2), nn.Linear(16, 16), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+        )
+        b = Booster("cpu", precision, half_products=choice)
+        model, optimizer, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        x = torch.randn(4, 3, 16, 16)
+        eager = model(x)
+        compiled = torch.compile(model, backend=counter)
+        out = compiled(x)
+        b.backward(out.square().mean(), optimizer)
+        found[choice] = counter.frame_count
+        torch.testing.assert_close(out, eager, rtol=2**-7, atol=2**-7)
+        explained = torch._dynamo.explain(model)(x)
+        found[choice, "breaks"] = explained.graph_break_count
+        assert all(param.grad is not None for param in net.parameters())
+    torch._dynamo.reset()
+    assert found["native"] == found["float32"] >= 1
+    assert found["native", "breaks"] == found["float32", "breaks"] == 0
+
+
+# ---------------------------------------------------------------------- what is said of overflows
+
+
+def test_an_overflow_is_named_by_the_product_that_was_rounded():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    b = Booster("cpu", FP16TorchMixedPrecision(init_scale=1.0), diagnose="first", half_products="float32")
+    model, optimizer, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    b.backward(model(torch.full((2, 4), 1e5)).mean(), optimizer)
+    with torch.no_grad():
+        net[0].weight.fill_(3e4)
+    optimizer.zero_grad()
+    b.backward(model(torch.full((2, 4), 100.0)).mean(), optimizer)
+    assert not optimizer.step().applied
+    assert "aten.addmm" in str(b.diagnoses[0])
