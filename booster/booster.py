@@ -72,7 +72,7 @@ class Booster:
     kept between steps, in every precision but fp16_apex: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625,
     rounded by chance; None is what the precision says, "fp32" unless it was told otherwise. offload_states: keep states of
     elementwise optimizers, and masters, in pinned memory of the host, and have them on a GPU a bucket at a time, while it is
-    stepped; on a CPU they lie in the host's memory already, and nothing changes. Not run on a GPU yet.
+    stepped; on a CPU they lie in the host's memory already, and nothing changes.
 
     patience: on several ranks, after so many seconds in `save`, `load`, `gather`, `save_model`, `backward` and the like a
     WARNING names the ranks that have not called it, and where they are, and the wait goes on. A rank that raised and lives on,
