@@ -220,9 +220,13 @@ class WideProducts(Float32Attention):
         kwargs = kwargs or {}
         product = _PRODUCTS.get(func)
         if product is None or not self.enabled:
-            if func is torch.autograd.backward and self.enabled and self._recomputation.seen:
-                with self:
-                    return run_engine(*args, **kwargs)
+            if func is torch.autograd.backward and self.enabled:
+                # The autocast around a pipeline's schedule would round the products of float32 in a backward pass.
+                with torch.autocast(self._device_type, enabled=False):
+                    if not self._recomputation.seen:
+                        return func(*args, **kwargs)
+                    with self:
+                        return run_engine(*args, **kwargs)
             return func(*args, **kwargs)
         kind, cast, instead = product
         if func is F.multi_head_attention_forward:

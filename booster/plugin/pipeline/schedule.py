@@ -170,8 +170,7 @@ class _Chunk(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
-        inner = nullcontext() if full_backward else _gradients_in_modes()
-        with with_function_modes(), self._outside_autocast(), inner:
+        with with_function_modes(), nullcontext() if full_backward else _gradients_in_modes():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -180,13 +179,8 @@ class _Chunk(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id
-        with with_function_modes(), self._outside_autocast(), _gradients_in_modes():
+        with with_function_modes(), _gradients_in_modes():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-    def _outside_autocast(self) -> AbstractContextManager[Any]:
-        # That of the forward passes, around the schedule, would round the products of gradients that are float32.
-        kind = self.device.type
-        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
     # torch's V-shaped schedule hands gradients to the other stage of a rank in evaluation too, where there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
