@@ -221,6 +221,8 @@ def set_fused_flags(optimizer: Optimizer, fused: bool) -> None:
     optimizer._need_device_dtype_check_for_fused = fused  # type: ignore[attr-defined]
 
 
+# Module and name of what `torch.save` has its tensors and parameters rebuilt by.
+REBUILDERS = tuple(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "parameter"))
 _IS_GUARD = OwnStep.__instancecheck__  # asked without a Python call
 
 

@@ -16,12 +16,10 @@ import torch
 
 from booster.checkpoint.manifest import CheckpointError
 from booster.foreign_files import ROOM, open_regular
+from booster.torch_internals import REBUILDERS
 
 # What a state dict of tensors is rebuilt by; called, or, of storages, named in the place of one.
-_CALLED = {
-    "collections OrderedDict",
-    *(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "parameter")),
-}
+_CALLED = {"collections OrderedDict", *REBUILDERS}
 _NAMED = {f"torch {name}" for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)} | {
     f"{module} {name}Storage"
     for module, names in (
