@@ -63,7 +63,7 @@ class Row:
     the median, and its quartiles. peak, held: bytes, in a step and after it. loss_error: relative. gradient_error, cosine:
     of all gradients, at whichever of the two points it was worse. layers: the same by module, the worst first. loss_scale:
     at which gradients were finite. skipped: of the timed steps. finite: loss and gradients were. product: the time of a matrix
-    product in the dtype that it computes in, relative to float32.
+    product in the dtype that it computes in, relative to float32; None where it is multiplied in float32.
     """
 
     name: str

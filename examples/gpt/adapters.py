@@ -4,6 +4,7 @@
 """
 
 import argparse
+import logging
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class Adapted(nn.Module):
 
 def train(model: nn.Module, steps: int, seed: int, batch_size: int = 16) -> tuple[Booster, nn.Module, float]:
     """Train what is not frozen, under bf16; return the mean loss on the validation text, too."""
-    b = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin())
+    b = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin(), half_products="auto")
     splits, share = load_text(64), batch_size // b.plugin.data_parallel_size
     loader = b.prepare_dataloader(drawn(splits.train, steps * batch_size, seed), share)
     optimizer = torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=4e-3)
@@ -55,6 +56,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of the adapters (default: 200)")
     parser.add_argument("--base", type=Path, default=Path("runs/gpt/base.safetensors"), help="file of the frozen GPT")
     args = parser.parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("booster.mixed_precision").setLevel(logging.INFO)
     booster.launch_from_torch(seed=0)
     b, model, loss = train(GPT(), args.base_steps, seed=0)
     b.save_model(model, args.base)

@@ -9,6 +9,7 @@ python examples/gpt/plot.py runs/gpt/gpt-single-fp16.json runs/gpt/gpt-hybrid-tp
 """
 
 import argparse
+import logging
 import time
 from pathlib import Path
 
@@ -132,13 +133,16 @@ def _positive(text: str) -> int:
 
 def main() -> None:
     args = parse_args()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("booster.mixed_precision").setLevel(logging.INFO)
     booster.launch_from_torch(seed=args.seed)
     coordinator = DistCoordinator()
     if args.plugin == "none" and coordinator.world_size > 1:
         raise ValueError(
             f"--plugin none on {coordinator.world_size} processes would train as many separate models; choose another"
         )
-    b = Booster(mixed_precision=args.precision, plugin=make_plugin(args))
+    # "auto" has a CPU without units for a half dtype multiply in float32; a line of the log says so.
+    b = Booster(mixed_precision=args.precision, plugin=make_plugin(args), half_products="auto")
     if args.batch_size % b.plugin.data_parallel_size:
         raise ValueError(
             f"--batch-size {args.batch_size} does not divide among the {b.plugin.data_parallel_size} processes that see "

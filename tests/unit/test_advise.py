@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.cli import main
 from booster.memory import estimate
-from booster.mixed_precision import FP32, BF16MixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import FP32, BF16MixedPrecision, FP16TorchMixedPrecision, hardware
 from booster.numerics import Budget, advise, subject
 from booster.numerics.advice import Row, ranked
 from booster.numerics.gradient_error import gradient_error
@@ -415,3 +415,13 @@ def test_the_command_names_what_is_not_defined(tmp_path, capsys):
     (tmp_path / "empty_advised.py").write_text("batch = 3\n")
     assert main(["advise", str(tmp_path / "empty_advised.py")]) == 2
     assert "does not define model_fn, criterion, optimizer_fn" in capsys.readouterr().err
+
+
+# ---- CPUs without units for halves ----
+
+
+def test_named_precisions_are_measured_in_float32_products_where_a_cpu_has_no_units(monkeypatch):
+    monkeypatch.setattr(hardware, "half_units", lambda: ())
+    _, bf16 = sorted(advised("bf16").rows, key=lambda each: each.name == "bf16")
+    assert bf16.note == "in float32 (half_products='auto'): attention, convolution, matrix product, recurrent layer"
+    assert bf16.product is None
