@@ -13,7 +13,7 @@ Readers pass over kinds and keys that they do not know. `schema` counts up where
 
 from __future__ import annotations
 
-import io
+import itertools
 import json
 import math
 import os
@@ -22,12 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from booster.foreign_files import open_regular
+from booster.foreign_files import open_regular, parse_json
 from booster.names import printable
+from booster.numerics.line_form import held_to_form
 
 __all__ = ["SCHEMA", "LineFile", "Torn", "as_json", "rank_files", "read_lines"]
 
 SCHEMA = 1
+_LONGEST = 2**23  # bytes of a line
 _NONFINITE = {math.inf: "inf", -math.inf: "-inf"}
 _FROM_TEXT = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 NUMBERS = ("loss", "loss_scale", "grad_norm", "clip", "norm", "largest", "scale", "update_norm", "weight_norm")
@@ -83,11 +85,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | Torn]:
     """Yield the lines of one file, with a `Torn` in place of each that a kill cut short.
 
     Such a line is the last one, or followed by that of a new process. Raises ValueError for any other damage, and for a
-    schema of a later version.
+    schema of a later version. A line has at most 8 MiB, and is held to its form, so that what reads on need not ask.
     """
     torn: Torn | None = None
-    with io.TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
+    with open_regular(path) as file:
+        for number in itertools.count(1):
+            text = file.readline(_LONGEST + 1)
+            if not text:
+                break
+            if len(text) > _LONGEST:
+                raise ValueError(
+                    f"line {number} of {path} has more than {_LONGEST} bytes, which no line of a record has"
+                )
             if not text.strip():
                 continue
             line = _decoded(text)
@@ -101,7 +110,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | Torn]:
                 yield torn
                 continue
             assert line is not None
-            if line.get("kind") == "run" and line.get("schema", 0) > SCHEMA:
+            try:
+                line = held_to_form(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} of {path} is not as a record writes it: {error}") from error
+            if line["kind"] == "run" and line.get("schema", 0) > SCHEMA:
                 raise ValueError(
                     f"{path} was written by a later version of booster (schema {line['schema']}, this one reads {SCHEMA}); "
                     "upgrade booster to read it"
@@ -129,13 +142,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _decoded(text: str) -> dict[str, Any] | None:
+def _decoded(text: bytes) -> dict[str, Any] | None:
     try:
-        line = json.loads(text)
+        line = parse_json(text)
+        if b"\\" in text or not text.decode().rstrip("\r\n").isprintable():
+            line = _printable(line)
     except (ValueError, RecursionError):
         return None
-    if "\\" in text or not text.rstrip("\r\n").isprintable():
-        line = _printable(line)
     if not isinstance(line, dict) or "kind" not in line:
         return None
     for key in NUMBERS:

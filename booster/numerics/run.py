@@ -66,8 +66,6 @@ def read_run(folder: Any) -> Run:
     for rank in ranks:
         run.notes += rank.notes
     num_ranks, here = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
-    if type(num_ranks) is not int or not all(type(rank) is int for rank in here):
-        raise ValueError(f"{files[0]} was written by rank {here} of {num_ranks!r}, which are no numbers")
     missing = list(islice((rank for rank in range(num_ranks) if rank not in here), _MOST_RANKS))
     if missing:
         more = num_ranks - sum(0 <= rank < num_ranks for rank in here) - len(missing)
@@ -123,7 +121,9 @@ def _merged(number: int, lines: list[Mapping[str, Any]]) -> Step:
         number=number,
         applied=all(line["applied"] for line in lines),
         time=first["time"],
-        loss=math.fsum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else _odd(losses),
+        loss=math.fsum(loss / len(losses) for loss in losses)
+        if losses and all(map(math.isfinite, losses))
+        else _odd(losses),
         loss_scale=first.get("loss_scale", 1.0),
         grad_norm=_first(line.get("grad_norm") for line in lines),
         clip=_first(line.get("clip") for line in lines),

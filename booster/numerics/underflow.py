@@ -110,8 +110,9 @@ def best_scale(rows: Sequence[Underflow]) -> float | None:
 
     A larger scale never underflows more. None where nothing bounds it.
     """
-    bounds = [math.log2(row.scale) + row.headroom for row in rows if row.headroom is not None and row.scale > 0]
-    return 2.0 ** math.floor(min(bounds) - _MARGIN) if bounds else None
+    known = [(row.scale, row.headroom) for row in rows if row.headroom is not None and 0 < row.scale < math.inf]
+    bounds = [math.log2(scale) + headroom for scale, headroom in known]
+    return 2.0 ** min(1023, math.floor(min(bounds) - _MARGIN)) if bounds else None
 
 
 def merge(lines: Sequence[Mapping[str, Any]]) -> Underflow:
@@ -138,8 +139,8 @@ def merge(lines: Sequence[Mapping[str, Any]]) -> Underflow:
 
 
 def _root_of_squares(name: str, lines: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> float | None:
-    squares = [line[name] ** 2 * weight for line, weight in zip(lines, weights, strict=True) if name in line]
-    return math.sqrt(sum(squares)) if squares else None
+    parts = [line[name] * math.sqrt(weight) for line, weight in zip(lines, weights, strict=True) if name in line]
+    return math.hypot(*parts) if parts else None
 
 
 def _thinning(spread: Exponents, floor: int) -> float:

@@ -35,8 +35,64 @@ def written(folder, **changes):
 def test_a_line_that_claims_a_billion_ranks_takes_no_memory(tmp_path):
     run = read_run(written(tmp_path, run={"world_size": 10**9}))
     assert "and 999999983 more are not here" in run.notes[0]
-    with pytest.raises(ValueError, match="no numbers"):
+    with pytest.raises(ValueError, match="line 1 of .*world_size is 'many'"):
         read_run(written(tmp_path, run={"world_size": "many"}))
+
+
+SAMPLE = {
+    "kind": "sample",
+    "of": "gradient",
+    "name": "w",
+    "group": 0,
+    "place": 0,
+    "optimizer": "0",
+    "step": 1,
+    "format": "float16",
+    "scale": 1.0,
+    "zeros": 3,
+    "nonfinite": 0,
+    "low": -20,
+    "counts": [3, 1, 0, 5],
+    "largest": 0.5,
+    "norm": 1.0,
+    "stored": "float32",
+    "still": 1,
+    "looked": 9,
+    "update_norm": 0.1,
+    "weight_norm": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        *(("run", {"world_size": 0}), ("run", {"time": 1e300}), ("run", {"schema": "x"}), ("run", {"format": []})),
+        *(("step", {"loss": []}), ("step", {"step": "x"}), ("step", {"lr": 3}), ("step", {"culprit": [1]})),
+        *(("step", {"time": None}), ("step", {"applied": 1}), ("step", {"loss": 10**400}), ("step", {"optimizer": []})),
+        *(("sample", {"low": 2**40}), ("sample", {"low": -(2**40)}), ("sample", {"counts": [0] * 10**6})),
+        *(("sample", {"counts": ["x"]}), ("sample", {"counts": [0]}), ("sample", {"format": "int8"})),
+        *(("sample", {"copies": 0}), ("sample", {"zeros": 10**400}), ("sample", {"name": {}})),
+    ],
+)
+def test_a_line_that_no_record_writes_is_refused_by_file_and_line(kind, change, tmp_path, capsys):
+    folder = written(tmp_path, **{kind: change} if kind != "sample" else {})
+    if kind == "sample":
+        with (tmp_path / "rank-00000.jsonl").open("a") as file:
+            file.write(json.dumps(SAMPLE | change) + "\n")
+    for argv in (["report"], ["report", "--json"], ["compare", str(folder)]):
+        assert main([*argv, str(folder)]) in (1, 2)
+        said = capsys.readouterr().err
+        assert f"line {['run', 'step', '', 'sample'].index(kind) + 1} of {folder / 'rank-00000.jsonl'}" in said
+        assert f" {next(iter(change))} is " in said
+        assert len(said) < 1000
+
+
+def test_a_line_without_end_is_refused_before_it_is_read(tmp_path):
+    written(tmp_path)
+    with (tmp_path / "rank-00000.jsonl").open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match="line 4 of .* has more than 8388608 bytes"):
+        read_run(tmp_path)
 
 
 HOSTILE = ["\x1b]0;pwned\x07", "[/bold]", "[red]x", "\u202egpj.exe", "\ud800", "a\nb", "[link=file:///x]y"]
