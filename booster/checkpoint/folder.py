@@ -23,6 +23,7 @@ from pathlib import Path
 
 from booster.checkpoint.lock import LOCK, Lock, lock_of, locked_name, read_lock, remove_lock
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, problems, read_manifest, read_text
+from booster.names import printable
 
 _logger = logging.getLogger(__name__)
 _LONG_AGO = 3600.0  # seconds, more than clocks differ
@@ -104,7 +105,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
         bad = damage(path)
         if not bad:
             return path
-        _logger.warning("checkpoint %s is passed over: %s", path, "; ".join(bad))
+        _logger.warning("checkpoint %s is passed over: %s", path, printable("; ".join(bad)))
     return None
 
 

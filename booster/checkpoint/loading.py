@@ -28,6 +28,7 @@ from booster.data import OWN_STATE, DataLoaderWrapper, skips
 from booster.interface.model import ModelWrapper, Pinned, pins_of
 from booster.interface.scheduler import LRSchedulerWrapper, check_scheduler_state
 from booster.modules import bare
+from booster.names import printable
 from booster.randomness import random_state, set_random_state
 from booster.update.loading import Reading
 
@@ -56,7 +57,7 @@ def load(root: Path, parts: Parts, *, strict: bool, group: dist.ProcessGroup | N
                 raise CheckpointError(f"{folder} is damaged: {'; '.join(bad)}") from error
             if bad:
                 if is_first(group):
-                    _logger.warning("checkpoint %s is passed over: %s", folder, "; ".join(bad))
+                    _logger.warning("checkpoint %s is passed over: %s", folder, printable("; ".join(bad)))
                 passed_over.append(folder.name)
             elif not replaced:  # by a newer one of this name, while it was read
                 raise
@@ -142,7 +143,7 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
             load_module(model, state, undo)
         undo.pop_all()
     if left_out:
-        _logger.warning("%s: %s", path, listed(left_out))
+        _logger.warning("%s: %s", path, printable(listed(left_out)))
 
 
 @contextmanager
@@ -335,7 +336,7 @@ class _Loading:
         if self._same_ranks:
             set_random_state(self._random)
         if self.saved.notes:
-            _logger.warning("%s: %s", self.saved.folder, "; ".join(self.saved.notes))
+            _logger.warning("%s: %s", self.saved.folder, printable("; ".join(self.saved.notes)))
         return Loaded(self.saved.manifest.step, self._extra, self.saved.folder)
 
     def _pins_here(self) -> Iterator[tuple[str, Pinned]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
@@ -60,7 +61,8 @@ def stream(
     """Load the weights in `path` into `model`, in place, and return it, which is another object where it is one layer itself.
 
     Tensor after tensor, in pieces of a few MB. keep: linear layers that are not frozen. device: where what is on the meta
-    device gets memory. Raises CheckpointError that lists all that does not fit, with nothing touched.
+    device gets memory. Raises CheckpointError that lists all that does not fit, with nothing touched;
+    what is to be packed is read twice for that, first to see that all of it is finite.
     """
     files = weight_files(path)
     others = [str(file) for file in files if not is_safetensors(file)]
@@ -82,6 +84,8 @@ def stream(
         raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(problems))
     with ExitStack() as stack:
         opened = {file: stack.enter_context(open_regular(file)) for file in files}
+        for step in steps:  # before anything is touched
+            _refuse_what_has_no_code(opened[step.entry.file], step)
         # All memory first: between weights that stay, what is only needed for a while would leave holes.
         targets = []
         for step in steps:
@@ -228,22 +232,31 @@ def _install(model: nn.Module, step: _Step, storage: Storage, device: torch.devi
 
 
 @torch.no_grad()
-def _read(opened: object, step: _Step, target: torch.Tensor) -> None:
+def _refuse_what_has_no_code(opened: IO[bytes], step: _Step) -> None:
+    """Raise CheckpointError where `step` packs weights that are not finite, which the form would refuse midway."""
+    if not isinstance(step.stored, Form) or step.packed:
+        return
+    for piece in pieces(opened, step.entry):
+        if not bool(piece.float().isfinite().all()):  # a form packs what float32 makes of it
+            raise CheckpointError(
+                f"{step.entry.name}: {step.stored} has no code for inf or NaN, and there is one among these weights; leave "
+                "its layer wide with keep="
+            )
+
+
+@torch.no_grad()
+def _read(opened: IO[bytes], step: _Step, target: torch.Tensor) -> None:
     target = target.detach()
     if isinstance(step.stored, Form) and not step.packed:
         columns, row = step.entry.shape[1], 0
-        for piece in pieces(opened, step.entry, columns):  # type: ignore[arg-type]
+        for piece in pieces(opened, step.entry, columns):
             matrix = piece.view(-1, columns)
-            try:
-                packed = step.stored.pack(matrix.to(target.device))
-            except ValueError as error:
-                raise CheckpointError(f"{step.entry.name}: {error}; leave its layer wide with keep=") from error
-            target[row : row + len(matrix)] = packed
+            target[row : row + len(matrix)] = step.stored.pack(matrix.to(target.device))
             row += len(matrix)
         return
     contiguous = target.is_contiguous()
     flat, start = (target if contiguous else torch.empty(target.shape, dtype=target.dtype)).view(-1), 0
-    for piece in pieces(opened, step.entry):  # type: ignore[arg-type]
+    for piece in pieces(opened, step.entry):
         flat[start : start + len(piece)].copy_(piece)
         start += len(piece)
     if not contiguous:

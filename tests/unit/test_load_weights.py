@@ -267,6 +267,18 @@ def test_wrong_use_is_told_apart(tmp_path):
         load_weights(net(), saved(bad, tmp_path / "bad"), storage_dtype="int8")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_that_have_no_code_leave_the_model_as_it_was(form, tmp_path):
+    bad, model = net(), net(seed=1)
+    bad.up.weight.detach()[-1, -1] = torch.inf  # the last that is read
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(CheckpointError, match="no code for inf or NaN"):
+        load_weights(model, saved(bad, tmp_path / "bad"), storage_dtype=form)
+    after = model.state_dict(keep_vars=True)
+    assert after.keys() == before.keys()
+    assert all(after[name] is tensor and torch.equal(tensor, was) for name, (tensor, was) in before.items())
+
+
 def test_each_module_knows_the_dtype_that_it_was_loaded_from(tmp_path):
     path = saved(net(), tmp_path / "w", torch.bfloat16)
     model = load_weights(on_meta(), path, storage_dtype="nf4", device="cpu")
