@@ -25,6 +25,7 @@ PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
 _INTERVAL = 1.0  # seconds between looks
 _ANSWERS = 3  # looks that the others have to answer
+_COUNT = "booster/roll_call/asked"  # how many questions were asked
 
 _PACKAGE, _TORCH, _STANDARD = (f"{Path(file).parent}/" for file in (__file__, torch.__file__, logging.__path__[0]))
 # Where waiting is what was asked for, or is for data; and what started the script, whose frames lie below all of its own.
@@ -71,8 +72,9 @@ class RollCall(threading.Thread):
         self._main = threading.main_thread().ident
         self._stand: tuple[Any, ...] = ()
         self._since = time.monotonic()
-        self._number = 0  # of the last question that was asked
+        self._number = 0  # of the last question that this rank has seen; the store counts them
         self._asked: tuple[int, int] | None = None  # the number of this rank's own, and how many looks ago
+        self._last = 0  # the number of the last one of its own, whose answers are in the store still
         self._told: set[int] = set()  # the ranks that this wait has named
 
     def watches(self, store: dist.Store) -> bool:
@@ -83,12 +85,11 @@ class RollCall(threading.Thread):
         """End the watch; returns when its thread has ended."""
         self._stopped.set()
         if self.is_alive():
-            self.join()
+            self.join(10.0)  # a store whose host is gone without a word answers nobody
 
     def run(self) -> None:
         try:
-            while self._store.check([self._key(self._number + 1)]):  # of a group that met in this store before
-                self._number += 1
+            self._begin()
             while not self._stopped.wait(min(_INTERVAL, self._prompt / 4)):
                 if not dist.is_initialized() or default_store() is not self._watched:
                     break
@@ -104,15 +105,15 @@ class RollCall(threading.Thread):
     def look(self) -> None:
         """Look where the main thread is, answer who asks, and ask or conclude where it waits."""
         word = self._word()
-        while self._store.check([self._key(self._number + 1)]):
-            self._number += 1
-            self._store.set(self._key(self._number, self._rank), json.dumps(word))
+        last = int(self._store.get(_COUNT))
+        for number in range(max(self._number, last - self._size) + 1, last + 1):  # no rank asks two at once
+            if number != self._last:
+                self._store.set(self._key(number, self._rank), json.dumps(word))
+        self._number = last
         if word["call"] is None or word["still"] < self._prompt:
             self._asked = None
         elif self._asked is None:
-            self._number += 1
-            self._asked = self._number, 0
-            self._store.set(self._key(self._number), "asked")
+            self._ask()
         else:
             number, looks = self._asked
             keys = {rank: self._key(number, rank) for rank in range(self._size) if rank != self._rank}
@@ -123,12 +124,22 @@ class RollCall(threading.Thread):
             else:
                 self._asked = number, looks + 1
 
+    def _begin(self) -> None:
+        self._number = self._store.add(_COUNT, 0)  # a group that met in this store before may have asked
+
+    def _ask(self) -> None:
+        if self._last:
+            for rank in range(self._size):
+                self._store.delete_key(self._key(self._last, rank))
+        self._last = self._store.add(_COUNT, 1)  # atomic: two that ask at once have a number each
+        self._asked = self._last, 0
+
     @property
     def _prompt(self) -> float:
         return _PROMPT if self.patience is None else min(_PROMPT, self.patience)
 
-    def _key(self, number: int, rank: int | None = None) -> str:
-        return f"booster/roll_call/{number}" + ("" if rank is None else f"/{rank}")
+    def _key(self, number: int, rank: int) -> str:
+        return f"booster/roll_call/{number}/{rank}"
 
     def _word(self) -> dict[str, Any]:
         """Return where this rank is, in words that the others can tell."""
