@@ -138,7 +138,8 @@ class Lock:
 
 def _ends(holder: Holder) -> bool:
     """Whether `holder` is dead. One of another machine or container is waited for, until it gives a sign or never will."""
-    while holder.lives:
+    until = time.monotonic() + DEAD  # its last sign may lie in the future, where the server's clock was set back
+    while holder.lives and (holder.is_here or time.monotonic() < until):
         if holder.is_here:
             return False
         time.sleep(min(1.0, BEAT))

@@ -224,6 +224,15 @@ def test_clocks_of_hosts_that_differ_do_not_matter(tmp_path, monkeypatch):
         assert f".{step(7)}.writing-0123456789ab" in names(tmp_path)
 
 
+def test_a_last_sign_of_life_that_lies_in_the_future_is_not_waited_for(tmp_path, quick):
+    held = elsewhere(tmp_path)
+    ahead = time.time() + 15.0  # of a file server whose clock was set back since
+    os.utime(held, (ahead, ahead))
+    Job().save(tmp_path, 7)
+    assert names(tmp_path) == [step(7)]
+    assert time.time() < ahead
+
+
 def test_a_lock_that_says_nothing_yet_is_respected_and_then_taken(tmp_path, quick):
     lock_of(tmp_path / step(7)).touch()
     Job().save(tmp_path, 7)
