@@ -33,6 +33,7 @@ from booster.mixed_precision import MixedPrecision, make
 from booster.pipelined import execute
 from booster.plugin import Plugin, SingleDevice
 from booster.roll_call import PATIENCE, watch
+from booster.torch_internals import leave_guards
 from booster.update.backward import run_backward
 from booster.update.options import UpdateOptions
 
@@ -623,6 +624,8 @@ class Booster:
             wrapper = boosted_wrapper(boosted, "unwrap")
             leave_raw_calls(wrapper)
             return wrapper.unwrap()
+        if isinstance(boosted, OptimizerWrapper):
+            leave_guards(boosted.unwrap())
         if isinstance(boosted, (OptimizerWrapper, CriterionWrapper, DataLoaderWrapper, LRSchedulerWrapper)):
             return boosted.unwrap()
         raise TypeError(f"unwrap needs a boosted object, as boost() returned it, got {arguments.described(boosted)}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from torch.optim import Optimizer
 
 _logger = logging.getLogger(__name__)
 _CALLS = 100  # of the user's model in training; who calls the wrong one calls it in the first of them
+_BOOSTED_MODELS = "booster.interface.model"
+_COMPUTES = {"_run", "run_method", "_stream"}  # of models; a criterion's models are not synchronised
 _MAKES_STATES = "torch.distributed.checkpoint.state_dict"  # by a step of zeros at a learning rate of zero
 
 
 class OwnStep:
     """A pre-hook on the user's optimizer, which raises RuntimeError for a step that its boosted one does not make.
 
-    stepping: the boosted optimizer is stepping. owner: the boosted optimizer; the guard is off when it is gone, and in a
-    pickle.
+    stepping: the boosted optimizer is stepping. owner: the boosted optimizer; the guard is off when it is gone, when another
+    one steps the same optimizer, and in a pickle.
     """
 
     def __init__(self, optimizer: Optimizer, owner: object) -> None:
@@ -40,8 +43,12 @@ class OwnStep:
             f"this {name} was given to boost(), and its step() was called instead of that of the boosted one: it would take "
             "gradients as they are, under a loss scale thousands of times too large, and miss float32 masters. Keep what "
             "boost() returned, and step that: model, optimizer, *_ = booster.boost(model, optimizer). To step this one when "
-            "training under the booster is over, delete the boosted one first, and call gc.collect()"
+            "training under the booster is over, take it from booster.unwrap(optimizer)"
         )
+
+    def leave(self) -> None:
+        """Let every step pass from now on."""
+        self._owner = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stepping": False, "_owner": None}
@@ -51,12 +58,13 @@ class RawCalls:
     """A forward pre-hook on the user's model, for calls in training that do not come through what `boost` returned.
 
     On one device such a call runs without the precision, and one WARNING says so; of several ranks it would leave gradients
-    unsynchronised, and raises RuntimeError. It leaves after so many calls that came as they should. inside: a call of the
-    boosted model is under way. Copies and pickles of the model are not watched.
+    unsynchronised, and raises RuntimeError. It leaves after so many calls that came as they should: from a boosted model,
+    which may be another one that holds this model, or from a backward pass that computes it again. backward: the number of the
+    backward pass that runs in this thread, or -1. Copies and pickles of the model are not watched.
     """
 
-    def __init__(self, model: nn.Module, *, precision: str, several_ranks: bool) -> None:
-        self.inside = False
+    def __init__(self, model: nn.Module, *, precision: str, several_ranks: bool, backward: Callable[[], int]) -> None:
+        self._backward = backward
         self._watched = True
         self._left = _CALLS
         self._precision = precision
@@ -66,7 +74,13 @@ class RawCalls:
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not self._watched or not torch.is_grad_enabled() or not module.training:
             return
-        if self.inside:
+        # No call more in a step that is as it should be: the frame of the boosted model is a few above this one.
+        frame: Any = sys._getframe(1)
+        while frame is not None and not (
+            frame.f_code.co_name in _COMPUTES and frame.f_globals.get("__name__") == _BOOSTED_MODELS
+        ):
+            frame = frame.f_back
+        if frame is not None or self._backward() != -1:
             self._left -= 1
             if not self._left:
                 self.leave()
@@ -91,7 +105,7 @@ class RawCalls:
             self._handle = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "inside": False, "_watched": False, "_handle": None}
+        return {**self.__dict__, "_watched": False, "_handle": None}
 
 
 def _called_by(module: str) -> bool:

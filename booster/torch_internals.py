@@ -239,6 +239,13 @@ def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Cal
     )
 
 
+def leave_guards(optimizer: Optimizer) -> None:
+    """Have the guards of this library on `optimizer` let every step pass."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if isinstance(hook, OwnStep):
+            hook.leave()
+
+
 def exchange_step_hooks(optimizer: Optimizer, hooks: tuple[Any, Any] | None) -> tuple[Any, Any]:
     """Give `optimizer` the step hooks `hooks` (None: none) and return those that it had. The global ones are not touched."""
     before = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks

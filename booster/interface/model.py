@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from booster.guards import RawCalls
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule, bare, unwrap_placed
 from booster.modules import wait_for_weights
+from booster.torch_internals import graph_task
 from booster.trees import tensors
 
 __all__ = [
@@ -95,15 +96,8 @@ class PrecisionModule(TransparentModule):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
             _refuse_trace()
-        watch = None if torch.compiler.is_compiling() else self._raw_calls
-        if watch is not None:
-            before, watch.inside = watch.inside, True
         with forward_region(self._precision):
             output = self.module(*self.cast_inputs(args), **(self.cast_inputs(kwargs) if kwargs else {}))
-        if (
-            watch is not None
-        ):  # after an error it stays inside until the next call: a `try` is what compilers cannot resume in
-            watch.inside = before
         return self.cast_outputs(output)
 
     def cast_inputs(self, tree: Any) -> Any:
@@ -128,9 +122,9 @@ class PrecisionModule(TransparentModule):
 
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run_method(*args: Any, **kwargs: Any) -> Any:
             try:
-                with self._entered():
+                with forward_region(self._precision):
                     output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             except RuntimeError as error:
                 hint = _hint_of_shards(error, name)
@@ -141,32 +135,18 @@ class PrecisionModule(TransparentModule):
                 return self._stream(output, name)
             return self._finish(output, name)
 
-        return run
+        return run_method
 
     def _stream(self, outputs: Generator[Any, Any, Any], name: str) -> Iterator[Any]:
         # The body of a generator runs when it is iterated, long after the method returned.
         with closing(outputs):
             while True:
-                with self._entered():
+                with forward_region(self._precision):
                     try:
                         output = next(outputs)
                     except StopIteration:
                         return
                 yield self._finish(output, name)
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        watch = None if torch.compiler.is_compiling() else self._raw_calls
-        if watch is None:
-            with forward_region(self._precision):
-                yield
-            return
-        before, watch.inside = watch.inside, True
-        try:
-            with forward_region(self._precision):
-                yield
-        finally:
-            watch.inside = before
 
     def _finish(self, output: Any, name: str) -> Any:
         if self.module is not self.unwrap() and any(tensor.grad_fn is not None for tensor in tensors(output)):
@@ -226,7 +206,7 @@ def watch_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
     own = model.unwrap()
     if own is bare(own):
         name = type(model._precision).__name__
-        model.__dict__["_raw_calls"] = RawCalls(own, precision=name, several_ranks=several_ranks)
+        model.__dict__["_raw_calls"] = RawCalls(own, precision=name, several_ranks=several_ranks, backward=graph_task)
 
 
 def leave_raw_calls(model: ModelWrapper) -> None:
@@ -275,9 +255,11 @@ class CriterionWrapper:
         self._tape = arguments.instance("tape", tape, Tape, "a booster.interface.tape.Tape")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs) if self._tape is None else self._tape.call(self._run, self, args, kwargs)
+        return (
+            self._compute(*args, **kwargs) if self._tape is None else self._tape.call(self._compute, self, args, kwargs)
+        )
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
         with forward_region(self._precision):
             output = self.criterion(*args, **kwargs)
         return cast_floats(output, self._precision.output_dtype)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from booster import arguments
 from booster.guards import OwnStep
 from booster.interface.signature import takes
-from booster.torch_internals import told_found_inf
+from booster.torch_internals import leave_guards, told_found_inf
 from booster.update.backward import run_backward
 from booster.update.base import Job, Update
 from booster.update.checkpoint import STATE_KEY, state_of
@@ -58,6 +58,7 @@ class OptimizerWrapper(Optimizer):
         if job.options.release_gradients:
             self._update.release = Release(str(job.options.release_gradients), float(self._clip_grad_norm))
         self._held: str | None = None
+        leave_guards(job.optimizer)  # those of a boosted one before this
         self._own_step = OwnStep(job.optimizer, self)
         self.accumulating = False
         self._history = StepHistory(job.options.max_consecutive_skips, self._describe_scale)

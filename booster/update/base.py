@@ -175,7 +175,7 @@ class Update(ABC):
         if self.noted is not None:
             self.compare_noted()
         if self.release is not None:  # it steps within the pass
-            self._check_full(self._all_params())
+            self._check_full([param for param in self._all_params() if param.requires_grad])
         self.shards.even_out()
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)

@@ -34,12 +34,14 @@ class ScaledGradients:
 
     def touched(self) -> list[torch.Tensor]:
         """Return the parameters whose gradients were written in place since, or are other tensors; not those that have none
-        any more, and not what was written through `.data`, which torch does not count."""
+        any more or zeros alone, and not what was written through `.data`, which torch does not count."""
         now = [(noted, _value(noted.param)) for noted in self._noted]
         found = [
             noted.param
             for noted, value in now
-            if value is not None and (value is not noted.value or _version(noted.param) != noted.version)
+            if value is not None
+            and (value is not noted.value or _version(noted.param) != noted.version)
+            and value.any()
         ]
         if found or not self._in_parts or torch.equal(self._sample, self._sampled()):
             return found

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.plugin import SingleDevice
@@ -109,6 +110,26 @@ def test_the_users_optimizer_is_free_again_when_the_boosted_one_is_gone():
     own.step()
 
 
+def test_the_users_optimizer_is_free_once_it_was_asked_for():
+    b, model, optimizer, _, own, x = run("fp32")
+    train(b, model, optimizer, x)
+    assert b.unwrap(optimizer) is own
+    model(x).square().mean().backward()
+    own.step()
+    train(b, model, optimizer, x)
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_an_optimizer_that_is_boosted_again_belongs_to_the_later_boost(ask):
+    b, model, optimizer, net, own, x = run("fp32")
+    train(b, model, optimizer, x)
+    other = Booster("cpu", "bf16")
+    again, stepped, *_ = other.boost(b.unwrap(model), b.unwrap(optimizer) if ask else own)
+    train(other, again, stepped, x)
+    with pytest.raises(RuntimeError, match="given to boost"):
+        own.step()
+
+
 def test_a_copy_of_a_boosted_optimizer_guards_its_own_and_a_copy_of_the_users_is_free():
     b, model, optimizer, _, own, x = run("bf16")
     train(b, model, optimizer, x)
@@ -180,6 +201,37 @@ def test_the_users_own_model_is_free_in_evaluation_without_gradients_and_inside_
     assert not caplog.records
 
 
+@pytest.mark.parametrize("recomputed", [None, True, False])
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_boosted_model_inside_another_boosted_one_is_called_as_it_should(caplog, has_optimizer, recomputed):
+    class Whole(nn.Module):
+        def __init__(self, encoder):
+            super().__init__()
+            self.encoder, self.head = encoder, nn.Linear(8, 1)
+
+        def forward(self, x):
+            if recomputed is None:
+                return self.head(self.encoder(x))
+            return self.head(checkpoint(self.encoder, x, use_reentrant=recomputed))
+
+    b, encoder, optimizer, net, _, x = run("bf16", net=nn.Linear(8, 8))
+    whole = Whole(net)
+    several = torch.optim.SGD(whole.head.parameters(), lr=1e-2) if has_optimizer else None
+    boosted, *_ = b.boost(whole, several)
+    train(b, boosted, optimizer, x.requires_grad_())
+    assert not caplog.records
+    net(x)
+    assert len(caplog.records) == 1
+
+
+def test_the_users_own_model_is_told_after_a_forward_pass_that_raised(caplog):
+    b, model, optimizer, net, _, x = run("bf16")
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(x[:, :3])
+    net(x)
+    assert len(caplog.records) == 1
+
+
 def test_what_watches_the_users_model_leaves_after_100_steps():
     b, model, optimizer, net, _, x = run("fp32")
     assert len(net._forward_pre_hooks) == 1
@@ -245,6 +297,17 @@ def test_scaled_gradients_that_somebody_else_changes_are_told_once(caplog, preci
         optimizer.zero_grad()
     (message,) = told(caplog)
     assert all(text in message for text in ("0.weight", "clip_grad_by_norm", "unscale_grads()"))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive"])
+def test_scaled_gradients_that_are_set_to_zero_are_not_told(caplog, precision):
+    b, model, optimizer, _, _, x = run(precision)
+    for _ in range(2):
+        b.backward(model(x).square().mean(), optimizer)
+        model.zero_grad(set_to_none=False)
+        b.backward(model(x).square().mean(), optimizer)
+        assert optimizer.step().applied
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("precision", [*PRECISIONS, "fp16_apex"])
@@ -315,6 +378,15 @@ def test_weights_made_half_after_boost_are_refused(precision, make_half, options
     ):
         b.backward(loss, optimizer)
         optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"release_gradients": "exact"}])
+def test_weights_that_were_frozen_may_be_made_half_after_boost(options):
+    b, model, optimizer, net, _, x = run("bf16", **options)
+    train(b, model, optimizer, x)
+    net[0].requires_grad_(False).bfloat16()
+    train(b, model, optimizer, x)
+    assert optimizer.num_applied == 2
 
 
 @pytest.mark.parametrize("precision", ["fp16_naive", "bf16_naive"])
