@@ -83,12 +83,14 @@ def check_scheduler_state(scheduler: Any, state: Any) -> None:
     wrong = [f"{name} would replace {taken} of the scheduler"] if taken else []
     wrong += of_names(name, now, state)
     if f"{type(scheduler).__module__}.".startswith(_TORCH_AND_OURS):
+        num_groups = len(scheduler.optimizer.param_groups)
         wrong += [
             f"{name} has {len(state[key])} of {key!r}, and there are {len(own)}"
             for key, own in now.items()
             if isinstance(own, (list, tuple))
             and isinstance(state.get(key), (list, tuple))
             and len(state[key]) != len(own)
+            and not (key in _OF_GROUPS and 0 < len(state[key]) <= num_groups)
         ]
         if state.get("_anneal_func_type", "cos") not in ("cos", "linear"):
             wrong.append(f"{name} has {state['_anneal_func_type']!r} for '_anneal_func_type'")
@@ -103,3 +105,5 @@ def _takes_any(scheduler: Any) -> bool:
 
 
 _TORCH_AND_OURS = ("torch.", "booster.")
+# One entry for each group that there was when a scheduler was made; groups may come later.
+_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "base_momentums", "max_momentums")

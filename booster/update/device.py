@@ -26,6 +26,7 @@ from booster.update.outcome import StepFields, StepResult
 class _Norm(NamedTuple):
     total: torch.Tensor
     each: torch.Tensor
+    params: list[torch.Tensor]  # whose gradients they are; some may have none when the step comes
 
 
 class DeviceUpdate(Update):
@@ -56,11 +57,11 @@ class DeviceUpdate(Update):
         return (finite[0] if len(finite) == 1 else torch.stack(finite).all()).logical_not().float()
 
     def blame(self) -> Callable[[], tuple[str, ...]]:
-        each, params = [norm.each for norm in self._measured], self.params()
+        measured = list(self._measured)
 
         def names() -> tuple[str, ...]:
-            bad = (index for norms in each for index, finite in enumerate(norms.isfinite().tolist()) if not finite)
-            return self.culprits(sorted(set(bad)), params)
+            each = (zip(norm.params, norm.each.isfinite().tolist(), strict=True) for norm in measured)
+            return tuple(dict.fromkeys(self.name_of(param) for norms in each for param, finite in norms if not finite))
 
         return names
 
@@ -78,8 +79,10 @@ class DeviceUpdate(Update):
             norm = self._measured[-1]
             clamp_values(values, clip_value)
             # Zero, or NaN where the clamp hid an inf, which gradients of a further backward would be added to. What is
-            # written where ranks hold shards may be more than the parts that were measured.
-            each = norm.total.expand(len(values)) if self.shards.sharded else norm.each
+            # written where ranks hold shards may be more than the parts that were measured, and gradients that were measured
+            # may be gone.
+            alike = not self.shards.sharded and len(norm.each) == len(values)
+            each = norm.each if alike else norm.total.expand(len(values))
             torch._foreach_add_(values, list((each - each).unbind()))
 
     def _decide_and_apply(self) -> StepResult:
@@ -161,8 +164,8 @@ class DeviceUpdate(Update):
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
         norms = self._norms(values, norm_type) if values else torch.zeros(0, dtype=torch.float32, device=self.device)
         if self.shards.sharded:
-            return _Norm(self._shared_total(norms, norm_type), norms)
-        return _Norm(torch.linalg.vector_norm(norms, norm_type) if values else norms.sum(), norms)
+            return _Norm(self._shared_total(norms, norm_type), norms, self.params())
+        return _Norm(torch.linalg.vector_norm(norms, norm_type) if values else norms.sum(), norms, self.params())
 
     def _norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         # Powers of finite float32 gradients can overflow float32, and looking again would wait for the host. Squares of

@@ -25,7 +25,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 class _Norm(NamedTuple):
     total: float
-    nonfinite: list[int]  # indices into params(); empty although total is inf if only the sum overflowed
+    nonfinite: tuple[str, ...]  # names of parameters; empty although total is inf if only the sum overflowed
 
 
 class HostUpdate(Update):
@@ -50,9 +50,7 @@ class HostUpdate(Update):
         )
 
     def blame(self) -> Callable[[], tuple[str, ...]]:
-        bad: list[int] = next((norm.nonfinite for norm in self._measured if norm.nonfinite), [])
-        with self.shards.local():  # of a step that another optimizer may have begun
-            names = self.culprits(bad, self.params())
+        names: tuple[str, ...] = next((norm.nonfinite for norm in self._measured if norm.nonfinite), ())
         return lambda: names
 
     def clip_value(self, clip_value: float) -> None:
@@ -108,7 +106,7 @@ class HostUpdate(Update):
         """Take `norms` of order 2 of the gradients of `params()` for those that were read. nonfinite: which of `params()` had
         an inf or NaN in theirs."""
         norm = self._total(norms, 2.0)
-        self._measured = [_Norm(norm, nonfinite)]
+        self._measured = [_Norm(norm, self.culprits(nonfinite, self.params()))]
         self._reported_norm = norm if self._scale is None else norm / self._scale
 
     def total_norm(self, norms: torch.Tensor) -> float:
@@ -184,13 +182,13 @@ class HostUpdate(Update):
         norms = self._tensor_norms(values, norm_type) if values else torch.zeros(0, dtype=torch.float32)
         total = self._total(norms, norm_type)
         if math.isfinite(total):
-            return _Norm(total, [])
+            return _Norm(total, ())
         nonfinite = nonfinite_indices(values, norms) if values else []
         # Taken again also where another rank may hold the bad number: all ranks come here together.
         if not nonfinite or self.shards.sharded:
             exact = tensor_norms(values, norm_type, torch.float64) if values else norms
             total = self._total(exact, norm_type)
-        return _Norm(total, nonfinite)
+        return _Norm(total, self.culprits(nonfinite, self.params()))
 
     def _total(self, norms: torch.Tensor, norm_type: float) -> float:
         """The norm of all gradients from those of the tensors here; a collective where ranks hold shards."""

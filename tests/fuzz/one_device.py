@@ -447,12 +447,18 @@ class Run:
         own = self.booster.execute_pipeline(iter([(tokens, targets)]), self.model, self.criterion, self.optimizer)
         self.compare_loss(own["loss"], wanted.detach())
 
+    def has_gradients(self):
+        if not self.oracle.held():
+            raise Invalid  # a clip is refused
+
     def clip_norm(self, max_norm, norm_type=2.0):
+        self.has_gradients()
         self.fresh()
         wanted = self.oracle.clip_norm(max_norm, norm_type)
         self.compare_number("norm", self.optimizer.clip_grad_by_norm(max_norm, norm_type), wanted)
 
     def clip_value(self, value):
+        self.has_gradients()
         self.fresh()
         self.oracle.clip_value(value)
         self.optimizer.clip_grad_by_value(value)

@@ -440,6 +440,8 @@ class RankRun(Run):
         self.own_backward(seeds[-1])
 
     def clip_norm(self, max_norm, norm_type=2.0):
+        if not self.oracle.held():
+            raise Invalid  # refused
         self.fresh()
         wanted = self.oracle.clip_norm(max_norm, norm_type)
         own = self.optimizer.clip_grad_by_norm(max_norm, norm_type)

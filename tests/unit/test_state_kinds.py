@@ -127,3 +127,16 @@ def test_numbers_of_one_kind_are_one_kind():
     state["param_groups"][0] |= {"lr": torch.tensor(0.5), "betas": [0, 0.5], "eps": 1}
     job.optimizer.load_state_dict(state)
     job.step()
+
+
+@pytest.mark.parametrize("schedule", ["StepLR", "CyclicLR", "ReduceLROnPlateau", "CosineAnnealingLR"])
+def test_a_group_that_came_after_the_schedule_needs_no_rate_in_its_state(schedule):
+    state = Job("SGD", schedule).schedule.state_dict()
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    made = OPTIMIZERS["SGD"]([{"params": [param]} for param in params])
+    *_, scheduler = Booster("cpu").boost(nn.ParameterList(params), made, lr_scheduler=SCHEDULES[schedule](made))
+    scheduler.load_state_dict(state)
+    assert len(scheduler.state_dict()["_last_lr"]) == 1
+    for rates in ([], [0.1, 0.1, 0.1]):
+        with pytest.raises(ValueError, match="_last_lr"):
+            scheduler.load_state_dict({**state, "_last_lr": rates})

@@ -189,3 +189,16 @@ def test_clipping_before_any_backward_pass_is_refused(decides):
         optimizer.clip_grad_by_value(1.0)
     optimizer.unscale_grads()
     assert optimizer.step().applied
+
+
+@both
+def test_what_a_clip_found_is_named_though_gradients_went_between_it_and_the_step(decides):
+    params = parameters(3, 4, 5)
+    optimizer = sgd(params, decides, 2.0**8)
+    optimizer.backward(loss_with(params, [1.0, 1.0, INF]))
+    optimizer.clip_grad_by_norm(1.0)
+    params[0].grad = params[1].grad = None
+    optimizer.clip_grad_by_value(1.0)
+    result = optimizer.step()
+    assert not result.applied
+    assert result.culprit == ("p2",)
