@@ -272,9 +272,12 @@ def test_workers_of_loaders_left_in_the_middle_end_by_reference_count_alone(capf
     gc.collect()
     gc.disable()
     try:
-        before = len(os.listdir("/proc/self/fd"))
+        before, others = (
+            len(os.listdir("/proc/self/fd")),
+            set(multiprocessing.active_children()),
+        )  # ranks of other tests
         left_in_the_middle()
-        assert multiprocessing.active_children() == []
+        assert set(multiprocessing.active_children()) <= others
         assert not [each for each in gc.get_objects() if "DataLoaderIter" in type(each).__name__]
         assert len(os.listdir("/proc/self/fd")) < before + 4, "one loader's are 6; threads close theirs when they like"
     finally:
