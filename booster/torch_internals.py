@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
+    "SWAPS_TENSORS",
     "BatchNorm",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -65,6 +66,8 @@ def __getattr__(name: str) -> Any:  # what would make `import booster` slow is i
     module, own = _LATE[name]
     return getattr(importlib.import_module(module), own)
 
+
+SWAPS_TENSORS = "torch.nn.utils._named_member_accessor"  # the module that sets tensors for torch.func.functional_call
 
 # ---------------------------------------------------------------------- the autograd engine
 

@@ -14,6 +14,7 @@ from booster import arguments
 from booster.modules import bare, is_placed, unwrap_placed, wait_for_weights
 from booster.shards import is_part
 from booster.shards.hidden import clear_hidden_gradients
+from booster.torch_internals import SWAPS_TENSORS
 
 _logger = logging.getLogger(__name__)
 _KNOWS_PARTS = "torch.distributed.checkpoint"
@@ -106,6 +107,10 @@ class TransparentModule(nn.Module):
         placed = self.__dict__.get("_modules", {}).get("module")
         if placed is None or name == "module" or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
+        elif name in bare(placed)._parameters and _asked_by(SWAPS_TENSORS):
+            bare(placed)._parameters[name] = (
+                value  # as functional_call does with modules that have the parameter themselves
+            )
         else:
             setattr(bare(placed), name, value)
 
@@ -172,7 +177,7 @@ class TransparentModule(nn.Module):
 
 
 def _asked_by(modules: str) -> bool:
-    """Return whether who called `state_dict`, through modules around the model or not, is of these modules."""
+    """Return whether who called the method of the wrapper, through modules around it or not, is of these modules."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":
         frame = frame.f_back

@@ -140,10 +140,13 @@ def _tiles(summary: OptimizerSummary) -> str:
     pace = summary.seconds_per_step
     rooms = [t.headroom for t in summary.tensors if t.headroom is not None and t.of != "activation"]
     scaled = summary.scale[3] != 1.0
+    last_loss = "none finite" if summary.nonfinite_losses else ""
+    if summary.loss is not None:
+        last_loss = f"{summary.loss[1]:.4g}"
     tiles = [
         ("steps", f"{summary.first_step} – {summary.last_step}"),
         ("skipped", f"{summary.num_skipped}" if scaled or summary.num_skipped else ""),
-        ("last loss", "" if summary.loss is None else f"{summary.loss[1]:.4g}"),
+        ("last loss", last_loss),
         ("a step", "" if pace is None else f"{pace:.2f} s" if pace >= 1 else f"{pace * 1e3:.3g} ms"),
         ("least headroom", f"{min(rooms):.1f} bits" if rooms and scaled else ""),
         ("best constant scale", f"{summary.best_scale:g}" if summary.best_scale is not None and scaled else ""),

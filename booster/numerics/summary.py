@@ -19,6 +19,7 @@ class OptimizerSummary:
     """One optimizer's steps. seconds_per_step: the median between steps. clipped: the share of applied steps that were.
 
     loss, grad_norm: (first, last, smallest, largest) of the finite ones, or None. scale: the same of the loss scale.
+    nonfinite_losses: steps whose loss was inf or NaN.
     skips_by_culprit: how often each parameter's gradient was not finite when a step was skipped, most often first.
     num_samples: steps in which gradients and weights were looked at. groups: norms of each parameter group in the last one.
     tensors: each parameter (and activation) over all samples. best_scale: see `underflow.best_scale`, over all samples.
@@ -40,6 +41,7 @@ class OptimizerSummary:
     groups: list[dict[str, float | None]] = field(default_factory=list)
     tensors: list[TensorSummary] = field(default_factory=list)
     best_scale: float | None = None
+    nonfinite_losses: int = 0
 
 
 @dataclass
@@ -142,6 +144,7 @@ def _of_optimizer(name: str, steps: Sequence[Step], samples: Sequence[Underflow]
         groups=_groups([sample for sample in samples if sample.step == samples[-1].step]),
         tensors=[_of_tensor(own) for own in by_tensor(samples).values()],
         best_scale=best_scale([sample for sample in samples if sample.of != "activation"]),
+        nonfinite_losses=sum(step.loss is not None and not math.isfinite(step.loss) for step in steps),
     )
 
 

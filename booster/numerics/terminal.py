@@ -73,9 +73,15 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
         ("loss scale", summary.scale if summary.scale[3] != 1.0 else None, [step.loss_scale for step in steps], True),
     ]
     for name, spread, values, logarithmic in rows:
+        known = [value for value in values if value is not None]
         if spread is not None:
-            bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BESIDE)))
-            table.add_row(name, *(f"{value:.4g}" for value in spread), bars)
+            shown = [f"{value:.4g}" for value in spread]
+        elif known and not any(map(math.isfinite, known)):
+            shown = [f"{known[0]:.4g}", f"{known[-1]:.4g}", "", ""]
+        else:
+            continue
+        bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BESIDE)))
+        table.add_row(name, *shown, bars)
     if table.row_count:
         console.print(table)
     if summary.clipped:

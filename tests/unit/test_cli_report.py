@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import math
 
 import pytest
 from prescribed import parameters, sgd, step_on
@@ -34,6 +35,27 @@ def test_the_summary_names_losses_scales_skips_and_culprits(run, capsys):
     assert rows["p1"] == ["p1", "2"]
     assert "p0" not in rows
     assert "nonfinite_grad 2" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"), [((math.nan, math.nan), ["nan", "nan"]), ((INF, math.nan), ["inf", "nan"])]
+)
+def test_a_run_whose_losses_are_all_not_finite_says_so(values, shown, tmp_path, capsys):
+    params = parameters(3, 2)
+    optimizer = sgd(params)
+    with recorded(tmp_path / "run", optimizer):
+        for value in values:
+            step_on(optimizer, params, 2.0, 1.0, value=value)
+    assert main(["report", "--json", str(tmp_path / "run")]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["optimizers"]
+    assert (found["loss"], found["nonfinite_losses"]) == (None, 2)
+    assert main(["report", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
+    assert "<dt>last loss</dt><dd>none finite</dd>" in (tmp_path / "page.html").read_text()
+    capsys.readouterr()
+    pytest.importorskip("rich", reason="the summary is drawn by rich")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["loss"] == ["loss", *shown, "××"]
 
 
 def test_json_has_the_same_numbers(run, capsys):

@@ -593,6 +593,17 @@ def test_a_model_without_a_layer_to_convert_is_refused_unchanged():
         boosted(STRATEGIES["fp8"](), net().bfloat16())
 
 
+@EVERY_STRATEGY
+def test_a_model_that_is_one_linear_layer_is_refused_with_what_to_do(strategy):
+    model = nn.Linear(64, 32)
+    for keep in (None, ()):
+        with pytest.raises(
+            ValueError, match=r"in Linear; wide stay: the model itself \(no module holds it: put it into"
+        ):
+            boosted(STRATEGIES[strategy](keep=keep), model)
+    assert type(model) is nn.Linear
+
+
 # ---- the check of every converted layer ----
 
 

@@ -56,7 +56,44 @@ def boosted(model=None, precision="bf16", **kwargs):
     return Booster(device="cpu", mixed_precision=precision, **kwargs).boost(Net() if model is None else model)[0]
 
 
+class Rooted(nn.Module):
+    """A parameter and a buffer of its own beside those of a child."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.zeros(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(x * self.scale + self.shift)
+
+
 # ---- attributes ----
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, "bf16_naive"])
+def test_functional_call_replaces_parameters_of_the_models_root_for_one_call(precision):
+    user = Rooted()
+    model = boosted(user, precision)
+    own = dict(model.named_parameters())
+    given = {name: torch.full_like(value, 0.5, requires_grad=True) for name, value in model.state_dict().items()}
+    x = torch.ones(3, 4)
+    found = torch.func.functional_call(model, given, (x,))
+    assert torch.equal(found.float(), torch.full((3, 2), 4 * (0.5 + 0.5) * 0.5 + 0.5))
+    found.float().sum().backward()
+    assert all(value.grad is not None for value in given.values())
+    assert all(param is own[name] and param.grad is None for name, param in user.named_parameters())
+    assert not torch.equal(model(x), found)
+    with pytest.raises(RuntimeError):
+        torch.func.functional_call(model, given, (torch.ones(3, 5),))
+    assert all(param is own[name] for name, param in user.named_parameters())
+
+
+def test_a_parameter_of_the_models_root_is_no_more_replaced_by_a_tensor_than_the_models_own():
+    model = boosted(Rooted())
+    with pytest.raises(TypeError, match="cannot assign .* as parameter 'scale'"):
+        model.scale = torch.ones(4)
 
 
 def test_attributes_are_read_from_the_model():

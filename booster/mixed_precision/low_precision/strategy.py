@@ -249,7 +249,9 @@ class LowPrecision(MixedPrecision):
         ends = {next(iter(linears)): "the first", next(reversed(linears)): "the last"} if linears else {}
         multiple, names, wide = self.recipe.multiple, [], {}
         for name, module in linears.items():
-            if name in ends and self._keep is None:
+            if not name:
+                wide[name] = "no module holds it: put it into nn.Sequential"
+            elif name in ends and self._keep is None:
                 wide[name] = ends[name]
             elif kept.contains(name):
                 wide[name] = "kept"
@@ -264,7 +266,7 @@ class LowPrecision(MixedPrecision):
             else:
                 names.append(name)
         if not names:
-            reasons = "; ".join(f"{name} ({reason})" for name, reason in [*wide.items()][:10])
+            reasons = "; ".join(f"{_shown(name)} ({reason})" for name, reason in [*wide.items()][:10])
             raise ValueError(
                 f"{self.recipe.name} finds no linear layer to convert in {type(model).__name__}"
                 f"{f'; wide stay: {reasons}' if reasons else ', which has none'}. Use mixed_precision='bf16' for it, or keep= "
@@ -284,12 +286,12 @@ class LowPrecision(MixedPrecision):
             if wrong:
                 more = f" and {len(alike) - 1} of its shape" if len(alike) > 1 else ""
                 raise RuntimeError(
-                    f"{alike[0]!r}{more} would not train right in {self.recipe.name} on {self.device}: {wrong}. Keep it wide "
-                    "with keep=, and report it; it is a defect of this library or of torch's kernels"
+                    f"{_shown(alike[0])!r}{more} would not train right in {self.recipe.name} on {self.device}: {wrong}. Keep "
+                    "it wide with keep=, and report it; it is a defect of this library or of torch's kernels"
                 )
 
     def _report(self, model: nn.Module, count: int, wide: Mapping[str, str], kernels: bool) -> None:
-        listed = ", ".join(f"{name} ({reason})" for name, reason in wide.items())
+        listed = ", ".join(f"{_shown(name)} ({reason})" for name, reason in wide.items())
         _logger.info(
             "%s: %d linear layers of %s converted; wide stay: %s",
             self.recipe.name,
@@ -304,6 +306,11 @@ class LowPrecision(MixedPrecision):
                 self.device,
             )
             self._said = True
+
+
+def _shown(name: str) -> str:
+    """Return the name of a module for messages; that of the model itself is empty."""
+    return name or "the model itself"
 
 
 def _written(selected: Iterable[KeepFP32] | None) -> str:
