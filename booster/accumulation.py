@@ -137,6 +137,8 @@ class Accumulations:
     def __init__(self) -> None:
         self._groups: list[Accumulation] = []
         self._unsynchronised: list[Unsynchronised] = []
+        self.any_open = False
+        """Whether anything of either kind is open: without a call, as every backward pass asks."""
 
     def group_of(self, optimizers: Sequence[OptimizerWrapper]) -> Accumulation | None:
         """Return the open group of `optimizers`. Raises ValueError where it is not of exactly these."""
@@ -159,18 +161,21 @@ class Accumulations:
         if self.any_of(group.optimizers):
             raise RuntimeError("accumulate() is running for this optimizer already; it does not nest")
         with group:
-            self._groups.append(group)
-            try:
+            with self._noted(self._groups, group):
                 yield group
-            finally:
-                self._groups.remove(group)
 
     @contextmanager
     def unsynchronised(self, entry: Unsynchronised) -> Iterator[None]:
         """Return a context in which passes that `entry` covers leave gradients incomplete."""
-        with entry.context:
-            self._unsynchronised.append(entry)
-            try:
-                yield
-            finally:
-                self._unsynchronised.remove(entry)
+        with entry.context, self._noted(self._unsynchronised, entry):
+            yield
+
+    @contextmanager
+    def _noted(self, entries: list[Any], entry: Any) -> Iterator[None]:
+        entries.append(entry)
+        self.any_open = True
+        try:
+            yield
+        finally:
+            entries.remove(entry)
+            self.any_open = bool(self._groups or self._unsynchronised)

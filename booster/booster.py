@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 from booster import arguments, checks, collectives
 from booster.accumulation import Accumulation, Accumulations, Unsynchronised
-from booster.cast_regions import forward_region
+from booster.cast_regions import region
 from booster.checkpoint.parts import Loaded
 from booster.checkpoint.run import RunCheckpoints
 from booster.config import translate
@@ -277,19 +277,26 @@ class Booster:
         inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as
         given there. Side effect: the plugin's gradient collectives, except inside `no_sync`.
         """
-        optimizers = checks.check_boosted_optimizers(optimizer, "backward")
-        self.precision.check_loss_id(loss_id)
-        group = self._accumulations.group_of(optimizers)
-        if group is not None:
-            group.before_backward()
-        divisor = 1.0 if group is None else group.divisor
+        if isinstance(optimizer, OptimizerWrapper):
+            optimizers = [optimizer]
+        else:
+            optimizers = checks.check_boosted_optimizers(optimizer, "backward")
+        if type(loss_id) is not int or loss_id != 0:  # 0 is a scaler of every precision
+            self.precision.check_loss_id(loss_id)
+        group, divisor, delayed = None, 1.0, False
+        if self._accumulations.any_open:
+            group = self._accumulations.group_of(optimizers)
+            delayed = self._accumulations.leaves_unsynchronised(optimizers)
+            if group is not None:
+                group.before_backward()
+                divisor, delayed = group.divisor, delayed or group.delayed
         run_backward(
             loss,
             updates_of(optimizers),
             optimizers[0].backward_context,
             divisor=divisor,
             loss_id=loss_id,
-            delayed=(group is not None and group.delayed) or self._accumulations.leaves_unsynchronised(optimizers),
+            delayed=delayed,
             inputs=inputs,
             retain_graph=retain_graph,
             create_graph=create_graph,
@@ -616,7 +623,7 @@ class Booster:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass, for losses and penalties computed outside model and criterion."""
-        return forward_region(self.precision)
+        return region(self.precision.forward_context)
 
     def unwrap(self, boosted: Any) -> Any:
         """The user's object inside a boosted model, optimizer, criterion, dataloader or scheduler."""

@@ -3,7 +3,7 @@
 Two things cast: `torch.autocast`, and torch function modes of this library, which are thread-local too. What else a context
 changes, such as what products read, it says by `surrounding`. A model computes in its own precision wherever it is called:
 inside another model, a criterion, `booster.autocast()` or a session of `apex_amp`. So whoever calls a precision's contexts
-does it through `forward_region` and `backward_region`, and a precision need not know that there are others.
+does it through `region`, and a precision need not know that there are others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -57,18 +57,15 @@ class CastFunctions(CastMode):
         return rule(self, func, args, kwargs or {})
 
 
-class _ForwardContext(Protocol):
-    def forward_context(self) -> AbstractContextManager[Any]: ...
-
-
-def forward_region(precision: _ForwardContext) -> AbstractContextManager[Any]:
-    """A context for one forward pass under `precision`, and under nothing that surrounds it."""
-    return _alone(precision.forward_context)
-
-
-def backward_region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    """A context for one backward pass under the context that is made inside it, and under nothing that surrounds it."""
-    return _alone(make_context)
+def region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """A context for one forward or backward pass under the context that is made inside it, and under nothing that surrounds
+    it. make_context: `forward_context` or `backward_context` of a precision."""
+    surrounded = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if surrounded or (num_function_modes() and _active(CastMode)):
+        return _left(make_context)
+    if not torch.compiler.is_compiling() and _LEAVES.get():
+        return _left(make_context)
+    return make_context()  # as it is, because torch.compile traces it
 
 
 @contextmanager
@@ -159,14 +156,6 @@ def disabled(kind: type[CastMode]) -> AbstractContextManager[Any]:
 _Mode = TypeVar("_Mode", bound=CastMode)
 
 
-def _alone(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or _active(CastMode):
-        return _left(make_context)
-    if not torch.compiler.is_compiling() and _LEAVES.get():
-        return _left(make_context)
-    return make_context()  # as it is, because torch.compile traces it
-
-
 @contextmanager
 def _left(make_context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     with outside(), make_context():
@@ -174,8 +163,6 @@ def _left(make_context: Callable[[], AbstractContextManager[Any]]) -> Iterator[N
 
 
 def _active(kind: type[_Mode]) -> list[_Mode]:
-    if not num_function_modes():  # as in nearly every pass
-        return []
     return [mode for mode in function_modes() if isinstance(mode, kind) and mode.enabled]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,18 @@ def cast_floats(
     if dtype is None:
         return tree
     castable = _CASTABLE_OR_DOUBLE if float64 else _CASTABLE
+    if instead is None and type(tree) is tuple:  # arguments of a forward pass, which nearly always are tensors
+        new = []
+        for entry in tree:
+            if not isinstance(entry, torch.Tensor):
+                break
+            own = entry.dtype
+            new.append(entry.to(dtype) if own in castable and own != dtype else entry)
+        else:
+            return tree if all(map(operator.is_, new, tree)) else tuple(new)
+    if isinstance(tree, torch.Tensor):
+        own = tree.dtype
+        return tree.to(dtype) if own in castable and own != dtype else tree
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.dtype in castable and tensor.dtype != dtype else tensor

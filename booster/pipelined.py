@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from booster.cast_regions import forward_region, outside
+from booster.cast_regions import outside, region
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.micro_batch import MicroBatch, divide
@@ -107,7 +107,7 @@ def _run_stages(
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
     this, seed = begin_backward(updates_of(optimizers)) if optimizers else (None, None)
     try:
-        with forward_region(precision), precision.backward_context():
+        with region(precision.forward_context), precision.backward_context():
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)
     except BaseException:
         if this is not None:

@@ -130,9 +130,7 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(index) for index in range(num_function_modes())]
 
 
-def num_function_modes() -> int:
-    """Return how many torch function modes this thread is in."""
-    return torch._C._len_torch_function_stack()
+num_function_modes = torch._C._len_torch_function_stack  # of this thread; itself, because every pass asks it
 
 
 def without_function_modes() -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from booster import arguments
-from booster.cast_regions import forward_region
+from booster.cast_regions import region
 from booster.casting import cast_floats
 from booster.guards import RawCalls
 from booster.interface.tape import Tape
@@ -74,6 +74,7 @@ class PrecisionModule(TransparentModule):
 
     _precision: ForwardPrecision
     _input_dtype: torch.dtype | None
+    _cast = staticmethod(cast_floats)  # what becomes of inputs and outputs
     _tape: Tape | None = None
     _raw_calls: RawCalls | None = None
 
@@ -96,9 +97,13 @@ class PrecisionModule(TransparentModule):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():
             _refuse_trace()
-        with forward_region(self._precision):
-            output = self.module(*self.cast_inputs(args), **(self.cast_inputs(kwargs) if kwargs else {}))
-        return self.cast_outputs(output)
+        wanted = self._input_dtype
+        if wanted is not None:  # outside of the region, whose function modes would see it
+            args, kwargs = self._cast(args, wanted), (self._cast(kwargs, wanted) if kwargs else kwargs)
+        with region(self._precision.forward_context):
+            output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+        returned = self._precision.output_dtype
+        return output if returned is None else self._cast(output, returned)
 
     def cast_inputs(self, tree: Any) -> Any:
         """Inputs of the model, in whatever containers, as the precision wants them."""
@@ -107,10 +112,6 @@ class PrecisionModule(TransparentModule):
     def cast_outputs(self, tree: Any) -> Any:
         """Outputs of the model, likewise."""
         return self._cast(tree, self._precision.output_dtype)
-
-    def _cast(self, tree: Any, dtype: torch.dtype | None) -> Any:
-        """What becomes of inputs and outputs."""
-        return cast_floats(tree, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
         wait_for_weights(self.module)
@@ -124,7 +125,7 @@ class PrecisionModule(TransparentModule):
         @functools.wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
             try:
-                with forward_region(self._precision):
+                with region(self._precision.forward_context):
                     output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             except RuntimeError as error:
                 hint = _hint_of_shards(error, name)
@@ -141,7 +142,7 @@ class PrecisionModule(TransparentModule):
         # The body of a generator runs when it is iterated, long after the method returned.
         with closing(outputs):
             while True:
-                with forward_region(self._precision):
+                with region(self._precision.forward_context):
                     try:
                         output = next(outputs)
                     except StopIteration:
@@ -260,7 +261,7 @@ class CriterionWrapper:
         )
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        with forward_region(self._precision):
+        with region(self._precision.forward_context):
             output = self.criterion(*args, **kwargs)
         return cast_floats(output, self._precision.output_dtype)
 

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepResult
 from booster.update.release import Release
 
+_UPDATE = attrgetter("_update")
 _DROPS_OUR_KEY = "torch.distributed.checkpoint.state_dict"
 
 
@@ -50,7 +52,8 @@ class OptimizerWrapper(Optimizer):
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
         self.optimizer = job.optimizer
         self._takes_set_to_none = takes(job.optimizer.zero_grad, "set_to_none")
-        self._backward_context = backward_context
+        self.backward_context = backward_context
+        """What `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
         self._after_step = after_step
         with job.shards.local():
             self._update = make_update(job)
@@ -79,7 +82,7 @@ class OptimizerWrapper(Optimizer):
         run_backward(
             loss,
             updates_of([self]),
-            self._backward_context,
+            self.backward_context,
             inputs=inputs,
             retain_graph=retain_graph,
             create_graph=create_graph,
@@ -321,7 +324,7 @@ class OptimizerWrapper(Optimizer):
         self.settle()  # what waits for the last step's outcome belongs to this object
         self.wait_for_weights()
         self._update.wait_for_copies()
-        for of_strategy in (self._backward_context, self._after_step):  # one strategy serves the copy too
+        for of_strategy in (self.backward_context, self._after_step):  # one strategy serves the copy too
             memo[id(of_strategy)] = of_strategy
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
@@ -331,11 +334,6 @@ class OptimizerWrapper(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._own_step = OwnStep(self.optimizer, self)  # torch copies no hooks
-
-    @property
-    def backward_context(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Return what `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
-        return self._backward_context
 
     def parameter_names(self) -> list[list[tuple[str, int]]]:
         """Return, for each group, the qualified name of every parameter, and its place in the group of the whole model.
@@ -489,4 +487,4 @@ def _is_of_torch_checkpoint(depth: int) -> bool:
 
 def updates_of(optimizers: Iterable[OptimizerWrapper]) -> list[Update]:
     """Return what holds the gradients of each of `optimizers`."""
-    return [optimizer._update for optimizer in optimizers]
+    return list(map(_UPDATE, optimizers))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from booster import arguments
-from booster.cast_regions import backward_region
+from booster.cast_regions import region
 from booster.casting import HALF_DTYPES
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
@@ -142,7 +142,7 @@ class Replay:
             raise TypeError(arguments.refusal("what forward() returned", loss, legal))
         loss = loss.float() if loss.dtype in HALF_DTYPES else loss
         gradient = None if scale == 1.0 else torch.full_like(loss, scale, requires_grad=False)
-        with backward_region(self._context):
+        with region(self._context):
             torch.autograd.backward(loss, gradient)
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from booster import arguments
-from booster.cast_regions import backward_region
+from booster.cast_regions import region
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.interface.tape import Call, Pass, Tape
@@ -169,7 +169,7 @@ def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
             continue
         roots = [(made[call][number], grad) for call in each.calls for number, grad in call.grads.items()]
         this, now = begin_backward(updates)
-        with backward_region(context):
+        with region(context):
             torch.autograd.backward(
                 [root for root, _ in roots],
                 [torch.nan_to_num(grad * (now / scale), 0.0, 0.0, 0.0) for _, grad in roots],

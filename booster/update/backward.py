@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +13,15 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from booster import arguments
-from booster.cast_regions import backward_region
+from booster.cast_regions import region
 from booster.casting import HALF_DTYPES
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.update.outcome import SkippedReason
 from booster.update.release import Release
 from booster.update.released_backward import run_released
+
+_RELEASE = attrgetter("release")
 
 
 class Participant(Protocol):
@@ -129,12 +132,16 @@ def run_backward(
         raise RuntimeError(
             "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
         )
-    arguments.flag("retain_graph", retain_graph)
-    arguments.flag("create_graph", create_graph)
+    if retain_graph is not False:
+        arguments.flag("retain_graph", retain_graph)
+    if create_graph is not False:
+        arguments.flag("create_graph", create_graph)
     inputs = None if inputs is None else _checked_inputs(inputs)
-    releases = [] if delayed else [update.release for update in updates if update.release is not None]
-    for release in releases:
-        release.check(create_graph=create_graph)
+    released = not delayed and any(map(_RELEASE, updates))
+    if released:
+        for update in updates:
+            if update.release is not None:
+                update.release.check(create_graph=create_graph)
     this, scale = begin_backward(updates, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
@@ -146,20 +153,23 @@ def run_backward(
     else:
         gradient = torch.full_like(loss, seed, requires_grad=False)
 
-    def engine(retain_graph: bool) -> None:
-        with backward_region(context):
-            torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
-
     try:
-        if releases:
+        if released:
+
+            def engine(retain_graph: bool) -> None:
+                with region(context):
+                    torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
+
             run_released(updates, loss, engine, lambda: end_backward(this, loss), retain_graph=retain_graph)
         else:
-            engine(retain_graph)
+            with region(context):
+                torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
     except BaseException:
         abandon_backward(this)
         raise
-    if not releases:
-        end_backward(this, loss)
+    if not released:
+        for update in updates:
+            update.after_backward(loss)
 
 
 def begin_backward(
@@ -167,8 +177,13 @@ def begin_backward(
 ) -> tuple[BackwardPass, Any]:
     """Make `updates` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
     0-dim tensor. `end_backward` or `abandon_backward` must follow."""
-    scaled = [update.scale_for(loss_id) for update in updates if update.scaler.enabled]
-    scale: Any = _smallest(scaled) if scaled else 1.0
+    scale: Any = None
+    for update in updates:
+        if update.scaler.enabled:
+            own = update.scale_for(loss_id)
+            scale = own if scale is None else _smaller(scale, own)
+    if scale is None:
+        scale = 1.0
     if len(updates) > 1:
         joined = {id(member): member for update in updates for member in update.joint.updates}
         decision = JointDecision(list(joined.values()))
@@ -208,13 +223,7 @@ def _checked_inputs(inputs: Any) -> tuple[Any, ...]:
     return several
 
 
-def _smallest(scales: list[Any]) -> Any:
-    smallest = scales[0]
-    for scale in scales[1:]:
-        if isinstance(smallest, torch.Tensor) or isinstance(scale, torch.Tensor):
-            smallest = torch.minimum(
-                torch.as_tensor(smallest, dtype=torch.float32), torch.as_tensor(scale, dtype=torch.float32)
-            )
-        else:
-            smallest = min(smallest, scale)
-    return smallest
+def _smaller(scale: Any, other: Any) -> Any:
+    if isinstance(scale, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.minimum(torch.as_tensor(scale, dtype=torch.float32), torch.as_tensor(other, dtype=torch.float32))
+    return min(scale, other)

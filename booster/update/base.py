@@ -176,7 +176,10 @@ class Update(ABC):
             self.compare_noted()
         if self.release is not None:  # it steps within the pass
             self._check_full([param for param in self._all_params() if param.requires_grad])
-        self.shards.even_out()
+        if self.shards.sharded:
+            self.shards.even_out()
+        if not self.decides_on_device:
+            scale = float(scale)
         if self._scale is not None and (self._factor is not None or not _same(self._scale, scale)):
             self._multiply(scale / self._scale * self._pending)
         self._differentiable = self._differentiable or (this is not None and this.create_graph)

@@ -12,7 +12,6 @@ import torch
 from booster.grads import clamp_values, nonfinite_indices, tensor_norms
 from booster.torch_internals import step_hooks
 from booster.update import agreement
-from booster.update.backward import BackwardPass
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
 from booster.update.outcome import StepFields, StepResult
@@ -34,9 +33,6 @@ class HostUpdate(Update):
     @property
     def next_scale(self) -> float:
         return self.scaler.scale
-
-    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
-        super().before_backward(float(scale), this)
 
     def found(self) -> bool:
         if not self._measured:

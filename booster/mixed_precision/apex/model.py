@@ -19,7 +19,8 @@ from booster.trees import is_container
 class ApexModel(ModelWrapper):
     """As `ModelWrapper`; cast are also float64 tensors, objects with a method `to`, and collections of any type."""
 
-    def _cast(self, tree: Any, dtype: torch.dtype | None) -> Any:
+    @staticmethod
+    def _cast(tree: Any, dtype: torch.dtype | None) -> Any:  # type: ignore[override]
         return tree if dtype is None else _cast(tree, dtype)
 
 
