@@ -24,16 +24,18 @@ def gradient_values(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     A sparse gradient is coalesced in place and gives its values, a DTensor this rank's part of it.
     """
-    values, dtensors = [], dtensor_types()
+    values: list[torch.Tensor] = []
+    dtensors: tuple[type, ...] | None = None
     for param in params:
-        grad = param.grad
-        if grad.is_sparse:  # type: ignore[union-attr]
-            param.grad = grad.coalesce()  # type: ignore[union-attr]
+        grad: Any = param.grad
+        if grad.is_sparse:
+            param.grad = grad.coalesce()
             grad = sparse_values(param.grad)
-        elif isinstance(grad, dtensors):
-            grad = grad.to_local()  # type: ignore[union-attr]
+        elif type(grad) is not torch.Tensor:
+            dtensors = dtensor_types() if dtensors is None else dtensors
+            grad = grad.to_local() if isinstance(grad, dtensors) else grad  # type: ignore[attr-defined]
         values.append(grad)
-    return values  # type: ignore[return-value]
+    return values
 
 
 def tensor_norms(values: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:

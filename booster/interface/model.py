@@ -74,6 +74,7 @@ class PrecisionModule(TransparentModule):
 
     _precision: ForwardPrecision
     _input_dtype: torch.dtype | None
+    _output_dtype: torch.dtype | None
     _cast = staticmethod(cast_floats)  # what becomes of inputs and outputs
     _tape: Tape | None = None
     _raw_calls: RawCalls | None = None
@@ -83,7 +84,7 @@ class PrecisionModule(TransparentModule):
     ) -> None:
         super().__init__(module)
         # By way of __dict__, because plain assignment sets attributes on the user's model.
-        self.__dict__.update(_precision=precision, _input_dtype=input_dtype)
+        self.__dict__.update(_precision=precision, _input_dtype=input_dtype, _output_dtype=precision.output_dtype)
 
     forward = _Forward()
 
@@ -102,8 +103,10 @@ class PrecisionModule(TransparentModule):
             args, kwargs = self._cast(args, wanted), (self._cast(kwargs, wanted) if kwargs else kwargs)
         with region(self._precision.forward_context):
             output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
-        returned = self._precision.output_dtype
-        return output if returned is None else self._cast(output, returned)
+        returned = self._output_dtype
+        if returned is None or (type(output) is torch.Tensor and output.dtype == returned):
+            return output
+        return self._cast(output, returned)
 
     def cast_inputs(self, tree: Any) -> Any:
         """Inputs of the model, in whatever containers, as the precision wants them."""
@@ -111,7 +114,7 @@ class PrecisionModule(TransparentModule):
 
     def cast_outputs(self, tree: Any) -> Any:
         """Outputs of the model, likewise."""
-        return self._cast(tree, self._precision.output_dtype)
+        return self._cast(tree, self._output_dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
         wait_for_weights(self.module)

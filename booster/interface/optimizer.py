@@ -98,58 +98,58 @@ class OptimizerWrapper(Optimizer):
         Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """
+        update, history = self._update, self._history
         if self._held is not None:
             raise RuntimeError(self._held)
         if "found_inf" in self.__dict__:
             self._refuse_grad_scaler()
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
-        if self._update.noted is not None:
-            self._update.compare_noted()
+        if update.noted is not None:
+            update.compare_noted()
         self._own_step.stepping = True
         try:
             if closure is None and not self.optimizer.state and _is_of_torch_checkpoint(3):
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
-                return self._update.step()
-            self._history.settle()
-            if closure is None and self._clip_grad_norm and not self._update.released:
-                self._update.clip_norm(float(self._clip_grad_norm), 2.0, False, asked=False)
+                return update.step()
+            if history.unsettled is not None:
+                history.settle()
             if closure is None:
-                self._update.shards.check_gradients()
-                for listener in self._update.listeners:
-                    listener.before_step(self._update, self._history.num_steps + 1)
-                result = self._update.step()
+                if self._clip_grad_norm and not update.released:
+                    update.clip_norm(float(self._clip_grad_norm), 2.0, False, asked=False)
+                if update.shards.shares:
+                    update.shards.check_gradients()
+                for listener in update.listeners:
+                    listener.before_step(update, history.num_steps + 1)
+                result = update.step()
             else:
                 result = self._step_with_closure(closure)
             # A user's autocast around the whole loop would go on with half copies of the weights as they were.
             torch.clear_autocast_cache()
-            self._history.record(result)
-            if self._update.listeners or self._after_step is not None:  # they may read weights
+            history.record(result)
+            if update.listeners or self._after_step is not None:  # they may read weights
                 self.wait_for_weights()
-            for listener in self._update.listeners:
-                listener.after_step(self._update, self._history.num_steps, result)
+            for listener in update.listeners:
+                listener.after_step(update, history.num_steps, result)
             if self._after_step is not None:
                 with torch.no_grad():
                     self._after_step(result.decision)
-            if not self._update.decides_on_device:
-                self._history.settle()
+            if not update.decides_on_device:
+                history.settle()
             return result
         finally:
             self._own_step.stepping = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
-        arguments.flag("set_to_none", set_to_none)
+        if set_to_none is not True:
+            arguments.flag("set_to_none", set_to_none)
         if self._update.release is not None:
             self._update.release.refuse("zero_grad()")
-        grads = [] if set_to_none else [p.grad for group in self.param_groups for p in group["params"]]
-        if self._takes_set_to_none and len({type(grad) for grad in grads if grad is not None}) > 1:
-            # torch's way, all in one call, refuses plain tensors beside DTensors, as tensor parallelism has them.
-            for grad in grads:
-                if grad is not None:
-                    grad.detach_().zero_()
-        else:
-            self.optimizer.zero_grad(**({"set_to_none": set_to_none} if self._takes_set_to_none else {}))
+        if not self._takes_set_to_none:
+            self.optimizer.zero_grad()
+        elif set_to_none or not self._zeroed_one_by_one():
+            self.optimizer.zero_grad(set_to_none=set_to_none)
         self._update.forget_gradients(set_to_none)
 
     def unscale_grads(self) -> None:
@@ -177,15 +177,18 @@ class OptimizerWrapper(Optimizer):
         makes the step a skip; with `error_if_nonfinite` it raises RuntimeError, as do a clip before any backward pass and one
         after the step.
         """
-        max_norm = arguments.number("max_norm", arguments.plain(max_norm), least=0, infinite=True)
-        norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
-        arguments.number("norm_type", norm_type, above=0, infinite=True)
-        arguments.flag("error_if_nonfinite", error_if_nonfinite)
+        if type(max_norm) is not float or not max_norm >= 0.0:
+            max_norm = float(arguments.number("max_norm", arguments.plain(max_norm), least=0, infinite=True))
+        if type(norm_type) is not float or norm_type != 2.0:
+            norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
+            norm_type = float(arguments.number("norm_type", norm_type, above=0, infinite=True))
+        if error_if_nonfinite is not False:
+            arguments.flag("error_if_nonfinite", error_if_nonfinite)
         if self._update.release is not None:
             self._update.release.refuse("clip_grad_by_norm()")
         if self._update.noted is not None:
             self._update.compare_noted()
-        return self._update.clip_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+        return self._update.clip_norm(max_norm, norm_type, error_if_nonfinite)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -431,6 +434,16 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optimizer!r})"
 
     # ------------------------------------------------------------------ inside
+
+    def _zeroed_one_by_one(self) -> bool:
+        """Zero plain gradients beside DTensors, as tensor parallelism has them, which torch's way, all in one call, refuses;
+        return False, with nothing done, where all are of one kind."""
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if len(set(map(type, grads))) < 2:
+            return False
+        for grad in grads:
+            grad.detach_().zero_()
+        return True
 
     def _describe_scale(self) -> str:
         return self._update.scaler.describe()

@@ -14,6 +14,8 @@ from booster.masters.offload import HostMemory
 from booster.masters.packing import Packing, unpacked
 from booster.shards.base import is_dtensor
 
+_ADDRESS = torch.Tensor.data_ptr
+
 
 class Bucket:
     """Some elements of the working weights of one group, laid one after another, each piece from a multiple of 64 on::
@@ -73,7 +75,7 @@ class Bucket:
     def working(self) -> list[torch.Tensor]:
         """Return flat views of the working weights, piece by piece."""
         held = self._parts() if self._divided else self._params
-        if [param.data_ptr() for param in held] != self._addresses:
+        if list(map(_ADDRESS, held)) != self._addresses:
             self.find_working()
         return self._views
 
@@ -113,6 +115,13 @@ class Bucket:
             found.append(flat[piece.start : piece.stop])
         return found
 
+    def gather(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None], grads: torch.Tensor) -> None:
+        """Copy `gradients` to their places in flat `grads`."""
+        places = []
+        for start, stop in self._bounds:
+            places.append(grads[start:stop])
+        torch._foreach_copy_(places, self.gradients(gradient_of))
+
     # ------------------------------------------------------------------ masters
 
     def load(self, values: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
@@ -138,17 +147,12 @@ class Bucket:
         """Return the masters as float32: themselves where that is how they are kept, else a copy."""
         return self.load(self.scratch(), self.scratch())
 
-    @property
-    def needs_values(self) -> bool:
-        """Whether `load` fills `values`."""
-        return self.format.needs_values
-
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
-        for tensor, value in zip(self._filled, self.handles_of(values), strict=True):
+        for tensor, value in zip(self._filled, self.handles_of(values) if self.whole else (values,), strict=True):
             tensor.data = value
         if grads is not None:
-            for handle, grad in zip(self.handles, self.handles_of(grads), strict=True):
+            for handle, grad in zip(self.handles, self.handles_of(grads) if self.whole else (grads,), strict=True):
                 handle.grad = around(grad, handle) if self._divided else grad
 
     def detach(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,9 +38,9 @@ class CompiledMasterStep(MasterStep):
         self._understood = True
         self._copies: dict[Any, torch.Tensor] = {}
 
-    def _step_buckets(self, told: Told) -> None:
+    def _step_buckets(self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], told: Told) -> None:
         try:
-            super()._step_buckets(told)
+            super()._step_buckets(plain, buckets, told)
         finally:
             self._copies = {}
 

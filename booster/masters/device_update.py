@@ -43,7 +43,7 @@ class DeviceMasterUpdate(KeepsMasters, DeviceUpdate):
     def _decides_here(self, grad_scale: torch.Tensor | None) -> bool:
         if super()._decides_here(grad_scale):
             return True
-        plain = [param for param in self._step.plain() if param.grad is not None]
+        plain = [param for params in self._step.plain() for param in params if param.grad is not None]
         # Of which kernels take none.
         return any(param.grad.is_sparse or not is_dense(param) for param in plain)  # type: ignore[union-attr]
 

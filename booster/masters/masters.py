@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -101,14 +102,23 @@ class Masters:
         master changed its memory order, as by `model.to(memory_format=...)`, masters and state are laid anew. Raises
         RuntimeError for one whose shape, dtype or device changed.
         """
-        self._follow_layouts()
+        for param, known in self._layouts.items():  # which loops without a call do for every parameter in every step
+            if param.stride() != known.stride() or param.shape != known.shape:
+                self._follow_layouts()
+                break
         loaded = self.loaded_weights()
         if loaded:
             self._take_loaded(loaded)
-        fresh = [
-            [p for p in group["params"] if p not in self._layouts and self.is_stepped(p) and self.may_have(p)]
-            for group in self.optimizer.param_groups
-        ]
+        fresh: list[list[torch.Tensor]] = []
+        half_alone = self.packing is None and not self._options.offload
+        for group in self.optimizer.param_groups:
+            found = []
+            for p in group["params"]:
+                if p in self._layouts or (half_alone and p.dtype not in HALF_DTYPES):
+                    continue
+                if self.is_stepped(p) and self.may_have(p):
+                    found.append(p)
+            fresh.append(found)
         if not any(fresh):
             return
         state = self.optimizer.state
@@ -142,7 +152,7 @@ class Masters:
 
     def outside(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return those of `params` that lie in no bucket."""
-        return [param for param in params if param not in self._layouts]
+        return list(filterfalse(self._layouts.__contains__, params))
 
     def _take_loaded(self, values: Weights) -> None:
         """Make `values` the masters of the weights that they round to; others were written since."""
@@ -157,15 +167,25 @@ class Masters:
                     torch.where(working == rounded(value, working.dtype), value, master, out=master)
             bucket.save(masters, bucket.scratch())
 
-    def divide_by_gradients(self) -> None:
-        """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone."""
-        if self.kind == "whole":
-            return
-        divided = []
+    def divide_by_gradients(self) -> list[Bucket]:
+        """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone. Returns those
+        with gradients; of an optimizer that steps everything at once those that have any."""
+        gradient_of, stepped, made = self.gradient_of, [], {}
         for bucket in self.buckets:
-            divided += bucket.divide(self.gradient_of, self.optimizer.state)
-        if len(divided) > len(self.buckets):
-            self.buckets = divided
+            present = missing = False
+            for piece in bucket.pieces:
+                if gradient_of(piece.param) is None:
+                    missing = True
+                else:
+                    present = True
+            if present and missing and self.kind != "whole":
+                made[bucket] = bucket.divide(gradient_of, self.optimizer.state)
+                stepped.append(made[bucket][0])
+            elif present:
+                stepped.append(bucket)
+        if made:
+            self.buckets = [each for bucket in self.buckets for each in made.get(bucket, (bucket,))]
+        return stepped
 
     # ------------------------------------------------------------------ state of the optimizer
 
@@ -361,11 +381,7 @@ class Masters:
         return [p for group in self.optimizer.param_groups for p in group["params"] if self.may_have(p)]
 
     def _follow_layouts(self) -> None:
-        for param, known in self._layouts.items():
-            if param.stride() != known.stride() or param.shape != known.shape:
-                break
-        else:
-            return
+        """Lay masters and states anew in the memory order of their parameters."""
         for bucket in self.buckets:
             bucket.find_working()
         self.settle()

@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -36,7 +37,9 @@ from booster.casting import HALF_DTYPES
 from booster.masters.bucket import Bucket
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Journey
+from booster.masters.packing import Packing
 from booster.masters.plain import StateLayouts, laid_like, lots
+from booster.torch_internals import note_step, step_hooks, unhooked
 from booster.update.fused import honours_grad_scale, start_late_momentum
 from booster.update.stepping import Restricted, bare_step, hooks_once
 
@@ -53,6 +56,7 @@ class MasterStep:
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
         self._layouts = StateLayouts()
+        self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
 
     @torch.no_grad()
     def step(self, grad_scale: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
@@ -63,12 +67,15 @@ class MasterStep:
         written back as it was, bit for bit, whatever the form of masters and states.
         """
         optimizer = self.masters.optimizer
-        self.prepare()
-        with hooks_once(optimizer):
+        plain, buckets = self.prepare()
+        hooked = any(step_hooks(optimizer))
+        with hooks_once(optimizer) if hooked else nullcontext():
             if self.masters.kind == "whole":
                 self._step_whole(grad_scale, None)
             else:
-                self._step_buckets(Told(grad_scale, found_inf))
+                self._step_buckets(plain, buckets, Told(grad_scale, found_inf))
+        if not hooked:
+            note_step(optimizer)
 
     @torch.no_grad()
     def step_with_closure(self, closure: Callable[[], Any], grad_scale: Callable[[], float]) -> Any:
@@ -81,20 +88,30 @@ class MasterStep:
             else:
                 with torch.enable_grad():
                     loss = closure()
-                self.prepare()
-                self._step_buckets(Told(grad_scale()))
+                plain, buckets = self.prepare()
+                self._step_buckets(plain, buckets, Told(grad_scale()))
             return loss
 
-    def prepare(self) -> None:
-        """Make buckets as the next step needs them; `step` does it by itself. Repeating it changes nothing."""
-        self.follow_params()
-        self.masters.divide_by_gradients()
-        self.refuse_sparse(self.masters.buckets)
+    def prepare(self) -> tuple[list[list[torch.Tensor]], list[Bucket]]:
+        """Make buckets as the next step needs them; `step` does it by itself. Repeating it changes nothing.
 
-    def follow_params(self) -> None:
-        """Give masters to parameters that have none yet, and lay states as parameters lie now."""
+        Returns the parameters that are stepped as they are, by group, and the buckets that have gradients."""
+        plain = self.follow_params()
+        buckets = self.masters.divide_by_gradients()
+        for bucket in buckets:
+            for piece in bucket.pieces:
+                grad = self.masters.gradient_of(piece.param)
+                if grad is not None and grad.is_sparse:
+                    self.refuse_sparse([bucket])
+        return plain, buckets
+
+    def follow_params(self) -> list[list[torch.Tensor]]:
+        """Give masters to parameters that have none yet, and lay states as parameters lie now. Returns `plain`."""
         self.masters.adopt()
-        self._layouts.follow(self.plain(), self.masters.optimizer.state)
+        plain = self.plain()
+        if any(plain):
+            self._layouts.follow([param for params in plain for param in params], self.masters.optimizer.state)
+        return plain
 
     def refuse_sparse(self, buckets: Iterable[Bucket]) -> None:
         """Raise RuntimeError if a parameter that lies in one of `buckets` has a sparse gradient."""
@@ -113,21 +130,24 @@ class MasterStep:
             return ", or choose states='fp32'"
         return ", or leave offload_states False" if self.masters.hosts else ", or keep it in float32 (keep_fp32=...)"
 
-    def plain(self) -> list[torch.Tensor]:
-        """Return the parameters that are stepped as they are, beside masters."""
-        return [param for group in self.masters.optimizer.param_groups for param in self._plain(group["params"])]
-
-    def _plain(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [param for param in self.masters.outside(params) if param.dtype not in HALF_DTYPES]
+    def plain(self) -> list[list[torch.Tensor]]:
+        """Return, by group, the parameters that are stepped as they are, beside masters."""
+        found = []
+        for group in self.masters.optimizer.param_groups:
+            own = []
+            for param in self.masters.outside(group["params"]):
+                if param.dtype not in HALF_DTYPES:
+                    own.append(param)
+            found.append(own)
+        return found
 
     # ------------------------------------------------------------------ bucket by bucket
 
-    def _step_buckets(self, told: Told) -> None:
+    def _step_buckets(self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], told: Told) -> None:
         self.masters.dither.next()
         optimizer = self.masters.optimizer
-        buckets = [b for b in self.masters.buckets if self.masters.gradient_of(b.pieces[0].param) is not None]
-        plain = [self._plain(group["params"]) for group in optimizer.param_groups]
-        self.step_those(buckets, plain, told, [Restricted(optimizer, group) for group in optimizer.param_groups])
+        restricted = map(Restricted, repeat(optimizer), optimizer.param_groups)
+        self.step_those(buckets, plain, told, list(restricted))
 
     def step_those(
         self,
@@ -141,14 +161,16 @@ class MasterStep:
         groups = self.masters.optimizer.param_groups
         scratch = _Scratch(buckets)
         journeys = self._journeys(buckets) if self.masters.hosts else {}
+        self._bare = unhooked(type(self.masters.optimizer).step)
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
-            own = [bucket for bucket in buckets if bucket.group == index]
             with only:
-                for params, may_fuse in lots(plain[index], max(self.masters.size, 1)):
+                for params, may_fuse in lots(plain[index], max(self.masters.size, 1)) if plain[index] else ():
                     only.to(params)
                     with _unfused(group, group.get("fused") and not may_fuse):
                         self._step_plain(params, told)
-                for bucket in own:
+                for bucket in buckets:
+                    if bucket.group != index:
+                        continue
                     only.to(bucket.handles)
                     with nullcontext() if bucket.host is None else journeys[bucket.host].here(bucket):
                         self._step_bucket(bucket, scratch, told)
@@ -167,20 +189,20 @@ class MasterStep:
         values, grads = scratch.of(bucket)
         masters = bucket.load(values, grads)
         try:
-            with self._opened(bucket, scratch, grads):
-                torch._foreach_copy_(bucket.pieces_of(grads), bucket.gradients(self.masters.gradient_of))
+            with nullcontext() if bucket.packing is None else self._opened(bucket.packing, bucket, scratch, grads):
+                bucket.gather(self.masters.gradient_of, grads)
                 bucket.attach(masters, grads)
                 self._call([grads], told)
         finally:
             bucket.detach()
         bucket.save(masters, grads)
 
-    def _opened(self, bucket: Bucket, scratch: _Scratch, spare: torch.Tensor) -> AbstractContextManager[None]:
+    def _opened(
+        self, packing: Packing, bucket: Bucket, scratch: _Scratch, spare: torch.Tensor
+    ) -> AbstractContextManager[None]:
         """Return a context in which the states of `bucket` are float32. Entering and leaving overwrite `spare`."""
-        if bucket.packing is None:
-            return nullcontext()
         state = self.masters.optimizer.state
-        return bucket.packing.opened(bucket, state, lambda name: scratch.state(bucket, name), spare)
+        return packing.opened(bucket, state, lambda name: scratch.state(bucket, name), spare)
 
     def _step_plain(self, params: list[torch.Tensor], told: Told) -> None:
         start_late_momentum(self.masters.optimizer)
@@ -202,19 +224,18 @@ class MasterStep:
     def _call(self, grads: list[torch.Tensor], told: Told) -> None:
         """Step on `grads`, which may be overwritten, as `told`: by the optimizer itself where it can."""
         optimizer: Any = self.masters.optimizer
-        heeded = told.is_tensor or (told.number <= _FLOAT32_MAX and honours_grad_scale(optimizer))
         if told.divides_by_one and told.found_inf is None:
-            bare_step(optimizer)
-        elif heeded:
+            self._bare(optimizer)
+        elif told.is_tensor or (told.number <= _FLOAT32_MAX and honours_grad_scale(optimizer)):
             told.tell(optimizer, grads[0].device)
             try:
-                bare_step(optimizer)
+                self._bare(optimizer)
             finally:
                 optimizer.__dict__.pop("grad_scale", None)
                 optimizer.__dict__.pop("found_inf", None)
         else:
             torch._foreach_mul_(grads, inverse(told.number))
-            bare_step(optimizer)
+            self._bare(optimizer)
 
     # ------------------------------------------------------------------ all at once
 
@@ -302,13 +323,14 @@ class _Scratch:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._sizes: dict[torch.device, int] = {}
         for bucket in buckets:
-            self._sizes[bucket.device] = max(self._sizes.get(bucket.device, 0), bucket.size)
+            if bucket.size > self._sizes.get(bucket.device, 0):
+                self._sizes[bucket.device] = bucket.size
         self._tensors: dict[tuple[torch.device, str], torch.Tensor] = {}
 
     def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (values, gradients) of the bucket's size; the former only where the bucket needs it."""
         grads = self._tensor(bucket, "gradients")
-        values = self._tensor(bucket, "values") if bucket.needs_values else grads
+        values = self._tensor(bucket, "values") if bucket.format.needs_values else grads
         return values, grads
 
     def state(self, bucket: Bucket, name: str) -> torch.Tensor:

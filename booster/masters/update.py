@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from booster.casting import HALF_DTYPES
-from booster.grads import gradient_values
+from booster.grads import gradient_values, tensor_norms
 from booster.masters.compiled import half_norms
 from booster.masters.keeps import KeepsMasters
 from booster.masters.masters import Masters
@@ -45,19 +44,22 @@ class MasterUpdate(KeepsMasters, HostUpdate):
         compiled: bool = False,
     ) -> None:
         super().__init__(job, masters=masters, compiled=compiled)
-        self._half_norms: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE) if compiled else None
+        self._half_norms: Any = None
+        if compiled:
+            self._half_norms = torch.compile(half_norms, dynamic=False, **OWN_CACHE)
+            self._tensor_norms = self._compiled_norms
         self._count_zeros = count_zeros
         self._verbose = verbose
         self._zeros_released = 0
 
     def _decide_and_apply(self) -> StepResult:
+        if not (self._count_zeros or self._verbose):
+            return super()._decide_and_apply()
         before = self.scaler.scale
-        carried = self._grad_scale
         released = self.release is not None and self.release.pending
         zeros = None if not self._count_zeros else self._zeros_released if released else self._num_zeros()
         result = super()._decide_and_apply()
         if result.applied:
-            self._scale = carried if self._keeps_any() and not released else self._scale
             result = StepResult(True, result._read()._replace(num_zeros_in_grad=zeros))
         if self._verbose and zeros is not None and result.applied:
             _logger.info("%d elements of the gradients were zero", zeros)
@@ -65,22 +67,19 @@ class MasterUpdate(KeepsMasters, HostUpdate):
             _logger.info("loss scale %g -> %g after %s", before, self.scaler.scale, _outcome(result))
         return result
 
-    @property
-    def _grad_scale(self) -> float:
-        return self._known_scale / self._pending if self._pending else math.inf
+    def _apply(self, grad_scale: float) -> float:
+        if not self._keeps_any():
+            return super()._apply(grad_scale)
+        self._step.step(grad_scale)
+        return grad_scale  # working gradients are read, never written
 
-    def _apply(self, grad_scale: float) -> None:
-        if self._keeps_any():
-            self._step.step(grad_scale)
-        else:
-            super()._apply(grad_scale)
+    _grad_scale = HostUpdate.grad_scale
 
-    def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        if self._half_norms is not None and norm_type == 2.0:
-            same = len({value.device for value in values}) == 1 and all(value.dtype in HALF_DTYPES for value in values)
-            if same:
-                return self._half_norms(values)
-        return super()._tensor_norms(values, norm_type)
+    def _compiled_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+        devices = {value.device for value in values}
+        if norm_type == 2.0 and len(devices) == 1 and all(value.dtype in HALF_DTYPES for value in values):
+            return self._half_norms(values)
+        return tensor_norms(values, norm_type)
 
     def make_parts(self) -> Parts | None:
         self._zeros_released = 0

@@ -76,13 +76,13 @@ class AutocastMixedPrecision(MixedPrecision):
         return clone
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        device_type = self.device.type
+        device_type = "cpu" if self._device is None else self._device.type
         autocast = torch.autocast(device_type, self.dtype, cache_enabled=self._cache_enabled)
         products = self.half_products.forward_context(device_type)
         return autocast if products is None else both(autocast, products)
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return self.half_products.backward_context(self.device.type)
+        return self.half_products.backward_context("cpu" if self._device is None else self._device.type)
 
     @property
     def pins_during_run(self) -> bool:

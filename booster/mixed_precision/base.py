@@ -441,7 +441,7 @@ class FP32(MixedPrecision):
         return nullcontext() if self._products == "float32" else switched(ONEDNN, "bf16")
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return self.forward_context()
+        return nullcontext() if self._products == "float32" else switched(ONEDNN, "bf16")
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         dtypes = {param.dtype for param in placed.parameters()}

@@ -127,12 +127,12 @@ class NaiveMixedPrecision(MixedPrecision):
         return clone
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self._context(self.half_products.forward_context(self.device.type) or nullcontext())
+        device_type = "cpu" if self._device is None else self._device.type
+        inner = self.half_products.forward_context(device_type) or nullcontext()
+        return both(NewTensors(self.dtype), inner) if self._default_dtype else inner
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        return self._context(self.half_products.backward_context(self.device.type))
-
-    def _context(self, inner: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+        inner = self.half_products.backward_context("cpu" if self._device is None else self._device.type)
         return both(NewTensors(self.dtype), inner) if self._default_dtype else inner
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:

@@ -33,6 +33,8 @@ class Shards:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.shares = type(self) is not Shards
+        """Whether other ranks have any part in these parameters; where not, nothing here does anything, and none need ask."""
 
     def local(self) -> AbstractContextManager[Any]:
         """Return a context in which the optimizer's groups hold this rank's parts, in the same order, each with its gradient.

@@ -11,7 +11,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -37,6 +37,7 @@ from booster.update.release import Release
 from booster.update.touched import EVERY, FIRST, ScaledGradients
 
 _logger = logging.getLogger(__name__)
+_WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing
 _DTYPE = attrgetter("dtype")  # of every parameter in every step, without a Python call for each
 
 
@@ -136,6 +137,8 @@ class Update(ABC):
         return self._num_backwards
 
     decides_on_device = False
+    piles_up = False
+    """Whether gradients can be there that no step may use yet although a backward pass has ended."""
 
     @property
     def found_is_shared(self) -> bool:
@@ -156,7 +159,8 @@ class Update(ABC):
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """The gradients were zeroed."""
-        self.shards.clear_gradients(set_to_none)
+        if self.shards.shares:
+            self.shards.clear_gradients(set_to_none)
         self.reset()
         self._scale = None
 
@@ -247,14 +251,19 @@ class Update(ABC):
         """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim.
 
         asked: by a call of the user's, which is refused where no backward pass came before it."""
-        with self.shards.local():
-            if self._nobody_has_gradients():
-                if asked:
-                    self._refuse_early_clip("clip_grad_by_norm")
-                return torch.tensor(0.0, dtype=torch.float32)
-            self._require_backward()
-            self._check = True
-            norm = self._true_norm(norm_type)
+        with self.shards.local() if self.shards.sharded else _WHOLE:
+            self._present = self._find_params()
+            try:
+                if (self.shards.sharded or not self._present) and self._nobody_has_gradients():
+                    if asked:
+                        self._refuse_early_clip("clip_grad_by_norm")
+                    return torch.tensor(0.0, dtype=torch.float32)
+                if self.piles_up or not self._num_backwards:
+                    self._require_backward()
+                self._check = True
+                norm = self._true_norm(norm_type)
+            finally:
+                self._present = None
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {float(norm)}, so it cannot be clipped. Under a "
@@ -277,6 +286,12 @@ class Update(ABC):
     def found(self) -> Any:
         """Return whether this rank's gradients hold an inf or NaN: a bool, or a 0-dim tensor."""
 
+    def _measure_once(self) -> None:
+        """Read the gradients, if nobody has since the last backward pass."""
+        if not self._measured:
+            with self.shards.local() if self.shards.sharded else _WHOLE:  # another optimizer's step may ask
+                self._true_norm(2.0)
+
     @abstractmethod
     def blame(self) -> Callable[[], tuple[str, ...]]:
         """Return what names the parameters with an inf or NaN in their gradients, also after `reset`."""
@@ -287,7 +302,7 @@ class Update(ABC):
             self.release.check_weights()
             if self.release.pending:
                 return self._finish_release(self.release)
-        with self.shards.local():
+        with self.shards.local() if self.shards.sharded else _WHOLE:
             self._present = self._find_params()
             self._num_steps += 1
             try:
@@ -298,7 +313,8 @@ class Update(ABC):
                     scale = self.next_scale
                     self.reset()
                     return StepResult(True, lambda applied: StepFields(loss_scale=float(scale)))
-                self._require_backward()
+                if self.piles_up or not self._num_backwards:
+                    self._require_backward()
                 result = self._decide_and_apply()
             finally:
                 self._present = None
@@ -447,12 +463,17 @@ class Update(ABC):
         return self._find_params() if self._present is None else self._present
 
     def _find_params(self) -> list[torch.Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"] if param.grad is not None]
+        found = []
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    found.append(param)
+        return found
 
     def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
         """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""
         if not written:
-            return gradient_values(self.params())
+            return gradient_values(self._find_params() if self._present is None else self._present)
         params = self.shards.written(self.params())
         own_memory(params)
         return gradient_values(params)
@@ -510,8 +531,8 @@ class Update(ABC):
         return self._check or joint.found is not None or any(update.looks for update in joint.updates)
 
     def _true_norm(self, norm_type: float) -> Any:
-        """Norm of the gradients as they would be unscaled, clips applied: one read of them."""
-        with self.shards.local(), torch.no_grad():
+        """Norm of the gradients as they would be unscaled, clips applied: one read of them. Inside `local()`."""
+        with torch.no_grad():
             measured = self._measure(self.gradients(), norm_type)
         self._measured.append(measured)
         norm = measured.total
@@ -542,7 +563,7 @@ class Update(ABC):
         self.optimizer.step()
 
     def _multiply(self, ratio: Any) -> None:
-        with self.shards.local():
+        with self.shards.local() if self.shards.sharded else _WHOLE:
             if self._differentiable:
                 self._leave_graph()
                 scale_in_graph(self.gradients(written=True), ratio)

@@ -33,20 +33,16 @@ class CompiledUpdate(HostUpdate):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._compiled_norms: Any = torch.compile(tensor_norms, dynamic=False, **OWN_CACHE)
+        self._tensor_norms = torch.compile(tensor_norms, dynamic=False, **OWN_CACHE)
         self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # for which steps were compiled
         self._seen: Any = None  # that was looked at; torch replaces it when it loads one
         self._said = False
 
-    def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        return self._compiled_norms(values, norm_type)
-
-    def _apply(self, grad_scale: float) -> None:
+    def _apply(self, grad_scale: float) -> float:
         params = self.params()
         if not self.optimizer.state or not self._lies_as_compiled(params):
-            super()._apply(grad_scale)
-            return
+            return super()._apply(grad_scale)
         device = params[0].device
         wide = any(param.dtype == torch.float64 for param in params)
         dtype = torch.float64 if wide else torch.float32
@@ -60,6 +56,7 @@ class CompiledUpdate(HostUpdate):
         finally:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
+        return 1.0
 
     def make_parts(self) -> None:
         return None

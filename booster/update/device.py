@@ -51,8 +51,7 @@ class DeviceUpdate(Update):
         return self.scaler.factor
 
     def found(self) -> torch.Tensor:
-        if not self._measured:
-            self._true_norm(2.0)
+        self._measure_once()
         finite = [norm.total.isfinite() for norm in self._measured]
         return (finite[0] if len(finite) == 1 else torch.stack(finite).all()).logical_not().float()
 
@@ -95,7 +94,8 @@ class DeviceUpdate(Update):
         norm, report = self._reported_norm, self.joint.report()
         grad_scale = carried / self._pending
         self._apply(None if _is_one(grad_scale) else _on(found.device, grad_scale, None), found)
-        self.scaler.update(found)
+        if self.scaler.enabled:
+            self.scaler.update(found)
         # A skip leaves the gradients as they were, and the clips that wait with them.
         self._scale = 1.0 if _is_one(grad_scale) else torch.where(found > 0, grad_scale, 1.0)
         outcome = _Applied(found)

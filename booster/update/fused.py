@@ -61,10 +61,14 @@ class FusedKernel:
             return
         if not all(fused):
             params = [p for group in groups if group.get("fused") for p in group["params"] if p.grad is not None]
-        reason = self._unfit(params)
-        if reason is not None:
-            self._give_up(reason)
-            return
+        half = type(self.optimizer) is SGD and not HALF_DTYPES.isdisjoint(map(_DTYPE, params))
+        contiguous = torch.Tensor.is_contiguous
+        alike = not self._strides and all(map(contiguous, params)) and all(map(contiguous, map(_GRAD, params)))
+        if half or not alike:
+            reason = self._unfit(params)
+            if reason is not None:
+                self._give_up(reason)
+                return
         if self.optimizer.state is not self._state:
             self._state = self.optimizer.state
             for param, own in self._state.items():
@@ -74,14 +78,10 @@ class FusedKernel:
 
     def _unfit(self, params: Sequence[torch.Tensor]) -> str | None:
         """Return why the kernel cannot step `params`; None, with all gradients laid like their parameters, if it can."""
-        half = type(self.optimizer) is SGD and not HALF_DTYPES.isdisjoint(map(_DTYPE, params))
-        if half and any(p.dtype in HALF_DTYPES and p.device.type == "cpu" for p in params):
+        if type(self.optimizer) is SGD and any(p.dtype in HALF_DTYPES and p.device.type == "cpu" for p in params):
             return "on CPU it leaves most elements of half-precision parameters as they are"
-        grads: list[Any] = list(map(_GRAD, params))
-        contiguous = torch.Tensor.is_contiguous
-        if not self._strides and all(map(contiguous, params)) and all(map(contiguous, grads)):
-            return None
-        for param, grad in zip(params, grads, strict=True):
+        for param in params:
+            grad: Any = param.grad
             if grad.is_sparse:
                 if type(self.optimizer) in _TAKE_SPARSE:
                     return "it takes no sparse gradients"

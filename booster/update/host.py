@@ -30,13 +30,15 @@ class _Norm(NamedTuple):
 class HostUpdate(Update):
     """Scale, norms and the decision are Python numbers. Reading the norm waits for the device the gradients are on."""
 
+    _tensor_norms: Callable[..., torch.Tensor] = staticmethod(tensor_norms)
+
     @property
     def next_scale(self) -> float:
         return self.scaler.scale
 
     def found(self) -> bool:
         if not self._measured:
-            self._true_norm(2.0)
+            self._measure_once()
         return any(map(_NONFINITE, self._measured))
 
     @property
@@ -62,15 +64,15 @@ class HostUpdate(Update):
             clamp_values(self.gradients(written=True), bound)
 
     def _decide_and_apply(self) -> StepResult:
-        loss_scale = self._loss_scale
-        if self._check and not self._measured and self.joint.found is None:
-            self._true_norm(2.0)
-        skip = (self._check or self._checks) and self._agreed()
+        loss_scale, joint = self._loss_scale, self.joint
+        alone = joint.found is None and len(joint.updates) == 1
+        skip = (self._check or not alone and self._checks) and self._agreed()
         norm = self._reported_norm
         if skip:
             if self._factor is not None:  # the overflow was another optimizer's, and gradients may outlive this step
                 self._multiply(self._pending)
-            self.scaler.update(True)
+            if self.scaler.enabled:
+                self.scaler.update(True)
             reason, culprit = self.joint.report()()
             culprit = agreement.all_names(culprit, self._group)
             if norm is not None and self._group is not None:
@@ -79,10 +81,14 @@ class HostUpdate(Update):
                 False, StepFields(loss_scale=loss_scale, grad_norm=norm, skipped_reason=reason, culprit=culprit)
             )
         if self.release is None or not self.release.pending:
-            pending = self._pending
-            self._apply(self._known_scale / pending if pending else math.inf)
-        self.scaler.update(False)
-        self._scale = 1.0
+            scale = 1.0 if self._scale is None else self._scale
+            if self._factor is not None:
+                scale = scale / self._factor if self._factor else math.inf
+            self._scale = self._apply(scale)
+        else:
+            self._scale = 1.0
+        if self.scaler.enabled:
+            self.scaler.update(False)
         return StepResult(True, StepFields(loss_scale=loss_scale, grad_norm=norm))
 
     @property
@@ -143,26 +149,29 @@ class HostUpdate(Update):
                 joint.found = False
         return bool(joint.found)
 
-    def _apply(self, grad_scale: float) -> None:
-        """Step on gradients divided by `grad_scale`; the division is the optimizer's own where it can be."""
+    def _apply(self, grad_scale: float) -> float:
+        """Step on gradients divided by `grad_scale`; the division is the optimizer's own where it can be. Returns what `.grad`
+        is multiplied by afterwards."""
         optimizer: Any = self.optimizer
-        params = self.params()
+        params = self._find_params() if self._present is None else self._present
         self.kernel.prepare(params)
         if grad_scale == 1.0:
-            self._step_optimizer()
+            self.optimizer.step()
         elif grad_scale <= _FLOAT32_MAX and self._kernel_divides(params):
             if params:  # otherwise they are all of other ranks
                 optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=params[0].device)
             try:
-                self._step_optimizer()
+                optimizer.step()
             finally:
                 # GradScaler and a later plain step take the attribute's presence as an order.
                 if params:
                     del optimizer.grad_scale
-            self.shards.divided(grad_scale)
+            if self.shards.sharded:
+                self.shards.divided(grad_scale)
         else:
             self.unscale()
-            self._step_optimizer()
+            optimizer.step()
+        return 1.0
 
     def _kernel_divides(self, params: list[torch.Tensor]) -> bool:
         """Return whether the optimizer itself divides gradients by a float32 number, as precisely as they are."""
@@ -172,11 +181,16 @@ class HostUpdate(Update):
 
     def _clipped(self, norm: float, max_norm: float) -> float | None:
         factor = max_norm / (norm + 1e-6)
-        return self._pending * factor if factor < 1.0 and math.isfinite(norm) else self._factor
+        if factor < 1.0 and math.isfinite(norm):
+            return factor if self._factor is None else self._factor * factor
+        return self._factor
 
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
         norms = self._tensor_norms(values, norm_type) if values else torch.zeros(0, dtype=torch.float32)
-        total = self._total(norms, norm_type)
+        if values and not self.shards.sharded:
+            total = float(torch.linalg.vector_norm(norms, norm_type))
+        else:
+            total = self._total(norms, norm_type)
         if math.isfinite(total):
             return _Norm(total, ())
         nonfinite = nonfinite_indices(values, norms) if values else []
@@ -191,6 +205,3 @@ class HostUpdate(Update):
         if self.shards.sharded:
             return float(self._shared_total(norms, norm_type))
         return float(torch.linalg.vector_norm(norms, norm_type)) if norms.numel() else 0.0
-
-    def _tensor_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        return tensor_norms(values, norm_type)

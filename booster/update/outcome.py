@@ -132,27 +132,28 @@ class StepHistory:
         self.last: StepResult | None = None
         self._max_consecutive_skips = max_consecutive_skips
         self._describe_scale = describe_scale
-        self._unsettled: StepResult | None = None
+        self.unsettled: StepResult | None = None
+        """The last step, while it is not counted."""
         self._deferred: list[Callable[[], None]] = []
 
     def record(self, result: StepResult) -> None:
         """Note a step whose outcome need not be known yet."""
         self.num_steps += 1
-        self._unsettled = self.last = result if result.loss is None else result.without_loss()
+        self.unsettled = self.last = result if result.loss is None else result.without_loss()
 
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
-        if self._unsettled is None:
+        if self.unsettled is None:
             action()
         else:
             self._deferred.append(action)
 
     def settle(self) -> None:
         """Count the last step, waiting for its outcome, then run what waited for it. Raises `LossScaleError`."""
-        if self._unsettled is None:
+        if self.unsettled is None:
             return
-        result, self._unsettled = self._unsettled, None
-        if result.applied:
+        result, self.unsettled = self.unsettled, None
+        if result._applied is True or result.applied:
             self.num_applied += 1
             self.progress += 1
             self.num_consecutive_skips = 0

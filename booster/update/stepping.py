@@ -23,7 +23,8 @@ class Restricted:
         self._optimizer = optimizer
         self._group = group
         self._params = list(group["params"])
-        self._entries = {key: value for key, value in group.items() if key != "params"}
+        self._entries = dict(group)
+        del self._entries["params"]
 
     def __enter__(self) -> Restricted:
         self._groups = self._optimizer.param_groups

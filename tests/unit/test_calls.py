@@ -88,10 +88,10 @@ def whole(precision):
 
 # (calls, files) of all that a user does in a step; here is where it is seen if the road becomes longer.
 WHOLE = {
-    "fp32": ("fp32", 79, 16),
-    "bf16": ("bf16", 96, 18),
-    "fp16": ("fp16", 103, 19),
-    "bf16_naive, split": (lambda: BF16NaiveMixedPrecision(master_weights="split"), 195, 31),
+    "fp32": ("fp32", 43, 13),
+    "bf16": ("bf16", 57, 14),
+    "fp16": ("fp16", 64, 16),
+    "bf16_naive, split": (lambda: BF16NaiveMixedPrecision(master_weights="split"), 94, 24),
 }
 
 
@@ -106,11 +106,11 @@ def test_a_whole_step_stays_within_its_calls_and_files(name):
 # (calls, files, depth). One call of a half forward is the layer's: `Float32Attention` sees every torch function. One is the
 # guard's on the user's own model, in the first 100 steps.
 FORWARD = {
-    "fp32": (7, 5, 3),
-    "bf16": (13, 7, 5),
-    "fp16": (13, 7, 5),
-    "fp16_naive": (13, 7, 5),
-    "bf16_naive": (13, 7, 5),
+    "fp32": (6, 5, 3),
+    "bf16": (11, 6, 5),
+    "fp16": (11, 6, 5),
+    "fp16_naive": (10, 6, 5),
+    "bf16_naive": (10, 6, 5),
 }
 
 
@@ -122,11 +122,11 @@ def test_a_warm_forward_stays_within_its_calls_files_and_depth(precision):
 
 # (calls, files, depth). One call is the guard's on the user's own optimizer, where that is what steps.
 STEP = {
-    "fp32": (28, 8, 6),
-    "bf16": (28, 8, 6),
-    "fp16": (39, 10, 7),
-    "fp16_naive": (136, 21, 14),
-    "bf16_naive": (128, 20, 14),
+    "fp32": (11, 6, 5),
+    "bf16": (11, 6, 5),
+    "fp16": (23, 9, 9),
+    "fp16_naive": (62, 18, 13),
+    "bf16_naive": (51, 15, 13),
 }
 
 

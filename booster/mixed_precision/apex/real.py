@@ -108,9 +108,10 @@ class RealUpdate(HostUpdate):
         self.reset()
         return StepResult(False, fields)
 
-    def _apply(self, grad_scale: float) -> None:
+    def _apply(self, grad_scale: float) -> float:
         self.unscale()
         self._step_optimizer()
+        return 1.0
 
     def _require_backward(self) -> None:
         pass

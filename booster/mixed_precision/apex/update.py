@@ -41,6 +41,7 @@ class ApexUpdate(HostUpdate):
     """
 
     scaler: ApexScales
+    piles_up = True
     short_circuits = True  # a static scale of 1 does nothing at all
 
     def __init__(
@@ -239,9 +240,9 @@ class ApexUpdate(HostUpdate):
     def closure_refusal(self) -> str | None:
         return None if self._overflow is None else NO_CLOSURE
 
-    def _apply(self, grad_scale: float) -> None:
+    def _apply(self, grad_scale: float) -> float:
         with disable_casts():
-            super()._apply(grad_scale)
+            return super()._apply(grad_scale)
 
     def _require_backward(self) -> None:
         # Gradients at rest are true ones, so those of a bare loss.backward() add to them.
