@@ -20,21 +20,20 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.allocations import alive, high_water, storages
+from benchmarks.memory_ranks import HEADER, print_ranks
+from benchmarks.mlp import BATCH, MLP, adamw, data
 from benchmarks.timing import describe_machine
 from booster import Booster, register_elementwise
 from booster.mixed_precision import BF16MixedPrecision, BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, MixedPrecision
 
-WIDTH, DEPTH, BATCH = 1024, 5, 16
 WARMUP = 2
 MIB = 2**20
 
@@ -50,22 +49,6 @@ class Training:
 
     def run(self) -> None:
         self.backward_and_step(self.forward())
-
-
-class MLP(nn.Module):
-    def __init__(self, *, gelu: bool = False, uses: int = 1, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-        self.gelu, self.uses, self.checkpointed = gelu, uses, checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.uses):
-            for layer in self.layers:
-                x = checkpoint(self.block, layer, x, use_reentrant=False) if self.checkpointed else self.block(layer, x)
-        return x
-
-    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.gelu(layer(x)) if self.gelu else layer(x)
 
 
 # ---- ways to train
@@ -107,10 +90,6 @@ class Lion(torch.optim.Optimizer):
 
 def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-4)
 
 
 def lion(params: Any) -> torch.optim.Optimizer:
@@ -205,10 +184,6 @@ def torchao(device: str) -> Training:
     return by_hand(model, optimizer, data(device, BATCH).bfloat16())
 
 
-def data(device: str, batch: int) -> torch.Tensor:
-    return torch.randn(batch, WIDTH, device=device)
-
-
 def ways() -> dict[str, tuple[str | None, Callable[[str], Training]]]:
     """Name -> the package it needs, and what makes it on a device."""
     return {
@@ -265,60 +240,6 @@ def without_masters(rounding: Any) -> MixedPrecision:
 
 
 # ---- measuring
-
-
-def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address -> bytes of the storages of `tensors`; a tensor made of tensors counts through them."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__"):
-            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-            sizes |= storages(part for part in parts if isinstance(part, torch.Tensor))
-        elif not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":  # those have shapes, but no bytes
-            storage = tensor.untyped_storage()
-            try:
-                sizes[storage.data_ptr()] = storage.nbytes()
-            except RuntimeError:  # of a tensor that a trace left behind, whose storage was never given memory
-                continue
-    return sizes
-
-
-def alive() -> dict[int, int]:
-    """The storages of every tensor that Python knows of, whoever holds it."""
-    gc.collect()
-    return storages(entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor))
-
-
-def high_water(run: Callable[[], object], device: str) -> tuple[int, int]:
-    """Bytes by which memory was higher than before, at the highest and at the end of `run`."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        kept = run()  # noqa: F841  (alive until memory was read)
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
-    events, _ = allocations(run)
-    level = highest = 0
-    for _, _, nbytes in events:
-        level += nbytes
-        highest = max(highest, level)
-    return highest, level
-
-
-def allocations(run: Callable[[], object]) -> tuple[list[tuple[int, int, int]], object]:
-    """(time, address, bytes) of what the allocator for CPUs gave this thread, or took back, while `run` ran; and its result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        kept = run()
-    found: list[tuple[int, int, int]] = []
-    waiting = list(recorded.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-    while waiting:
-        event = waiting.pop()
-        waiting += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            fields = event.extra_fields
-            found.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    return sorted(found), kept
 
 
 def measure(make: Callable[[str], Training], device: str) -> dict[str, float]:
@@ -383,8 +304,6 @@ def main() -> None:
     parser.add_argument("--ranks", default="", help="numbers of gloo ranks, such as 2,4: what each of them holds")
     args = parser.parse_args()
     if args.ranks:
-        from benchmarks.memory_ranks import HEADER, print_ranks  # which measures with what is here
-
         print(f"{describe_machine()}\n\n{HEADER}")
         for ranks in map(int, args.ranks.split(",")):
             print_ranks(ranks, args.only.split(","))

@@ -1,6 +1,6 @@
 """Bytes a parameter on each of several gloo ranks, at rest and at the peak of a step, with and without gradient release.
 
-`python -m benchmarks.memory --ranks 2,4 [--only NAME,...]` prints them, for the model, batch and optimizer of that file.
+`python -m benchmarks.memory --ranks 2,4 [--only NAME,...]` prints them, for the model, batch and optimizer of `mlp.py`.
 
 Weights, masters, gradients and states: what the fullest rank holds after a step, counted by `Booster.memory`. Peak: the highest
 point of the third step, with all that the rank has, DistributedDataParallel's buckets too; from the allocator's events.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import BATCH, MLP, adamw, data
+from benchmarks.mlp import BATCH, MLP, adamw, data
 from benchmarks.scaling.bytes import Counting, high_level
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision

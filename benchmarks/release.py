@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import MLP, adamw, data
+from benchmarks.mlp import MLP, adamw, data
 from benchmarks.timing import describe_machine, interleave, ratio
 from booster import Booster
 from booster.plugin import LowLevelZeroPlugin, Plugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin

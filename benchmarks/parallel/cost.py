@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory import alive, allocations
+from benchmarks.allocations import alive, allocations
 from benchmarks.parallel.loops import GPT, TINY, Case, Loop, cases, pipeline
 from benchmarks.scaling.bytes import NOISE, socket_bytes
 from benchmarks.scaling.decoder import Model

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.memory import allocations
+from benchmarks.allocations import allocations
 from benchmarks.scaling.decoder import PRECISIONS, Axis, Model, axis_shape, layer_parameters, stage_parameters
 from benchmarks.scaling.formulas import Memory, held_memory, receive_buffers
 from benchmarks.scaling.job import MICRO_BATCH, Case, Decoder, loss_of, make_precision, run_step

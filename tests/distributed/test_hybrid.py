@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from benchmarks.memory import alive
+from benchmarks.allocations import alive
 from benchmarks.scaling.bytes import high_level
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16TorchMixedPrecision

@@ -206,6 +206,12 @@ def test_no_files_and_no_folders_import_each_other_in_a_circle():
     assert circles(set(rooms(ROOT, found))) == [], "folders; the arrows inside each circle"
 
 
+def test_no_files_of_the_benchmarks_import_each_other_in_a_circle():
+    found = set(arrows(ROOT.parent / "benchmarks"))
+    assert ("benchmarks.memory", "benchmarks.timing") in found
+    assert circles(found) == []
+
+
 def test_a_circle_is_noticed_when_there_is_one(tmp_path):
     root = tmp_path / "package"
     sources = {

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import booster
-from benchmarks import memory
+from benchmarks import allocations, memory, mlp
 from booster import Booster, register_elementwise
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
@@ -538,8 +538,8 @@ def test_the_estimate_follows_the_release(way):
     precision, _, clip = way.partition(", ")
     options = {"release_gradients": "exact", "clip_grad_norm": 1.0 if clip else 0.0}
     b = Booster("cpu", PRECISIONS[precision](), **options)
-    net = memory.MLP()
-    inner, x = memory.adamw(net.parameters()), torch.randn(16, memory.WIDTH)
+    net = mlp.MLP()
+    inner, x = mlp.adamw(net.parameters()), torch.randn(16, mlp.WIDTH)
     expected = b.estimate_memory(net, inner, (x, x), F.mse_loss)
     model, optimizer, criterion, *_ = b.boost(net, inner, F.mse_loss)
 
@@ -549,7 +549,7 @@ def test_the_estimate_follows_the_release(way):
 
     step()
     found = b.memory(model, optimizer)
-    highest, _ = memory.high_water(step, "cpu")
+    highest, _ = allocations.high_water(step, "cpu")
     assert (expected.gradients, found.gradients) == (0, 0)
     assert expected.held - expected.inputs == pytest.approx(found.held, rel=0.01)
     assert expected.peak - expected.inputs == pytest.approx(found.held + highest, rel=0.03)
