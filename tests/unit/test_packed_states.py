@@ -10,7 +10,7 @@ from test_masters import BF16, ELEMENTWISE, FP16, equal, weights
 from torch import nn, optim
 
 import booster
-from benchmarks import memory
+from benchmarks import memory, mlp
 from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
@@ -122,7 +122,7 @@ def seven_bytes(device, precision=BF16NaiveMixedPrecision, **options):
 # Beside what is held, torch's float16 backward on CPU takes float32 memory for a weight of this size.
 @pytest.mark.parametrize(("precision", "peak"), [(BF16NaiveMixedPrecision, 7.9), (FP16NaiveMixedPrecision, 8.0)])
 def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter(precision, peak, monkeypatch):
-    monkeypatch.setattr(memory, "WIDTH", 640)
+    monkeypatch.setattr(mlp, "WIDTH", 640)
     sizes = memory.measure(lambda device: seven_bytes(device, precision), "cpu")
     assert sizes["param"] == pytest.approx(2.0, abs=0.01)
     assert sizes["held"] <= 7.2

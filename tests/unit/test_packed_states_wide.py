@@ -10,7 +10,7 @@ from test_masters import ELEMENTWISE, equal
 from test_packed_states import PACKABLE
 from torch import nn, optim
 
-from benchmarks import memory
+from benchmarks import memory, mlp
 from booster import Booster
 from booster.masters.packed import Packed
 from booster.memory import estimate
@@ -77,7 +77,7 @@ class Run:
 
 @pytest.mark.parametrize(("precision", "peak"), [("fp32", 10.9), ("bf16", 10.9), ("fp16", 10.9)])
 def test_adamw_on_float32_weights_and_8_bit_states_holds_ten_bytes_a_parameter(precision, peak, monkeypatch):
-    monkeypatch.setattr(memory, "WIDTH", 512)
+    monkeypatch.setattr(mlp, "WIDTH", 512)
     sizes = memory.measure(lambda device: memory.ours(device, precision, states="8bit"), "cpu")
     assert sizes["param"] == pytest.approx(4.0, abs=0.01)
     assert sizes["held"] <= 10.2
