@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import filterfalse
+from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -187,6 +188,11 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def writes(tensors: Sequence[Any]) -> int:
+    """Return how often DTensors `tensors` and what this rank holds of them were written in place, in sum."""
+    return sum(map(_VERSION, tensors)) + sum(map(_VERSION, map(_LOCAL, tensors)))
+
+
 def of_same_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """Return a context inside which `tensors` are written the very bits that they hold, so that graphs may go on with them."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
@@ -224,6 +230,8 @@ def set_fused_flags(optimizer: Optimizer, fused: bool) -> None:
 
 # Module and name of what `torch.save` has its tensors and parameters rebuilt by.
 REBUILDERS = tuple(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "parameter"))
+_VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")  # asked without a Python call
+_PLAIN = frozenset((torch.Tensor,))
 _IS_GUARD = OwnStep.__instancecheck__  # asked without a Python call
 
 
@@ -354,12 +362,26 @@ def own_part(tensor: Any) -> torch.Tensor:
     return local
 
 
-def placed_alike(tensor: Any, other: Any) -> bool:
-    """Return whether two DTensors of one mesh are divided alike."""
-    return tensor._spec is other._spec or tensor.placements == other.placements
+def own_parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return `own_part` of each of `tensors`."""
+    found = list(map(_LOCAL, tensors))
+    if not _PLAIN.issuperset(map(type, found)):
+        found = list(map(own_part, tensors))
+    return found
+
+
+def placed_unlike(tensors: Iterable[Any]) -> list[Any]:
+    """Return those of DTensors `tensors` whose gradient, which is a DTensor of the same mesh, is divided otherwise."""
+    found = []
+    for tensor in tensors:
+        if tensor.grad._spec is not tensor._spec and tensor.grad.placements != tensor.placements:
+            found.append(tensor)
+    return found
 
 
 # ---------------------------------------------------------------------- fully_shard
+
+_HELD_BACK = "unsharded_accumulated_grad"
 
 
 def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
@@ -368,22 +390,24 @@ def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
         yield module._get_fsdp_state()
 
 
-def fsdp_groups(modules: Iterable[nn.Module]) -> list[Any]:
+def fsdp_groups(modules: Iterable[Any]) -> list[Any]:
     """Return the groups of parameters that are gathered together, of modules that `fully_shard` was applied to."""
-    return [group for state in fsdp_states(modules) for group in _groups_of(state)]
+    found: list[Any] = []
+    for module in modules:
+        state = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            found += state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:  # in torch 2.11 a state has one group, or None
+            found.append(state._fsdp_param_group)
+    return found
 
 
-def _groups_of(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    # In torch 2.11 a state has one group, or None.
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yield torch's record of every parameter of such modules."""
+def fsdp_params(modules: Iterable[Any]) -> list[Any]:
+    """Return torch's record of every parameter of such modules."""
+    found: list[Any] = []
     for group in fsdp_groups(modules):
-        yield from group.fsdp_params
+        found += group.fsdp_params
+    return found
 
 
 def is_in_forward(state: Any) -> bool:
@@ -429,6 +453,25 @@ def gathered(param: Any) -> Any | None:
     return getattr(param, "_unsharded_param", None)
 
 
+def all_gathered(params: Iterable[Any]) -> list[Any]:
+    """Return `gathered` of each of `params`."""
+    found = []
+    for param in params:
+        found.append(getattr(param, "_unsharded_param", None))
+    return found
+
+
+def drop_unreduced(params: Sequence[Any]) -> None:
+    """Drop what records of `fsdp_params` hold back, and the gradients of their whole parameters."""
+    apart = bool(params) and _keeps_apart(params[0])
+    for param in params:
+        if apart:
+            param.unsharded_accumulated_grad = None
+        whole = getattr(param, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
 def held_back(param: Any) -> torch.Tensor | None:
     """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, beside that of the gathered parameter.
 
@@ -444,7 +487,7 @@ def hold_back(param: Any, grad: torch.Tensor | None) -> None:
 
 
 def _keeps_apart(param: Any) -> bool:
-    return not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
+    return not isinstance(getattr(type(param), _HELD_BACK, None), property)
 
 
 def is_gathered(group: Any) -> bool:

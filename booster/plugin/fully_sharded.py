@@ -262,7 +262,7 @@ class _Own(torch.autograd.Function):
 def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
     # fully_shard hooks the gradients of outputs. An in-place operation on a view drops such a hook, of which torch warns,
     # and a Linear with a bias already returns a view.
-    return map_tensors(_own, output)
+    return _own(output) if isinstance(output, torch.Tensor) else map_tensors(_own, output)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
@@ -296,10 +296,16 @@ class _Rest:
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if is_in_forward(self._state):  # it raised: the hook of fully_shard did not run
             recover(module)
-        elif not any(tensor.requires_grad for tensor in tensors(output)):
+        elif not _requires_grad(output):
             reshard(module)
         elif self._note is not None:
             self._note(module)
+
+
+def _requires_grad(output: Any) -> bool:
+    if isinstance(output, torch.Tensor):
+        return output.requires_grad
+    return any(tensor.requires_grad for tensor in tensors(output))
 
 
 class _TakeOver:

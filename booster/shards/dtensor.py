@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ from booster.casting import HALF_DTYPES
 from booster.optimizer_kinds import kind_of, unknown
 from booster.shards.base import Shards, State, world_size
 from booster.shards.state_view import StateOfParts
-from booster.torch_internals import own_part, placed_alike
+from booster.torch_internals import own_part, own_parts, placed_unlike
 
+_GRAD = attrgetter("grad")
 _STEPS_DTENSORS = {"Muon"}  # of torch's optimizers that need whole tensors
 
 
@@ -56,16 +59,13 @@ class DTensorShards(Shards):
         if self._inside:
             yield
             return
-        lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
-        add_up_terms(param for params in lists for param in params)
-        before = [list(params) for params in lists]
+        lists: list[list[Any]] = list(map(itemgetter("params"), self.optimizer.param_groups))
+        before = list(map(list, lists))
+        add_up_terms(chain.from_iterable(lists))
         given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
-        for params in lists:
-            for index, param in enumerate(params):
-                if self._steps_parts and isinstance(param, DTensor):
-                    part = params[index] = self.part_of(param)
-                    part.grad = _own_gradient(param)
-                    given.append((param, part, part.grad))
+        if self._steps_parts:
+            for params in lists:
+                self._lay_out(params, given)
         self._inside = True
         try:
             yield
@@ -77,6 +77,22 @@ class DTensorShards(Shards):
                 if part.grad is not grad:
                     param.grad = None if part.grad is None else _like(part.grad, param)
                 part.grad = None
+
+    def _lay_out(self, params: list[Any], given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
+        """Put parts in the places of DTensors in `params`, each with its gradient, and note them in `given`."""
+        places = [index for index, param in enumerate(params) if isinstance(param, DTensor)]
+        divided = [params[index] for index in places]
+        graphless = [param for param in divided if param.grad is not None and not param.grad.requires_grad]
+        grads = dict(zip(map(id, graphless), own_parts(list(map(_GRAD, graphless))), strict=True))
+        for index, param, local in zip(places, divided, own_parts(divided), strict=True):
+            part: Any = self._parts.get(param)
+            known = part is not None and part.data_ptr() == local.data_ptr() and part.shape == local.shape
+            if not known or part.requires_grad != param.requires_grad:
+                part = self.part_of(param)
+            grad = grads.get(id(param))
+            part.grad = _own_gradient(param) if grad is None and param.grad is not None else grad
+            params[index] = part
+            given.append((param, part, part.grad))
 
     @contextmanager
     def lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
@@ -120,6 +136,12 @@ class DTensorShards(Shards):
                     shards *= 1 if isinstance(placement, Replicate) else size
             self._copies[part] = self._ranks_of_stage * self._num_holders(param) // shards
         return self._copies[part]
+
+    def copies_of(self, parts: Sequence[torch.Tensor]) -> list[int]:
+        if not self._copies.keys() >= set(parts):
+            for part in parts:
+                self.copies(part)
+        return list(map(self._copies.__getitem__, parts))
 
     def cut(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         placed = self.placed(value, param)
@@ -242,10 +264,13 @@ def add_up_terms(params: Iterable[Any]) -> None:
     that a sum is rounded once.
     """
     terms: dict[tuple[Any, torch.dtype, torch.device], list[Any]] = {}
+    held = []
     for param in params:
-        grad: Any = param.grad if isinstance(param, DTensor) else None
-        if grad is None or placed_alike(grad, param):
-            continue
+        if isinstance(param, DTensor) and param.grad is not None:
+            held.append(param)
+    unlike: list[Any] = placed_unlike(held)
+    for param in unlike:
+        grad = param.grad
         plain = grad.device_mesh.ndim == 1 and not grad.requires_grad  # a graph goes through no collective of c10d
         if plain and grad.placements[0] == Partial() and param.placements[0] == Replicate():
             terms.setdefault((grad.device_mesh, grad.dtype, grad.device), []).append(param)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, MutableSet
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from booster.shards.base import UNSYNCHRONISED
 from booster.shards.dtensor import DTensorShards, local_of
 from booster.shards.fp8_gather import FP8Gather
 from booster.torch_internals import (
+    all_gathered,
+    drop_unreduced,
     fsdp_groups,
     fsdp_params,
     fsdp_states,
@@ -27,8 +30,11 @@ from booster.torch_internals import (
     hold_back,
     is_gathered,
     own_piece,
-    version,
+    without_function_modes,
+    writes,
 )
+
+_SHARDED = attrgetter("sharded_param")
 
 
 class FullyShardedShards(DTensorShards):
@@ -51,11 +57,11 @@ class FullyShardedShards(DTensorShards):
         self._modules = [weakref.ref(module) for module in modules]
         # Found once, as a walk over all modules costs more than what is done to these.
         self._sharded = [weakref.ref(child) for module in self._alive() for child in _sharded_in(module)]
+        self._scaled = any(isinstance(gather_of(group), FP8Gather) for group in fsdp_groups(self._sharded_alive()))
         self._unreduced = unreduced
         self._left = left
 
     def check_gradients(self) -> None:
-        super().check_gradients()
         for module in self._alive():
             self._left.take_over(module)
         if not self._unreduced:
@@ -90,14 +96,14 @@ class FullyShardedShards(DTensorShards):
             recover(module)
 
     def publish(self) -> None:
-        super().publish()
         # A forward pass without a backward leaves gathered parameters behind; the next one would take the old values.
         self.forget_gathered()
 
     def forget_gathered(self) -> None:
         sharded = self._sharded_alive()
         _free(sharded)
-        _forget_scales(sharded)
+        if self._scaled:
+            _forget_scales(sharded)
 
     def at_rest(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         shards = {
@@ -109,8 +115,7 @@ class FullyShardedShards(DTensorShards):
         return [shards.get(id(param), param) for param in params]
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        super().clear_gradients(set_to_none)
-        _forget_unreduced(fsdp_params(self._sharded_alive()))
+        drop_unreduced(fsdp_params(self._sharded_alive()))
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
@@ -127,10 +132,19 @@ class FullyShardedShards(DTensorShards):
                     gathered(param).grad = grad  # type: ignore[union-attr]
 
     def _alive(self) -> list[nn.Module]:
-        return [module for module in (ref() for ref in self._modules) if module is not None]
+        return _alive(self._modules)
 
     def _sharded_alive(self) -> list[Any]:
-        return [module for module in (ref() for ref in self._sharded) if module is not None]
+        return _alive(self._sharded)
+
+
+def _alive(references: Iterable[weakref.ref[Any]]) -> list[Any]:
+    found = []
+    for reference in references:
+        module = reference()
+        if module is not None:
+            found.append(module)
+    return found
 
 
 class LeftGathered:
@@ -147,14 +161,16 @@ class LeftGathered:
 
     def note(self, module: nn.Module) -> None:
         """Remember what `module`, which went through `fully_shard`, has gathered after a forward pass."""
-        groups = _gathered_groups(module)
-        self._noted[module] = [(group, _versions(group)) for group in groups]
-        self._trains[module] = [
-            (param, whole.requires_grad)
-            for group in groups
-            for param in group.fsdp_params
-            if (whole := gathered(param)) is not None
-        ]
+        noted: list[tuple[Any, int]] = []
+        trains: list[tuple[Any, bool]] = []
+        with without_function_modes():  # which would see every look at a tensor, as this runs within the forward pass
+            for group in _groups(module):
+                if is_gathered(group):
+                    noted.append((group, writes(list(map(_SHARDED, group.fsdp_params)))))
+                    for param, whole in zip(group.fsdp_params, all_gathered(group.fsdp_params), strict=True):
+                        if whole is not None:
+                            trains.append((param, whole.requires_grad))
+        self._noted[module], self._trains[module] = noted, trains
 
     def take_over(self, module: nn.Module) -> None:
         """Write to the shards of `module` what was written since to its gathered parameters, wherever the bits differ, and
@@ -163,15 +179,15 @@ class LeftGathered:
         Where somebody wrote to the shards themselves, those count, and what is gathered of them is freed.
         Cost: nothing after a backward pass but a look at who trains, else a comparison with what is gathered.
         """
-        for param, trained in self._trains.pop(module, ()):
-            # A backward pass may have freed it since; the tensor is the same.
-            whole = gathered(param)
+        trains = self._trains.pop(module, ())
+        # A backward pass may have freed it since; the tensor is the same.
+        for (param, trained), whole in zip(trains, all_gathered(map(itemgetter(0), trains)), strict=True):
             if whole is not None and whole.requires_grad != trained and param.sharded_param.requires_grad == trained:
                 param.sharded_param.requires_grad_(whole.requires_grad)
         for group, before in self._noted.pop(module, ()):
             if not is_gathered(group):
                 continue
-            if _versions(group) != before:
+            if writes(list(map(_SHARDED, group.fsdp_params))) != before:
                 group.reshard()
                 continue
             for param in group.fsdp_params:
@@ -180,16 +196,8 @@ class LeftGathered:
                     _adopt(local_of(param.sharded_param), own_piece(param, local_of(whole)), param, gather_of(group))
 
 
-def _gathered_groups(module: nn.Module) -> list[Any]:
-    return [group for group in _groups(module) if is_gathered(group)]
-
-
 def _groups(module: nn.Module) -> list[Any]:
     return fsdp_groups(_sharded_in(module))
-
-
-def _versions(group: Any) -> int:
-    return sum(version(param.sharded_param) + version(local_of(param.sharded_param)) for param in group.fsdp_params)
 
 
 def _adopt(shard: torch.Tensor, piece: torch.Tensor, param: Any, gather: Any) -> None:
@@ -249,15 +257,7 @@ def _copy_held_back(param: Any, grad: torch.Tensor) -> None:
 
 def forget_unreduced_gradients(module: nn.Module) -> None:
     """Drop the gradients that backward passes without synchronisation left with the gathered parameters."""
-    _forget_unreduced(_fsdp_params(module))
-
-
-def _forget_unreduced(params: Iterable[Any]) -> None:
-    for param in params:
-        hold_back(param, None)
-        whole = gathered(param)
-        if whole is not None:
-            whole.grad = None
+    drop_unreduced(_fsdp_params(module))
 
 
 def clear_hidden_gradients(module: nn.Module, set_to_none: bool = True) -> None:
@@ -277,11 +277,15 @@ def _grad_of_gathered(param: Any) -> torch.Tensor | None:
     return None if whole is None else whole.grad
 
 
-def _fsdp_params(module: nn.Module) -> Iterator[Any]:
+def _fsdp_params(module: nn.Module) -> list[Any]:
     # torch has no public way: reset_iter_state() keeps what they hold.
     return fsdp_params(_sharded_in(module))
 
 
 def _sharded_in(module: nn.Module) -> list[Any]:
     """The modules in `module` that went through `fully_shard`."""
-    return [child for child in module.modules() if isinstance(child, FSDPModule)]
+    found: list[Any] = []
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            found.append(child)
+    return found

@@ -254,7 +254,8 @@ class Update(ABC):
         with self.shards.local() if self.shards.sharded else _WHOLE:
             self._present = self._find_params()
             try:
-                if (self.shards.sharded or not self._present) and self._nobody_has_gradients():
+                unsure = not self._num_backwards if self.shards.sharded else not self._present
+                if unsure and self._nobody_has_gradients():
                     if asked:
                         self._refuse_early_clip("clip_grad_by_norm")
                     return torch.tensor(0.0, dtype=torch.float32)
@@ -308,7 +309,8 @@ class Update(ABC):
             try:
                 if self._is_full and not HALF_DTYPES.isdisjoint(map(_DTYPE, self._present)):
                     self._check_full(self._present)
-                if (self.shards.sharded or not self._present) and self._nobody_has_gradients():
+                unsure = not self._num_backwards if self.shards.sharded else not self._present
+                if unsure and self._nobody_has_gradients():
                     self._step_optimizer()
                     scale = self.next_scale
                     self.reset()
@@ -553,7 +555,7 @@ class Update(ABC):
             # NaN does not survive a MAX on every backend.
             largest = norms.double().amax() if norms.numel() else norms.new_zeros((), dtype=torch.float64)
             return agreement.shared(largest.nan_to_num(math.inf, math.inf), self._group, dist.ReduceOp.MAX)
-        copies = self.shards.copies_of(self.params())
+        copies = self.shards.copies_of(self._find_params() if self._present is None else self._present)
         if self._copies is None or self._copies[0] != copies:
             self._copies = copies, torch.tensor(copies, dtype=torch.float64).to(norms.device)
         powers = norms.double() ** norm_type / self._copies[1]

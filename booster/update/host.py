@@ -187,10 +187,10 @@ class HostUpdate(Update):
 
     def _measure(self, values: list[torch.Tensor], norm_type: float) -> _Norm:
         norms = self._tensor_norms(values, norm_type) if values else torch.zeros(0, dtype=torch.float32)
-        if values and not self.shards.sharded:
-            total = float(torch.linalg.vector_norm(norms, norm_type))
+        if self.shards.sharded:
+            total = float(self._shared_total(norms, norm_type))
         else:
-            total = self._total(norms, norm_type)
+            total = float(torch.linalg.vector_norm(norms, norm_type)) if values else 0.0
         if math.isfinite(total):
             return _Norm(total, ())
         nonfinite = nonfinite_indices(values, norms) if values else []

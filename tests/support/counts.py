@@ -1,11 +1,72 @@
-"""Counting calls, for what is to grow as the number of tensors."""
+"""Counting calls: of a step, and for what is to grow as the number of tensors."""
 
+import gc
 import sys
+from pathlib import Path
 
+import torch
+from torch import nn
+
+import booster
+from booster import Booster
 from booster.torch_internals import TorchDispatchMode
 
 FEW, MANY = 40, 160
 MOST = 1.15 * MANY / FEW  # times as many calls
+
+
+ROOT = str(Path(booster.__file__).parent)
+
+
+def calls(function):
+    """(calls, files, depth) of functions of this library while `function` runs."""
+    files, depth, deepest, count = set(), 0, 0, 0
+
+    def look(frame, event, arg):
+        nonlocal depth, deepest, count
+        name = frame.f_code.co_filename
+        if not name.startswith(ROOT):
+            return
+        if event == "call":
+            files.add(name)
+            count += 1
+            depth += 1
+            deepest = max(deepest, depth)
+        elif event == "return":
+            depth -= 1
+
+    before = sys.getprofile()
+    gc.disable()  # what it calls is not the function's
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return count, len(files), deepest
+
+
+def whole(precision, make=torch.optim.AdamW, depth=1, **options):
+    """Calls and files of a fifth step: forward, criterion, backward, clip, step, zero_grad.
+
+    depth: of the model, in pairs of layers. options: of `Booster`.
+    """
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    layers = nn.Sequential(*hidden, nn.Linear(16, 4))
+    b = Booster("cpu", precision() if callable(precision) else precision, half_products="native", **options)
+    model, optimizer, criterion, *_ = b.boost(layers, make(layers.parameters(), 1e-3), nn.CrossEntropyLoss())
+    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+
+    def step():
+        b.backward(criterion(model(x), y), optimizer)
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    return calls(step)[:2]
 
 
 def count(function, inside=""):

@@ -1,46 +1,12 @@
 """How many functions of this library a warm step calls, in how many files, how deep. Bounds on counts, never on times."""
 
-import gc
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from counts import calls, whole
 from torch import nn
 
-import booster
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision
-
-ROOT = str(Path(booster.__file__).parent)
-
-
-def calls(function):
-    """(calls, files, depth) of functions of this library while `function` runs."""
-    files, depth, deepest, count = set(), 0, 0, 0
-
-    def look(frame, event, arg):
-        nonlocal depth, deepest, count
-        name = frame.f_code.co_filename
-        if not name.startswith(ROOT):
-            return
-        if event == "call":
-            files.add(name)
-            count += 1
-            depth += 1
-            deepest = max(deepest, depth)
-        elif event == "return":
-            depth -= 1
-
-    before = sys.getprofile()
-    gc.disable()  # what it calls is not the function's
-    sys.setprofile(look)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return count, len(files), deepest
 
 
 def warm(precision, num_layers=1, make=torch.optim.AdamW, half_products="native"):
@@ -63,27 +29,6 @@ def warm(precision, num_layers=1, make=torch.optim.AdamW, half_products="native"
         }
     assert steps[-1].applied
     return found
-
-
-def whole(precision):
-    """Calls and files of a fifth step: forward, criterion, backward, clip, step, zero_grad."""
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    b = Booster("cpu", precision() if callable(precision) else precision, half_products="native")
-    model, optimizer, criterion, *_ = b.boost(
-        layers, torch.optim.AdamW(layers.parameters(), 1e-3), nn.CrossEntropyLoss()
-    )
-    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
-
-    def step():
-        b.backward(criterion(model(x), y), optimizer)
-        optimizer.clip_grad_by_norm(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(4):
-        step()
-    return calls(step)[:2]
 
 
 # (calls, files) of all that a user does in a step; here is where it is seen if the road becomes longer.
