@@ -122,9 +122,12 @@ def estimate(
         kept_so = options.states != "fp32" or (options.offload and moves(device))
         options = dataclasses.replace(options, master_weights="auto") if kept_so else None
 
-    def step_of(sizes: Sizes) -> Stepped:
+    def step_of(sizes: Sizes, shapes: tuple[tuple[int, ...], ...] = (), idle: tuple[bool, ...] = ()) -> Stepped:
         may_fuse = fused and own.may_fuse(optimizer)
-        return stepped(optimizer, sizes, options, fused=may_fuse, released=bool(release_gradients), device=device)
+        released = bool(release_gradients)
+        return stepped(
+            optimizer, sizes, options, fused=may_fuse, released=released, device=device, shapes=shapes, idle=idle
+        )
 
     def arrivals_of(params: Sequence[torch.Tensor]) -> Arrivals:
         if plan.dp == 1:
@@ -146,7 +149,7 @@ def estimate(
     name = precision if isinstance(precision, str) else "fp32" if precision is None else type(own).__name__
     divisor = 1 if sharded else plan.state_shards
     sizes = tuple((dtype, -(-n // divisor)) for dtype, n in passes.sizes)
-    step = step_of(sizes)
+    step = step_of(sizes, passes.shapes if divisor == 1 else (), passes.idle if divisor == 1 else ())
     if released is not None:  # what it takes was followed in time
         step = dataclasses.replace(step, temporaries=0)
     return _estimate(name, plugin, plan, passes, step, bucket_bytes)

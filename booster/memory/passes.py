@@ -27,7 +27,8 @@ class Passes:
     """Bytes. weights, buffers, inputs: of tensors that are there before; gradients: there after it; activations: alive
     between forward and backward; highest: beside what is there before, at the highest point.
 
-    sizes: elements of each trainable parameter, by the dtype that it is stored in.
+    sizes: elements of each trainable parameter, by the dtype that it is stored in. shapes: theirs, in the same order, and
+    idle: which of them backward does not reach; both empty under `shards`.
     """
 
     weights: int
@@ -37,6 +38,8 @@ class Passes:
     activations: int
     highest: int
     sizes: Sizes
+    shapes: tuple[tuple[int, ...], ...] = ()
+    idle: tuple[bool, ...] = ()
 
 
 def run_passes(
@@ -71,6 +74,10 @@ def run_passes(
         sharding = None if shards is None else Sharding(placed, policy, shards, device)
         wrapped, loss_of = precision.wrap_model(placed), precision._wrap_criterion(own_criterion, device)
         params, buffers = list(placed.parameters()), list(placed.buffers())
+        trained = [param for param in params if param.requires_grad]
+        reached: set[torch.Tensor] = set()
+        for param in trained:
+            param.register_post_accumulate_grad_hook(reached.add)
         inputs = [*trees.tensors((cut.args, cut.kwargs)), *trees.tensors(cut.target)]
         tracker = StorageTracker([*params, *buffers, *inputs])
         try:
@@ -94,7 +101,9 @@ def run_passes(
         gradients=_bytes(gradients),
         activations=activations,
         highest=tracker.highest,
-        sizes=tuple((param.dtype, param.numel()) for param in params if param.requires_grad),
+        sizes=tuple((param.dtype, param.numel()) for param in trained),
+        shapes=tuple(tuple(param.shape) for param in trained),
+        idle=tuple(param not in reached for param in trained),
     )
     if sharding is None:
         return found
@@ -103,6 +112,8 @@ def run_passes(
         weights=sum(dtype.itemsize * size for dtype, size, _ in sharding.stored),
         gradients=_bytes(sharding.gradients),
         sizes=sharding.sizes,
+        shapes=(),
+        idle=(),
     )
 
 

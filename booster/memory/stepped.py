@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -46,48 +47,73 @@ def stepped(
     fused: bool,
     released: bool = False,
     device: torch.device = _CPU,
+    shapes: tuple[tuple[int, ...], ...] = (),
+    idle: tuple[bool, ...] = (),
 ) -> Stepped:
     """Return what steps of `optimizer` hold and take for parameters of these dtypes and sizes. It is not touched.
 
     options: of masters; None where parameters are stepped as they are. released: within backward, in parts. device: of the
-    parameters. Raises ValueError for one that cannot be stepped so, or not on a few random numbers.
+    parameters. shapes: of the parameters, in the order of `sizes`; empty where a rank steps flat parts of them. idle: which of
+    them get no gradient: they have masters, and states only where the optimizer makes them when it is made. Raises
+    ValueError for an optimizer that cannot be stepped so, or not on a few random numbers.
     """
-    names, scalars, at_once = _observed(optimizer, fused)
+    shapes = shapes or tuple((n,) for _, n in sizes)
+    elementwise = kind_of(optimizer) == "elementwise"
+    probes = {
+        dims: _observed(optimizer, fused, dims) for dims in {1 if elementwise else len(shape) for shape in shapes}
+    }
+    probe_of = [probes[1 if elementwise else len(shape)] for shape in shapes]
+    made = [bool(optimizer.state) or not without for without in idle or (False,) * len(sizes)]  # whether it has states
     packing = None if options is None else options.make_packing(optimizer, Dither())
     if options is not None:
         options.check(optimizer)
     away = options is not None and options.offload and moves(device)
     packs = packing is not None or away
-    bucketed = [
-        (d, n) for d, n in sizes if options is not None and n and (d in _HALF or (packs and d == torch.float32))
-    ]
-    plain = [entry for entry in sizes if entry not in bucketed]
-    states = sum(n * sum(names.values()) + scalars for _, n in plain)
-    temporaries = max((n * at_once for _, n in plain), default=0)
+    halves = _HALF + ((torch.float32,) if packs else ())
+    in_buckets = [options is not None and n > 0 and dtype in halves for dtype, n in sizes]
+    bucketed = [entry for entry, inside in zip(sizes, in_buckets, strict=True) if inside]
+    states, temporaries = 0.0, 0.0
+    for (_, n), shape, probe, inside, has in zip(sizes, shapes, probe_of, in_buckets, made, strict=True):
+        if inside:
+            continue
+        temporaries = max(temporaries, n * probe.at_once)
+        states += has * (n * sum(probe.names.values()) + probe.beside(shape))
     parts = largest_part(sum(n for _, n in sizes))
     masters = host = 0
     total = sum(n for _, n in bucketed)
     for dtype in {dtype for dtype, _ in bucketed}:
-        own = sum(aligned(n) for d, n in bucketed if d == dtype)
+        here = [i for i, inside in enumerate(in_buckets) if inside and sizes[i][0] == dtype]
+        probe = probe_of[max(here, key=lambda i: sizes[i][1])]
+        own = sum(aligned(sizes[i][1]) for i in here)
+        stepped_on = sum(aligned(sizes[i][1]) for i in here if made[i])
         size = bucket_size(total, device if away else _CPU, packed=packs, released=released)
-        if kind_of(optimizer) != "elementwise":
-            size = max(n for d, n in bucketed if d == dtype)
+        if not elementwise:
+            size = max(sizes[i][1] for i in here)
         largest = min(size, own)
         format = options.make_format(optimizer, dtype, Dither())  # type: ignore[union-attr]
         rest = format.allocate(64, dtype, torch.device("cpu"))
         beside = 0 if rest is None else rest.nbytes / 64
-        kept = {name: _kept(packing, name, size) for name, size in names.items()}
-        states += scalars * max(1, -(-own // size))
+        kept = {name: _kept(packing, name, size) for name, size in probe.names.items()}
+        if elementwise:
+            states += probe.beside(()) * -(-stepped_on // size)
+            held = sum(kept.values()) * stepped_on
+        else:  # each parameter is a bucket, and what it has depends on its shape
+            states += sum(probe_of[i].beside(shapes[i]) for i in here if made[i])
+            held = sum(
+                sizes[i][1] * sum(_kept(packing, *state) for state in probe_of[i].names.items())
+                for i in here
+                if made[i]
+            )
         if away:
-            host += int(own * (sum(kept.values()) + beside))
+            host += int(held + own * beside)
         else:
-            states += int(own * sum(kept.values()))
+            states += int(held)
             masters += int(own * beside)
-        widened = sum(names[name] for name in names if kept[name] != names[name])
+        widened = sum(probe.names[name] for name in probe.names if kept[name] != probe.names[name])
         parts = min(parts, size)
         # Of what lies on the host two buckets are on the device at a time; a master that is kept whole is stepped there.
         near = min(2, -(-own // size)) * (sum(kept.values()) + beside) if away else 0
-        temporaries = max(temporaries, int(largest * (4 + 4 * format.needs_values + widened + at_once + near)))
+        temporaries = max(temporaries, largest * (4 + 4 * format.needs_values + widened + probe.at_once + near))
     return Stepped(int(states), masters, int(temporaries), parts, host)
 
 
@@ -106,9 +132,28 @@ class _Bucket:
         pass
 
 
-def _observed(optimizer: Optimizer, fused: bool) -> tuple[dict[str, float], int, float]:
-    """Return bytes an element of each state, bytes of single numbers, and bytes an element that a step takes for a while."""
-    drawn = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+@dataclass(frozen=True)
+class _Probe:
+    """What a few steps on a small parameter showed. names: bytes an element of each state of the parameter's shape. rest: of
+    each other state, the bytes of a number, and for each of its dimensions which one of the parameter it is as long as, or
+    its own length. at_once: bytes an element that a step takes for a while."""
+
+    names: dict[str, float]
+    rest: tuple[tuple[int, tuple[tuple[int | None, int], ...]], ...]
+    at_once: float
+
+    def beside(self, shape: tuple[int, ...]) -> int:
+        """Return the bytes of states that do not have the parameter's shape, for a parameter of `shape`."""
+        return sum(
+            itemsize * math.prod(length if like is None else shape[like] for like, length in dims)
+            for itemsize, dims in self.rest
+        )
+
+
+def _observed(optimizer: Optimizer, fused: bool, num_dims: int) -> _Probe:
+    """Return what a copy of `optimizer` keeps and takes for a parameter of so many dimensions, each of another length."""
+    shape = _lengths(num_dims)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     weights = torch.nn.Parameter(drawn)
     probe = object.__new__(type(optimizer))
     vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
@@ -116,7 +161,7 @@ def _observed(optimizer: Optimizer, fused: bool) -> tuple[dict[str, float], int,
     probe.param_groups = [{**optimizer.param_groups[0], "params": [weights]}]
     if fused:
         switch_to_fused(probe)
-    weights.grad = torch.ones(_ELEMENTS, dtype=torch.float32)
+    weights.grad = torch.ones(shape, dtype=torch.float32)
     with torch.no_grad():
         for _ in range(2):
             unhooked(type(probe).step)(probe)
@@ -125,6 +170,15 @@ def _observed(optimizer: Optimizer, fused: bool) -> tuple[dict[str, float], int,
         tracker = StorageTracker([weights, weights.grad, *tensors.values()])
         with tracker:
             unhooked(type(probe).step)(probe)
-    shaped = {name: value.nbytes / _ELEMENTS for name, value in tensors.items() if value.shape == weights.shape}
-    scalars = sum(value.nbytes for name, value in tensors.items() if name not in shaped)
-    return shaped, scalars, tracker.highest // _ELEMENTS
+    shaped = {name: value.nbytes / value.numel() for name, value in tensors.items() if value.shape == weights.shape}
+    rest = tuple(
+        (value.itemsize, tuple((shape.index(length) if length in shape else None, length) for length in value.shape))
+        for name, value in tensors.items()
+        if name not in shaped
+    )
+    return _Probe(shaped, rest, tracker.highest / weights.numel())
+
+
+def _lengths(num_dims: int) -> tuple[int, ...]:
+    """Return lengths of dimensions that tell each other apart, of about a thousand elements where there are few of them."""
+    return {0: (), 1: (_ELEMENTS,), 2: (29, 37), 3: (7, 11, 13)}.get(num_dims, (2, 3, 5, 7, 11, 13, 17)[:num_dims])

@@ -279,6 +279,72 @@ def test_a_booster_estimates_what_it_will_hold_and_counts_what_it_does(precision
     assert found.peak is None
 
 
+class Shapes(nn.Module):
+    """Parameters of no, one, two and four dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 64, 3), nn.Linear(64, 100)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.head(self.conv(x).mean((2, 3)) * self.gain)
+
+
+class Idle(nn.Module):
+    """Half of the numbers are in a layer that the forward does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 10), nn.Linear(64, 128)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def states_of(model, batch, make, precision):
+    """(estimated, held) after two steps."""
+    optimizer, booster = make(model.parameters()), Booster("cpu", precision)
+    expected = booster.estimate_memory(model, optimizer, batch, cross_entropy)
+    boosted, stepped, loss_of, *_ = booster.boost(model, optimizer, cross_entropy)
+    for _ in range(2):
+        booster.backward(loss_of(boosted(batch[0]), batch[1]), stepped)
+        stepped.step()
+    return expected, booster.memory(boosted, stepped)
+
+
+# LBFGS needs a closure, SparseAdam sparse gradients, Muon parameters of two dimensions alone.
+OF_TORCH = sorted(
+    {"Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
+)
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_states_are_estimated_by_the_shapes_of_parameters(name, precision):
+    batch = torch.randn(4, 3, 8, 8), torch.randint(0, 10, (4,))
+    expected, found = states_of(Shapes(), batch, lambda params: getattr(torch.optim, name)(params, lr=1e-3), precision)
+    assert expected.states == pytest.approx(found.states, rel=0.02, abs=64)
+    assert expected.masters == pytest.approx(found.masters, rel=0.02, abs=64)
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adafactor], ids=lambda make: make.__name__
+)
+@pytest.mark.parametrize(
+    "precision",
+    ["fp32", "bf16", "bf16_naive", BF16NaiveMixedPrecision(master_weights="split24", states="8bit")],
+    ids=str,
+)
+def test_states_of_modules_that_get_no_gradients_are_estimated_as_they_are_held(make, precision):
+    if make is torch.optim.Adafactor and not isinstance(precision, str):
+        pytest.skip("its states are not of the parameter's shape, and so not packed")
+    batch = torch.randn(8, 64), torch.randint(0, 10, (8,))
+    expected, found = states_of(Idle(), batch, make, precision)
+    assert expected.states == pytest.approx(found.states, rel=0.02, abs=64)
+    assert (expected.weights, expected.masters, expected.gradients) == (found.weights, found.masters, found.gradients)
+
+
 def test_a_booster_says_what_it_cannot_estimate_or_count():
     class Tensors(SingleDevice):
         divides_as = None
