@@ -97,8 +97,7 @@ def check_kinds(seconds: float) -> int:
         for dtype in HALVES:
             ahead, back = (half / wide for half, wide in zip(times[dtype], base, strict=True))
             both = sum(times[dtype]) / sum(base)
-            # Attention computes in float32 while training whatever the table says, see `sdpa_fp32`.
-            widened = kind in hardware.slow_products(dtype) or kind == "attention"
+            widened = kind in hardware.slow_products(dtype) | hardware.SLOW_BACKWARD
             off = both < 1 / TOLERANCE if widened else both > TOLERANCE
             wrong += off
             where = ("float32" if widened else "half") + (" (!)" if off else "")

@@ -79,10 +79,11 @@ class Booster:
     WARNING names the ranks that have not called it, and where they are, and the wait goes on. A rank that raised and lives on,
     or stands still in the script, is named within ten seconds. None names those alone. The last Booster's counts for all.
 
-    half_products: how a CPU computes matrix products, convolutions, recurrent layers and attention of halves. "native": as
-    torch does, to the bit, by kernels up to 150 times slower than those of float32 where the CPU has no units for the dtype.
-    "float32": in float32, on operands rounded to half, the result rounded once, as such units do; sums differ by their order.
-    "auto" does so where this CPU is slower in half, by a table of units, on all ranks alike; one INFO line says so.
+    half_products: how a CPU computes matrix products, convolutions, recurrent layers and attention of halves. "float32":
+    in float32, on operands rounded to half, the result rounded once, as units for the dtype do; sums differ by their order.
+    "auto" does so where this CPU is slower in half, by a table of units, on all ranks alike; one INFO line says so. "native":
+    as torch does, to the bit, by kernels up to 150 times slower than those of float32 where the CPU has no such units; but for
+    attention while training, see `sdpa_fp32` of the precision.
 
     Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
     """
@@ -102,7 +103,7 @@ class Booster:
         states: States | None = None,
         offload_states: bool = False,
         patience: float | None = PATIENCE,
-        half_products: Literal["auto", "native", "float32"] = "native",
+        half_products: Literal["auto", "native", "float32"] = "auto",
         **unknown: NoReturn,
     ) -> None:
         if unknown:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -72,11 +72,12 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
+    half_products: Literal["auto", "native", "float32"] = "auto",
 ) -> Any:
     """Wrap models and optimizers; returns models, or (models, optimizers) if there are any. A list comes back as a list.
 
     Options and errors: those of `FP16ApexMixedPrecision`. Models stay on their device, and are to be wrapped for
-    data parallelism afterwards. enabled=False returns everything as it is.
+    data parallelism afterwards. half_products: as for `Booster`. enabled=False returns everything as it is.
     """
     arguments.flag("enabled", enabled)
     if not enabled:
@@ -109,6 +110,7 @@ def initialize(
         precision.check(model)
     param = next((param for model in given_models for param in model.parameters()), None)
     device = torch.device("cpu") if param is None else param.device
+    precision.choose_half_products(half_products, device)
     for optimizer in given_optimizers:
         precision.check_optimizer(optimizer, given_models, device)
     _session.check_entry(precision, device.type)

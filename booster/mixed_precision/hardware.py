@@ -89,6 +89,9 @@ def _alone(look: Callable[[], bool]) -> bool:
 Kind = Literal["matrix product", "convolution", "recurrent layer", "attention"]
 KINDS: frozenset[Kind] = frozenset(("matrix product", "convolution", "recurrent layer", "attention"))
 
+# What torch computes several times slower than in float32 in the backward pass, in either half dtype and whatever the units.
+SLOW_BACKWARD: frozenset[Kind] = frozenset(("attention",))
+
 # The least level at which oneDNN reckons with units, by the names that its variable takes; it ignores others.
 _LEVELS = {
     **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"), 0),
@@ -101,7 +104,7 @@ _LEVELS = {
 
 
 def slow_products(dtype: torch.dtype) -> frozenset[Kind]:
-    """The kinds of operation that this CPU computes faster in float32 than in `dtype`, forward and backward together.
+    """The kinds of operation that this CPU computes faster in float32 than in `dtype`; while training `SLOW_BACKWARD` besides.
 
     By the units that the CPU has, as far as ONEDNN_MAX_CPU_ISA (or DNNL_MAX_CPU_ISA) lets oneDNN use them;
     benchmarks/half_products.py makes the table and checks it. Nothing is timed here, so that a run repeats to the bit.

@@ -51,7 +51,6 @@ def advise(
     fp16 for old scripts. float32 is always measured. What this device does not have and can emulate is rehearsed: errors
     only. steps: timed ones of each precision, each beside one of float32, in turns; fewer where `budget` wants it, at
     least 3. budget: bounds, see `Budget`; None means `Budget()`.
-    Precisions given by name run with `half_products="auto"` of `Booster`, objects as they were made.
 
     Gradients are compared at the first weights and after 5 float32 steps; the worse counts. Two equal float32 models tell
     what differences in time mean nothing. At most two models are held at a time, and copies of the weights and
@@ -244,8 +243,6 @@ class _Measurement:
 def _runs_on(device: torch.device, given: str | MixedPrecision) -> MixedPrecision:
     """`given`, bound to `device`, or its rehearsal where it cannot run there; an object of the user's stays as it is."""
     precision = copy.deepcopy(make(given))
-    if isinstance(given, str):
-        precision.choose_half_products("auto", device)
     try:
         precision.bind(device)
     except ValueError:

@@ -104,8 +104,19 @@ _HANDS_ON = frozenset({"wait_tensor", "_wrap_tensor_autograd"})  # what a collec
 _PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
     | {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"}
+    | {"_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"}
 )
+# Of those that read more than they multiply, as results of the forward pass: how many of their first arguments they multiply.
+_MULTIPLIED = {
+    "mkldnn_rnn_layer_backward": 5,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 4,
+}
+_HALVES = {dtype_name(dtype): dtype for dtype in HALF_DTYPES}
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})
+
+
+# Its operation, the function, and what that was called with.
+_Product = tuple[str, Any, tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(eq=False)
@@ -182,7 +193,7 @@ class Watch(TorchDispatchMode):
         self._repair = repair
         self._micro_batch = micro_batch
         self._made: set[int] = set()  # memory that the replay made
-        self._multiplied: dict[int, str] = {}  # by memory, the product of the replay that made it
+        self._products: dict[int, _Product] = {}  # by memory, what made numbers in float32 that no half holds
         self._bad: dict[int, Event] = {}  # who wrote an inf or NaN to a memory last
         self._leaves: dict[tuple[int, str], Leaf] = {}
 
@@ -225,6 +236,9 @@ class Watch(TorchDispatchMode):
         else:
             unread = [tensor for tensor in written if name in _WRITES or _is_out(func, tensor, kwargs)]
         parents = self._bad_inputs([tensor for tensor in given if all(tensor is not other for other in unread)])
+        half = None
+        if name in _PRODUCTS:
+            parents, half = self._without_widening(parents)
         event = Event(index, operation, place, micro_batch, parents)
         if collective:
             return self._collective(func, args, kwargs, event, given)
@@ -236,13 +250,15 @@ class Watch(TorchDispatchMode):
             kept = map_tensors(lambda tensor: copies.get(id(tensor), tensor), kept)
         result = func(*args, **kwargs)
         results = [tensor for tensor in tensors(result) if _is_plain(tensor)]
-        self._made.update(storage_key(t) for t in results if storage_key(t) not in {storage_key(g) for g in given})
+        old = {storage_key(tensor) for tensor in given}
+        made = [tensor for tensor in results if storage_key(tensor) not in old]
+        self._made.update(storage_key(tensor) for tensor in made)
         if not func.is_view:
-            for tensor in results:
-                if name in _PRODUCTS and tensor.dtype == torch.float32:
-                    self._multiplied[storage_key(tensor)] = operation
-                else:
-                    self._multiplied.pop(storage_key(tensor), None)
+            for tensor in made:
+                self._products.pop(storage_key(tensor), None)
+                is_product = name in _PRODUCTS or (name == "sum" and place.backward)  # the gradient of a bias
+                if is_product and tensor.dtype == torch.float32 and _is_beyond_half(tensor):
+                    self._products[storage_key(tensor)] = operation, func, kept
         # Of what is gathered, the parts of other ranks are not there yet.
         if name in _UNINITIALISED or (name == "all_gather_copy_in" and not parents):
             for tensor in results:
@@ -252,8 +268,23 @@ class Watch(TorchDispatchMode):
             if index in self._repair and tensor.is_floating_point():
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
         for tensor in [*results, *(t for t in written if all(t is not r for r in results))]:
-            self._look(tensor, func, name, kept, event)
+            self._look(tensor, func, name, kept, event, half)
         return result
+
+    def _without_widening(self, parents: list[Event | Leaf]) -> tuple[list[Event | Leaf], torch.dtype | None]:
+        """What a product reads, with what was widened for it taken for the half; and the dtype of that, if there was any."""
+        half: torch.dtype | None = None
+        found: list[Event | Leaf] = []
+        for parent in parents:
+            read = parent
+            if isinstance(parent, Event) and parent.name == "_to_copy" and parent.output and len(parent.inputs) == 1:
+                before, origin = parent.inputs[0].dtype, parent.parents[0] if len(parent.parents) == 1 else None
+                if parent.output.dtype == "float32" and before in _HALVES and isinstance(origin, Leaf):
+                    half, read = _HALVES[before], origin
+                    self.events = [each for each in self.events if each is not parent]
+            if all(read is not other for other in found):
+                found.append(read)
+        return found, half
 
     def _look(
         self,
@@ -262,6 +293,7 @@ class Watch(TorchDispatchMode):
         name: str,
         kept: tuple[tuple[Any, ...], dict[str, Any]],
         maker: Event,
+        half: torch.dtype | None,
     ) -> None:
         key, parents = storage_key(tensor), maker.parents
         # Whoever reads a view finds what made its memory bad; memory that nobody wrote to yet holds anything.
@@ -273,8 +305,11 @@ class Watch(TorchDispatchMode):
                 self._bad.pop(key, None)
             return
         event = dataclasses.replace(maker, parents=list(parents))
-        if name == "_to_copy" and tensor.dtype in HALF_DTYPES:  # a product's result, rounded
-            event.operation = self._multiplied.get(storage_key(kept[0][0]), event.operation)
+        if name == "_to_copy" and tensor.dtype in HALF_DTYPES and not parents:
+            product = self._products.get(storage_key(kept[0][0]))
+            if product is not None and _read_halves(product, tensor.dtype):
+                event.operation, func, kept = product
+                name, half = event.name, tensor.dtype
         if not is_whole and key in self._bad and self._bad[key] not in parents:
             event.besides = self._bad[key]  # in other places of the same memory
         self.events.append(event)
@@ -282,6 +317,10 @@ class Watch(TorchDispatchMode):
         if any(isinstance(parent, Event) and not is_intended(parent, name) for parent in parents):
             return  # one of many that an inf or NaN goes through
         event.inputs = [numbers_of(each) for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
+        if half is not None:  # the operation is a product of halves
+            given = [each for each in tensors(kept) if _is_plain(each) and each.is_floating_point()]
+            event.inputs = [numbers_of(each.to(half) if _is_in(each, half) else each) for each in given]
+            tensor = tensor.to(half)
         event.output, event.rows = numbers_of(tensor), bad_rows(tensor)
         if not all(is_intended(parent, name) for parent in parents):
             return
@@ -376,6 +415,23 @@ def _is_out(func: Any, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
 def _is_finite(tensor: torch.Tensor) -> bool:
     values = tensor.detach()
     return bool((values.float() if values.element_size() == 1 else values).isfinite().all())
+
+
+def _is_beyond_half(tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and not float(tensor.detach().abs().max()) <= torch.finfo(torch.float16).max
+
+
+def _read_halves(product: _Product, half: torch.dtype) -> bool:
+    """Whether what was multiplied in float32 were numbers of `half`."""
+    operation, _, (args, kwargs) = product
+    multiplied = _MULTIPLIED.get(operation.partition(".")[2])
+    read = tensors((args, kwargs) if multiplied is None else args[:multiplied])
+    return all(_is_in(each, half) for each in read if _is_plain(each) and each.is_floating_point())
+
+
+def _is_in(tensor: torch.Tensor, half: torch.dtype) -> bool:
+    values = tensor.detach()
+    return torch.allclose(values.to(half).to(values.dtype), values, rtol=0, atol=0, equal_nan=True)
 
 
 def is_intended(parent: Event | Leaf, name: str) -> bool:

@@ -33,7 +33,7 @@ class Adapted(nn.Module):
 
 def train(model: nn.Module, steps: int, seed: int, batch_size: int = 16) -> tuple[Booster, nn.Module, float]:
     """Train what is not frozen, under bf16; return the mean loss on the validation text, too."""
-    b = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin(), half_products="auto")
+    b = Booster(mixed_precision="bf16", plugin=TorchDDPPlugin())
     splits, share = load_text(64), batch_size // b.plugin.data_parallel_size
     loader = b.prepare_dataloader(drawn(splits.train, steps * batch_size, seed), share)
     optimizer = torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=4e-3)

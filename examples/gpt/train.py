@@ -141,8 +141,7 @@ def main() -> None:
         raise ValueError(
             f"--plugin none on {coordinator.world_size} processes would train as many separate models; choose another"
         )
-    # "auto" has a CPU without units for a half dtype multiply in float32; a line of the log says so.
-    b = Booster(mixed_precision=args.precision, plugin=make_plugin(args), half_products="auto")
+    b = Booster(mixed_precision=args.precision, plugin=make_plugin(args))
     if args.batch_size % b.plugin.data_parallel_size:
         raise ValueError(
             f"--batch-size {args.batch_size} does not divide among the {b.plugin.data_parallel_size} processes that see "

@@ -171,8 +171,8 @@ def main() -> None:
         )
     plugin = TorchDDPPlugin() if args.plugin == "ddp" else None
     names = args.compare.split(",") if args.compare else [args.precision]
-    # A wrong name fails now. "auto" has a CPU without units for a half dtype multiply in float32; a line of the log says so.
-    boosters = {name: Booster(mixed_precision=name, plugin=plugin, half_products="auto") for name in names}
+    # A wrong name fails now.
+    boosters = {name: Booster(mixed_precision=name, plugin=plugin) for name in names}
 
     spec = find_model(recipe.model)
     images = load_images(recipe.dataset, args.data, channels=spec.channels, size=spec.size, tutorial=recipe.tutorial)

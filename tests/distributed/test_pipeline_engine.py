@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import booster
 from booster import Booster
 from booster.micro_batch import divide
-from booster.mixed_precision.half_products import Float32Attention
+from booster.mixed_precision.half_products import HalfProducts
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import Pipeline, plan_pipeline
 from booster.shards.dtensor import local_of
@@ -407,7 +407,9 @@ def bf16():
 def bf16_and_attention():
     stack = ExitStack()
     stack.enter_context(bf16())
-    stack.enter_context(Float32Attention("cpu"))
+    products = HalfProducts(torch.bfloat16)
+    products.choose("native")
+    stack.enter_context(products.forward_context("cpu"))
     return stack
 
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
 from booster.casting import cast_floats
-from booster.mixed_precision.half_products import Float32Attention
+from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
@@ -612,12 +612,18 @@ def test_all_ranks_start_from_the_weights_of_the_first(ranks2):
 # ---- precisions ----
 
 
+def attention_in_float32(dtype):
+    products = HalfProducts(dtype)
+    products.choose("native")
+    return products.forward_context("cpu")
+
+
 def check_autocast(rank, world_size, name, dtype, tolerance):
     build, plan, sequence = CASES[name]
     model, args, kwargs = build()
     reference = copy.deepcopy(model)
     divide(model, tp_mesh(world_size), plan, sequence)
-    with torch.autocast("cpu", dtype), Float32Attention("cpu"):
+    with torch.autocast("cpu", dtype), attention_in_float32(dtype):
         compare(model, reference, args, kwargs, tolerance)
 
 
@@ -654,7 +660,7 @@ def check_half(rank, world_size, name, dtype, cast_first):
     args = cast_floats(args, dtype)
     dtypes = {key: param.dtype for key, param in reference.named_parameters()}
     assert {key: param.dtype for key, param in model.named_parameters()} == dtypes
-    with Float32Attention("cpu"):
+    with attention_in_float32(dtype):
         compare(model, reference, args, kwargs, 5e-2 if sequence else 1e-2)
 
 

@@ -123,7 +123,7 @@ class ThroughBooster:
     """A single-model run as a user of `Booster` writes it."""
 
     def __init__(self, config):
-        self._booster = Booster("cpu", strategy_of(config), max_consecutive_skips=None)
+        self._booster = Booster("cpu", strategy_of(config), max_consecutive_skips=None, half_products="native")
         self._accum = config["accum"]
         self._together = config["delay_unscale"]
         self.scales = self._booster.precision.scales
@@ -159,7 +159,7 @@ class ThroughAmp:
         for name in ("cast_model_type", "cast_model_outputs"):
             if isinstance(chosen.get(name), str):
                 chosen[name] = getattr(torch, chosen[name].removeprefix("torch."))
-        model, self._optimizer = amp.initialize(plain, optimizer, verbosity=1, **chosen)
+        model, self._optimizer = amp.initialize(plain, optimizer, verbosity=1, half_products="native", **chosen)
         self.scales = amp._session.precision.scales
         if self._config.get("window"):
             self.scales[0]._window = self._config["window"]  # as the recording did: initialize has no such argument
@@ -232,7 +232,7 @@ class TwoThroughBooster:
     """A run of two models as a user of `Booster` writes it."""
 
     def __init__(self, config, nets, made):
-        self._booster = Booster("cpu", strategy_of(config), max_consecutive_skips=None)
+        self._booster = Booster("cpu", strategy_of(config), max_consecutive_skips=None, half_products="native")
         self.scales = self._booster.precision.scales
         if len(made) == 2:
             pairs = [self._booster.boost(net, optimizer)[:2] for net, optimizer in zip(nets, made, strict=True)]
@@ -251,7 +251,7 @@ class TwoThroughAmp:
 
     def __init__(self, config, nets, made):
         options = {"opt_level": config["opt_level"], "num_losses": config["num_losses"]}
-        self.models, self.optimizers = amp.initialize(nets, made, **options)
+        self.models, self.optimizers = amp.initialize(nets, made, half_products="native", **options)
         self.scales = amp._session.precision.scales
 
     def backward(self, loss, optimizer, loss_id):

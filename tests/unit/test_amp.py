@@ -32,7 +32,7 @@ both = pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def make(precision, **options):
     if precision == "fp16":
         options.setdefault("init_scale", 256.0)  # toy losses have large gradients
-    return Booster(device="cpu", mixed_precision=CLASSES[precision](**options))
+    return Booster(device="cpu", mixed_precision=CLASSES[precision](**options), half_products="native")
 
 
 def gemm_net():
@@ -582,7 +582,9 @@ def test_pinned_modules_train_like_float32_ones():
     def run(precision, **options):
         torch.manual_seed(0)
         net = gemm_net()
-        booster = Booster("cpu", FP32() if precision == "fp32" else CLASSES[precision](**options))
+        booster = Booster(
+            "cpu", FP32() if precision == "fp32" else CLASSES[precision](**options), half_products="native"
+        )
         model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
         booster.backward(model(torch.ones(4, 8)).square().mean(), optimizer)
         optimizer.unscale_grads()
@@ -843,7 +845,7 @@ def curve(precision, images, steps=80):
     torch.manual_seed(0)
     x, y = images
     net = TinyViT()
-    booster = Booster("cpu", precision)
+    booster = Booster("cpu", precision, half_products="native")
     model, optimizer, criterion, *_ = booster.boost(
         net, torch.optim.AdamW(net.parameters(), lr=3e-3), nn.CrossEntropyLoss()
     )
@@ -885,7 +887,7 @@ def test_a_policy_that_names_what_to_compute_in_is_a_precision():
     found = []
     for precision in (OfData(), BF16MixedPrecision(sdpa_fp32=False)):
         torch.manual_seed(0)
-        booster, model = Booster("cpu", precision), gemm_net()
+        booster, model = Booster("cpu", precision, half_products="native"), gemm_net()
         model, optimizer, criterion, *_ = booster.boost(
             model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss()
         )

@@ -48,7 +48,7 @@ def test_a_whole_step_stays_within_its_calls_and_files(name):
     assert found[1] <= most_files, found
 
 
-# (calls, files, depth). One call of a half forward is the layer's: `Float32Attention` sees every torch function. One is the
+# (calls, files, depth). One call of a half forward is the layer's: `WideProducts` sees every torch function. One is the
 # guard's on the user's own model, in the first 100 steps.
 FORWARD = {
     "fp32": (6, 5, 3),

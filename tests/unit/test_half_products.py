@@ -3,16 +3,24 @@
 import contextvars
 import logging
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
-from booster.mixed_precision import BF16MixedPrecision, FP16ApexMixedPrecision, FP16TorchMixedPrecision, hardware
+from booster.mixed_precision import (
+    BF16MixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+    hardware,
+)
 from booster.mixed_precision.half_products import HalfProducts, Recomputation, WideProducts
 from booster.torch_internals import num_function_modes
 
@@ -20,8 +28,8 @@ HALVES = [torch.bfloat16, torch.float16]
 PRECISIONS = ["bf16", "fp16", "bf16_naive", "fp16_naive"]
 
 
-def widened(kinds=hardware.KINDS, *, training=True, attention="auto"):
-    return WideProducts("cpu", kinds, Recomputation(), training=training, attention=attention)
+def widened(kinds=hardware.KINDS, *, training=True):
+    return WideProducts("cpu", kinds, Recomputation(), training=training)
 
 
 def numbers(shape, dtype, generator, scale=1.0):
@@ -309,6 +317,72 @@ def test_forward_mode_and_transforms_give_the_numbers_of_torch():
         torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-6)
 
 
+# ---------------------------------------------------------------------- what autograd keeps
+
+
+class Casts(torch.utils._python_dispatch.TorchDispatchMode):
+    """The memory of what was widened, and how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].dtype in HALVES and out.dtype == torch.float32:
+            self.memory.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+
+def _lstm(g):
+    sizes = (6, 2, 8), (1, 2, 8), (1, 2, 8), (32, 8), (32, 8), (32,), (32,)
+    return (lambda x, h, c, *weights: torch.lstm(x, (h, c), weights, True, 1, 0.0, True, False, False)[0]), sizes, {}, 8
+
+
+def _scaled_dot_product_attention(g):
+    return F.scaled_dot_product_attention, ((2, 2, 8, 4),) * 3, {}, 8
+
+
+@pytest.mark.parametrize("naive", [True, False], ids=["half weights", "autocast"])
+@pytest.mark.parametrize("make", [*OPERATIONS.values(), _lstm, _scaled_dot_product_attention])
+def test_autograd_keeps_operands_in_half(make, naive):
+    g = torch.Generator().manual_seed(0)
+    function, shapes, options, _ = make(g)
+    operands = [numbers(shape, torch.bfloat16 if naive else torch.float32, g).requires_grad_() for shape in shapes]
+    with Casts() as casts, torch.autocast("cpu", torch.bfloat16, enabled=not naive):
+        with widened():
+            out = function(*operands, **options)
+        is_cast = naive or function not in (torch.dot, torch.mv)  # which autocast leaves alone
+        assert len(casts.memory) == (len(operands) if is_cast else 0)
+        held = [memory for memory in casts.memory if not memory.expired()]
+        out.float().sum().backward()
+    assert not held
+    assert all(operand.grad is not None for operand in operands)
+
+
+def test_a_weight_that_products_share_is_widened_once_in_the_backward_pass():
+    x, weight = torch.randn(2, 4).bfloat16(), torch.randn(4, 4).bfloat16().requires_grad_()
+    with widened():
+        for _ in range(3):
+            x = F.linear(x, weight)
+    loss = x.float().sum()
+    with Casts() as casts:
+        loss.backward()
+    gradients, inputs = 3, 3
+    assert len(casts.memory) == gradients + inputs + 1
+    assert all(memory.expired() for memory in casts.memory)
+
+
+@pytest.mark.parametrize("context", [nullcontext, widened])
+def test_an_operand_that_is_written_to_before_backward_raises_as_in_torch(context):
+    x, weight = torch.randn(2, 4).bfloat16(), torch.randn(4, 4).bfloat16().requires_grad_()
+    with context():
+        out = F.linear(x, weight)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.*version 1; expected version 0"):
+        out.float().sum().backward()
+
+
 # ---------------------------------------------------------------------- of a boosted model
 
 
@@ -517,16 +591,28 @@ def test_a_weight_is_widened_once_in_a_forward_that_records_and_anew_after_it_is
         assert torch.equal(F.linear(x, weight), F.linear(x.float(), weight.float()).bfloat16())
 
 
-def test_sdpa_fp32_overrides():
-    q = torch.randn(1, 2, 4, 8).bfloat16()
-    for attention, training, expected in (
-        (False, True, torch.bfloat16),
-        (True, True, torch.float32),
-        ("auto", False, torch.float32),
-    ):
-        with Seen() as seen, widened(training=training, attention=attention):
-            F.scaled_dot_product_attention(q, q, q)
-        assert set().union(*seen.dtypes.values()) == {expected}
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("choice", ["native", "float32"])
+@pytest.mark.parametrize("sdpa_fp32", ["auto", True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_is_a_row_of_the_table_that_sdpa_fp32_overrides(dtype, choice, sdpa_fp32, training):
+    """Torch's backward pass of attention in half is slow on every CPU, so it is widened while training."""
+    products = HalfProducts(dtype, sdpa_fp32)
+    products.choose(choice)
+    q = torch.randn(1, 2, 4, 8).to(dtype)
+    with torch.set_grad_enabled(training), Seen() as seen, products.forward_context("cpu") or nullcontext():
+        out = F.scaled_dot_product_attention(q, q, q)
+    wide = sdpa_fp32 is not False and (training or choice == "float32")
+    assert set().union(*seen.dtypes.values()) == {torch.float32 if wide else dtype}
+    assert out.dtype == dtype
+
+
+def test_operands_of_attention_are_rounded_as_those_of_all_products():
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16), widened({"attention"}):
+        found = F.scaled_dot_product_attention(q, k, v)
+    rounded = [each.bfloat16().float() for each in (q, k, v)]
+    assert torch.equal(found, F.scaled_dot_product_attention(*rounded).bfloat16())
 
 
 # ---------------------------------------------------------------------- which products
@@ -571,20 +657,32 @@ def test_auto_widens_what_the_units_that_onednn_uses_are_slow_at(cpu, name, vari
     assert hardware.slow_products(torch.float16) == float16
 
 
-def test_auto_is_said_once_and_native_and_a_cpu_with_units_say_nothing(cpu, caplog):
+def test_what_is_widened_is_said_once(cpu, caplog):
     caplog.set_level(logging.INFO, "booster.mixed_precision.half_products")
-    cpu(AMX)
-    Booster("cpu", "bf16", half_products="auto").boost(nn.Linear(2, 2))
     cpu(())
-    Booster("cpu", "bf16", half_products="native").boost(nn.Linear(2, 2))
     Booster("cpu", "fp32", half_products="auto").boost(nn.Linear(2, 2))
+    Booster("cpu", BF16MixedPrecision(sdpa_fp32=False), half_products="native").boost(nn.Linear(2, 2))
     assert not caplog.messages
-    b = Booster("cpu", "bf16", half_products="auto")
+    b = Booster("cpu", "bf16")
     b.boost(nn.Linear(2, 2))
     b.boost(nn.Linear(2, 2))
     assert caplog.messages == [
         "bfloat16 is multiplied in float32, with operands and results rounded to bfloat16, where this CPU (Some CPU) is slower "
-        "in it: attention, convolutions, matrix products, recurrent layers; half_products='native' leaves them to torch"
+        "in it: attention, convolutions, matrix products, recurrent layers; half_products='native' and sdpa_fp32=False leave "
+        "them to torch"
+    ]
+
+
+@pytest.mark.parametrize("choice", ["auto", "native"])
+def test_a_cpu_with_units_widens_attention_alone(cpu, caplog, choice):
+    caplog.set_level(logging.INFO, "booster.mixed_precision.half_products")
+    cpu(AMX)
+    Booster("cpu", BF16MixedPrecision(sdpa_fp32=False), half_products=choice).boost(nn.Linear(2, 2))
+    assert not caplog.messages
+    Booster("cpu", "bf16", half_products=choice).boost(nn.Linear(2, 2))
+    assert caplog.messages == [
+        "bfloat16 is multiplied in float32, with operands and results rounded to bfloat16, where this CPU (Some CPU) is slower "
+        "in it: attention while training; sdpa_fp32=False leaves it to torch"
     ]
 
 
@@ -594,7 +692,7 @@ def test_a_cpu_with_units_enters_what_native_enters_and_makes_no_call_more(cpu, 
 
     if "bf16" in precision:
         cpu(AMX)
-        assert warm(precision, half_products="auto") == warm(precision)
+        assert warm(precision, half_products="auto") == warm(precision, half_products="native")
     assert HalfProducts(torch.bfloat16).forward_context("cuda") is None
 
 
@@ -614,9 +712,9 @@ def test_half_products_is_checked():
     precision = BF16MixedPrecision()
     Booster("cpu", precision)
     with pytest.raises(
-        ValueError, match="half_products='auto', but this BF16MixedPrecision object runs with 'native' already"
+        ValueError, match="half_products='native', but this BF16MixedPrecision object runs with 'auto' already"
     ):
-        Booster("cpu", precision, half_products="auto")
+        Booster("cpu", precision, half_products="native")
     with pytest.raises(ValueError, match="half_products='float32' needs a CPU"):
         BF16MixedPrecision().choose_half_products("float32", torch.device("cuda"))
 
@@ -667,3 +765,95 @@ def test_an_overflow_is_named_by_the_product_that_was_rounded():
     b.backward(model(torch.full((2, 4), 100.0)).mean(), optimizer)
     assert not optimizer.step().applied
     assert "aten.addmm" in str(b.diagnoses[0])
+
+
+def _overflowing_products():
+    """By name: a module whose product overflows float16, in the forward or the backward pass, and what reads its input."""
+
+    def two(x):
+        return x * 0 + 2
+
+    class Matmul(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((8, 8), 3e4))
+
+        def forward(self, x):
+            return two(x) @ self.weight
+
+    class Batched(Matmul):
+        def forward(self, x):
+            return torch.matmul(two(x)[:, None], self.weight.expand(len(x), 8, 8))[:, 0]
+
+    class Convolution(nn.Conv1d):
+        def __init__(self):
+            super().__init__(2, 8, 4)
+            nn.init.constant_(self.weight, 3e4)
+
+        def forward(self, x):
+            return super().forward(two(x).view(-1, 2, 4))[..., 0]
+
+    class Heads(nn.MultiheadAttention):
+        def __init__(self):
+            super().__init__(8, 2, batch_first=True)
+            nn.init.constant_(self.in_proj_weight, 3e4)
+
+        def forward(self, x):
+            x = two(x)[None]
+            return super().forward(x, x, x, need_weights=False)[0][0]
+
+    class Attention(nn.Module):
+        """Keys so large that the gradient of queries overflows, of queries so small that scores are not."""
+
+        def forward(self, x):
+            x = x * torch.arange(1, 5)[:, None]
+            return F.scaled_dot_product_attention(*(x[None, None] * scale for scale in (1e-4, 1e4, 1e2)))[0, 0]
+
+    class Recurrent(nn.LSTM):
+        """Weights so large that the gradient of what it reads overflows; its gates are not saturated."""
+
+        def __init__(self):
+            super().__init__(8, 8)
+            nn.init.constant_(self.weight_ih_l0, 3e4)
+
+        def forward(self, x):
+            return super().forward((x * 0)[:, None])[0][:, 0]
+
+    class Linear(nn.Linear):
+        """Likewise."""
+
+        def __init__(self):
+            super().__init__(8, 8)
+            nn.init.constant_(self.weight, 3e4)
+
+        def forward(self, x):
+            return super().forward(x * 0) * 2.0**-1
+
+    forward = (Matmul, Batched, Convolution, Heads)
+    return [(make, "forward") for make in forward] + [(make, "backward") for make in (Attention, Recurrent, Linear)]
+
+
+@pytest.mark.parametrize("naive", [True, False], ids=["half weights", "autocast"])
+@pytest.mark.parametrize(("make", "direction"), _overflowing_products())
+def test_a_diagnosis_names_a_widened_product_as_it_names_the_one_in_half(make, direction, naive):
+    def found(choice):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), make(), nn.Linear(8, 1))
+        chosen = FP16NaiveMixedPrecision(initial_scale=8.0) if naive else FP16TorchMixedPrecision(init_scale=8.0)
+        b = Booster("cpu", chosen, half_products=choice)
+        model, optimizer, *_ = b.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        x = torch.ones(4, 8) + torch.arange(8) / 8
+        one = b.diagnose(lambda: model(x).sum(), optimizer)
+        inputs = [(each.shape, each.dtype) for each in one.inputs[:2]]
+        return (
+            (one.kind, one.module, one.operation, one.direction, one.dtype, one.certain),
+            inputs,
+            one.output.num_inf > 0,
+        )
+
+    here = found("float32")
+    assert here[0][1] == "1"
+    assert here[0][3:] == (direction, "float16", True)
+    assert {dtype for _, dtype in here[1]} == {"float16"}
+    if make.__name__ != "Recurrent":  # torch has no LSTM in float16
+        assert here == found("native")

@@ -11,14 +11,13 @@ from booster.cast_regions import CastFunctions, Function, Rule
 from booster.casting import HALF_DTYPES, cast_floats
 from booster.mixed_precision.apex import lists
 from booster.mixed_precision.engine import run_engine
-from booster.mixed_precision.half_products import Float32Attention
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
-def make_table(device_type: str, *, attention: bool) -> dict[Function, Rule]:
-    """The rules for one kind of device. attention: run scaled_dot_product_attention in float32, see `Float32Attention`."""
+def make_table(device_type: str) -> dict[Function, Rule]:
+    """The rules for one kind of device."""
     table: dict[Function, Rule] = dict.fromkeys(lists.half(), as_half)
     table |= dict.fromkeys(lists.widest(), as_widest)
     table |= dict.fromkeys(lists.float32(), as_float32)
@@ -29,9 +28,6 @@ def make_table(device_type: str, *, attention: bool) -> dict[Function, Rule]:
     table[torch.autograd.backward] = _engine
     if device_type == "cpu":
         table |= dict.fromkeys(lists.recurrent(), _recurrent_on_cpu)
-    if attention:
-        rule = _attention(Float32Attention(device_type))
-        table |= {F.scaled_dot_product_attention: rule, F.multi_head_attention_forward: rule}
     return table
 
 
@@ -90,13 +86,6 @@ def _binary_cross_entropy(mode: CastFunctions, func: Function, args: Arguments, 
 def _recurrent_on_cpu(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
     with torch.autocast("cpu", enabled=False):
         return func(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
-
-
-def _attention(attention: Float32Attention) -> Rule:
-    def rule(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:
-        return attention.__torch_function__(func, (), args, kwargs)
-
-    return rule
 
 
 def _engine(mode: CastFunctions, func: Function, args: Arguments, kwargs: Keywords) -> Any:

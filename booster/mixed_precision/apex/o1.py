@@ -19,7 +19,7 @@ class O1Casts:
 
     def __init__(self) -> None:
         self._registered = Registered()
-        self._tables: dict[tuple[str, bool], Table] = {}
+        self._tables: dict[str, Table] = {}
         self._disabled = 0
 
     def register(self, module: Any, name: str, kind: Kind) -> None:
@@ -43,8 +43,7 @@ class O1Casts:
             return nullcontext()
         # In a session, which no forward pass ends, autocast's cache of half weights would outlive them.
         autocast = torch.autocast(device_type, torch.float16, cache_enabled=not holds_casts())
-        mode = self.mode(device_type, training=torch.is_grad_enabled())
-        wide = products.forward_context(device_type) if products.kinds else None
+        wide, mode = products.forward_context(device_type), self.mode(device_type)
         return both(autocast, mode if wide is None else both(wide, mode))
 
     def backward_context(self, device_type: str, products: HalfProducts) -> AbstractContextManager[Any]:
@@ -52,8 +51,7 @@ class O1Casts:
         modes = active_casts()
         if self._disabled or (modes and modes[-1].owner is self._registered):
             return nullcontext()
-        mode = self.mode(device_type, training=True)
-        return both(products.backward_context(device_type), mode) if products.kinds else mode
+        return both(products.backward_context(device_type), self.mode(device_type))
 
     @contextmanager
     def disable(self) -> Iterator[None]:
@@ -65,12 +63,11 @@ class O1Casts:
         finally:
             self._disabled -= 1
 
-    def mode(self, device_type: str, *, training: bool) -> CastFunctions:
+    def mode(self, device_type: str) -> CastFunctions:
         """A new mode, to be entered inside autocast."""
-        key = device_type, training and device_type == "cpu"
-        if key not in self._tables:
-            self._tables[key] = make_table(device_type, attention=key[1]) | self._registered.rules()
-        return CastFunctions(self._tables[key], device_type, self._registered)
+        if device_type not in self._tables:
+            self._tables[device_type] = make_table(device_type) | self._registered.rules()
+        return CastFunctions(self._tables[device_type], device_type, self._registered)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": {}}  # made of torch's functions, which do not pickle

@@ -247,11 +247,11 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
     def casts(self) -> CastFunctions:
         """A new mode that casts as O1 does; to be entered inside autocast."""
-        return self._o1.mode(self.device.type, training=True)
+        return self._o1.mode(self.device.type)
 
     def session_context(self) -> AbstractContextManager[Any]:
         """`casts`, and around them what widens products, where any are; to be entered inside autocast without its cache."""
-        wide = self.half_products.forward_context(self.device.type) if self.half_products.kinds else None
+        wide = self.half_products.forward_context(self.device.type)
         return self.casts() if wide is None else both(wide, self.casts())
 
     # ------------------------------------------------------------------ optimizers

@@ -1,0 +1,84 @@
+"""What autograd keeps of a product that is computed in float32: the halves that were multiplied, as of a product in half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from booster.torch_internals import has_saved_tensors_hooks, in_transform, storage_key, version
+
+
+class Operand:
+    """A half that products read in float32, for the backward passes that need it again."""
+
+    __slots__ = ("_uses", "_wide", "half")
+
+    def __init__(self, half: torch.Tensor) -> None:
+        self.half = half.detach()
+        self._uses = 0
+        self._wide: torch.Tensor | None = None
+
+    def keep(self) -> Operand:
+        """A reference for one backward pass, which `widen` ends."""
+        self._uses += 1
+        return self
+
+    def widen(self) -> torch.Tensor:
+        """In float32, laid out as before; the same tensor from the first to the last backward pass that refers to it."""
+        self._uses -= 1
+        wide = self.half.float() if self._wide is None else self._wide
+        self._wide = wide if self._uses > 0 else None
+        return wide
+
+
+class KeptOperands(saved_tensors_hooks):
+    """While active, autograd keeps an operand's half where it would save it in float32, and a backward pass widens it again.
+
+    As for what torch saves itself, a backward pass raises RuntimeError where it was written to in between.
+    """
+
+    def __init__(self) -> None:
+        self._operands: dict[int, tuple[Operand, torch.Tensor]] = {}
+        super().__init__(self._pack, _unpack)
+
+    def add(self, operand: Operand, wide: torch.Tensor) -> None:
+        """Know `wide`, and views of it, as that operand in float32."""
+        self._operands[storage_key(wide)] = operand, wide
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        self._operands = {}  # the graph refers to these hooks, and must not to what they knew
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        known = self._operands.get(storage_key(tensor))
+        if known is None:
+            return tensor, version(tensor), None, None
+        operand, wide = known
+        whole = tensor.shape == wide.shape and tensor.stride() == wide.stride()
+        view = None if whole else (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return operand.half, version(operand.half), operand.keep(), view
+
+
+def may_keep_halves() -> bool:
+    """Whether `KeptOperands` may be entered: not where a transform, the compiler or hooks of others see to what is saved."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not in_transform()
+        and not has_saved_tensors_hooks()
+    )
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    saved, written, operand, view = kept
+    if version(saved) != written:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{saved.type()} {list(saved.shape)}] is at version {version(saved)}; expected version {written} instead"
+        )
+    if operand is None:
+        return saved
+    wide = operand.widen()
+    return wide if view is None else wide.as_strided(*view)
