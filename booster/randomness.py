@@ -45,8 +45,10 @@ def _set(state: dict[str, Any]) -> None:
     own = state["python"]
     if not isinstance(own["gauss"], (float, type(None))):  # python takes anything, and numpy any position
         raise TypeError(f"python's next normal number is {own['gauss']!r}")
-    random.setstate((own["version"], tuple(own["words"].tolist()), own["gauss"]))
-    torch.set_rng_state(state["torch"].to(torch.uint8).cpu())
+    random.setstate((own["version"], tuple(_words(own["words"])), own["gauss"]))
+    if state["torch"].dtype != torch.uint8:
+        raise TypeError(f"torch's bytes are {state['torch'].dtype}")
+    torch.set_rng_state(state["torch"].cpu())
     if torch.cuda.is_available():
         for device, value in list(enumerate(state.get("cuda", [])))[: torch.cuda.device_count()]:
             torch.cuda.set_rng_state(value.cpu(), device)
@@ -55,10 +57,18 @@ def _set(state: dict[str, Any]) -> None:
         own = state["numpy"]
         if not (isinstance(own["position"], int) and 0 <= own["position"] <= len(own["words"])):
             raise ValueError(f"numpy's position is {own['position']!r}")
-        if own["words"].dtype != torch.int64:
-            raise TypeError(f"numpy's words are {own['words'].dtype}")
-        words = own["words"].numpy().astype("uint32")
+        words = numpy.array(_words(own["words"]), dtype="uint32")
+        if len(words) != len(numpy.random.get_state(legacy=True)[1]):
+            raise ValueError(f"numpy has {len(words)} words")
         numpy.random.set_state((own["name"], words, own["position"], own["gauss"], own["cached"]))
+
+
+def _words(words: torch.Tensor) -> list[int]:
+    """The numbers of a generator, which would be cut to its width without a word."""
+    if words.dtype != torch.int64 or bool(((words < 0) | (words >= 2**32)).any()):
+        raise ValueError(f"its words are {words.dtype}, or not all of 32 bits")
+    found: list[int] = words.tolist()
+    return found
 
 
 @contextmanager

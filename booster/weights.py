@@ -31,9 +31,10 @@ def load_weights(
 ) -> nn.Module:
     """Read the weights in `path` into `model`, in place, in the dtype that they are to be stored in; returns `model`.
 
-    path: a safetensors file, or a folder of them with an index, as `save_pretrained` and `Booster.save_model` write it. A
-    tensor at a time, in pieces of a few MB: weights are never in memory twice. What is on the meta device gets memory on
-    `device`, None as for `Booster`; all else stays where it is. Make the optimizer afterwards.
+    path: a safetensors file, or a folder of them with an index, as `save_pretrained` and `Booster.save_model` write it. It is
+    read in pieces of a few MB, and the model gets its weights once all are read. What is on the meta device gets memory on
+    `device`, None as for `Booster`, and is in memory once; all else stays where it is, and keeps its old memory until then.
+    Make the optimizer afterwards.
 
     storage_dtype: None stores parameters in the model's dtypes, which must be those of the file. torch.float32, torch.bfloat16
     or torch.float16 stores all floating parameters in it. "int8", "fp8" and "nf4" store the weights of linear layers in 8 or 4

@@ -62,3 +62,16 @@ def pieces(opened: IO[bytes], entry: Entry, unit: int = 1) -> Iterator[torch.Ten
         if opened.readinto(view) != len(view):  # type: ignore[attr-defined]
             raise CheckpointError(f"{entry.file} ended while {entry.name} was read")
         yield torch.frombuffer(view, dtype=entry.dtype)
+
+
+def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the numbers of `entry`, read into a contiguous tensor of its shape; None makes one of its dtype on the host.
+
+    opened: its file, open for reading in binary.
+    """
+    whole = torch.empty(entry.shape, dtype=entry.dtype) if into is None else into
+    flat, start = whole.view(-1), 0
+    for piece in pieces(opened, entry):
+        flat[start : start + len(piece)].copy_(piece)
+        start += len(piece)
+    return whole

@@ -74,6 +74,8 @@ def places_of(text: bytes, size: int) -> dict[str, Place]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its __metadata__ is not of texts alone")
+    for name in (*header, *metadata, *metadata.values()):
+        name.encode()  # a UnicodeEncodeError, which is a ValueError, where it is half a character
     begin = 8 + len(text)
     places = {name: _place(name, entry, begin) for name, entry in header.items()}
     end = begin

@@ -26,7 +26,7 @@ from booster.checkpoint.way_back import load_module, may_refuse, way_back
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper, skips
 from booster.interface.model import ModelWrapper, Pinned, pins_of
-from booster.interface.scheduler import LRSchedulerWrapper, check_scheduler_state
+from booster.interface.scheduler import LRSchedulerWrapper, known_state
 from booster.modules import bare
 from booster.names import printable
 from booster.randomness import random_state, set_random_state
@@ -281,7 +281,8 @@ class _Loading:
         ]
         for name, part in self.parts.lr_schedulers.items():
             state = self.saved.value(self.saved.tree["lr_schedulers"][name])
-            check_scheduler_state(part.unwrap() if isinstance(part, LRSchedulerWrapper) else part, state)
+            state, left_out = known_state(part.unwrap() if isinstance(part, LRSchedulerWrapper) else part, state)
+            self.saved.notes += [f"lr_schedulers {name!r}: {left_out}"] * bool(left_out)
             self._other_states.append((part, state))
         ranks = self.saved.tree.get("carried", [])
         own = ranks[self.rank] if len(ranks) == self._world_size else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,8 +73,27 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor | Divided]) -> Any:
 
 
 def reference(value: Any) -> str | None:
-    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry."""
-    return value["name"] if isinstance(value, dict) and value.get(_TAG) == "tensor" else None
+    """Return the name of the tensor that an entry of what `encode` gave refers to; None for any other entry.
+
+    Raises ValueError for a reference without a name.
+    """
+    if not isinstance(value, dict) or value.get(_TAG) != "tensor":
+        return None
+    if not isinstance(value.get("name"), str):
+        raise ValueError("a tensor is referred to by no name")
+    return str(value["name"])
+
+
+def references(tree: Any) -> Iterator[str]:
+    """Yield the names of the tensors that all entries of what `encode` gave refer to, in order, however deep it is."""
+    left = [tree]
+    while left:
+        value = left.pop()
+        name = reference(value)
+        if name is not None:
+            yield name
+        elif isinstance(value, (dict, list)):
+            left += reversed(value.values() if isinstance(value, dict) else value)
 
 
 def _dtype(name: str) -> torch.dtype:

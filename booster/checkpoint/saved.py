@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from booster.checkpoint.agree import agree_on_success, first_failure
 from booster.checkpoint.layout import Held, LoadPlanner, empty_like_whole
 from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, read_manifest
-from booster.checkpoint.plain import decode, reference
+from booster.checkpoint.plain import decode, reference, references
 from booster.checkpoint.storage import ManifestReader
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.tree import read_tree
@@ -27,8 +27,8 @@ class Saved:
     """A checkpoint, opened. tree: what is no tensor, by kind of object and name, with a reference in each tensor's place.
 
     First everything is wanted (`want`, `want_part`, `want_all`), then all of it is read at once, then `value` gives it.
-    notes: what the user is to be told if the load succeeds. Raises OSError, ValueError, KeyError or CheckpointError if it
-    cannot be opened.
+    notes: what the user is to be told if the load succeeds. Raises OSError or CheckpointError if it cannot be
+    opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class Saved:
 
     def want_all(self, tree: Any) -> None:
         """Read, whole, every tensor that a part of the tree refers to."""
-        for name in _references(tree):
+        for name in references(tree):
             self.want(name, None)
 
     def read(self, group: dist.ProcessGroup | None) -> None:
@@ -172,18 +172,6 @@ class Saved:
     def value(self, tree: Any) -> Any:
         """Return what a part of the tree stands for, with the tensors that were read."""
         return decode(tree, self._targets)
-
-
-def _references(tree: Any) -> Iterator[str]:
-    name = reference(tree)
-    if name is not None:
-        yield name
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _references(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _references(value)
 
 
 def listed(names: list[str], most: int = 8) -> str:

@@ -12,7 +12,7 @@ from typing import IO
 import torch
 from torch import nn
 
-from booster.checkpoint.entries import Entry, entries_of, pieces
+from booster.checkpoint.entries import Entry, entries_of, pieces, read_entry
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.weights import is_safetensors, weight_files
 from booster.foreign_files import open_regular
@@ -60,9 +60,10 @@ def stream(
 ) -> nn.Module:
     """Load the weights in `path` into `model`, in place, and return it, which is another object where it is one layer itself.
 
-    Tensor after tensor, in pieces of a few MB. keep: linear layers that are not frozen. device: where what is on the meta
-    device gets memory. Raises CheckpointError that lists all that does not fit, with nothing touched;
-    what is to be packed is read twice for that, first to see that all of it is finite.
+    Tensor after tensor, in pieces of a few MB, all into new memory, which the model gets once everything is read: what raises,
+    as a file that another process cuts short meanwhile, touches nothing. keep: linear layers that are not frozen. device:
+    where what is on the meta device gets memory. Raises CheckpointError that lists all that does not fit. What is to be
+    packed is read twice, first to see that all of it is finite.
     """
     files = weight_files(path)
     others = [str(file) for file in files if not is_safetensors(file)]
@@ -84,17 +85,16 @@ def stream(
         raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(problems))
     with ExitStack() as stack:
         opened = {file: stack.enter_context(open_regular(file)) for file in files}
-        for step in steps:  # before anything is touched
+        for step in steps:
             _refuse_what_has_no_code(opened[step.entry.file], step)
         # All memory first: between weights that stay, what is only needed for a while would leave holes.
-        targets = []
-        for step in steps:
-            model, target = _install(model, step, storage, device)
-            targets.append(target)
-        for step, target in sorted(
-            zip(steps, targets, strict=True), key=lambda pair: (str(pair[0].entry.file), pair[0].entry.start)
+        filled = [_memory_for(step, device) for step in steps]
+        for step, memory in sorted(
+            zip(steps, filled, strict=True), key=lambda pair: (str(pair[0].entry.file), pair[0].entry.start)
         ):
-            _read(opened[step.entry.file], step, target)
+            _read(opened[step.entry.file], step, memory)
+    for step in steps:
+        model = _install(model, step, storage, filled.pop(0))
     frozen = [place.holder for step in steps if step.frozen for place in step.places[:1]]
     if storage.linear is not None:
         layers = [name for name, module in model.named_modules() if type(module) is nn.Linear]
@@ -202,33 +202,47 @@ def _fault_of_packed(tensor: torch.Tensor, entry: Entry, form: Form | torch.dtyp
     )
 
 
-def _install(model: nn.Module, step: _Step, storage: Storage, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
-    """Give one tensor memory, in all its places; returns the model, and the memory, to be read into."""
-    there = device if step.tensor.is_meta else step.tensor.device
+def _memory_for(step: _Step, device: torch.device) -> torch.Tensor:
+    """Return memory without values that one tensor is to be read into: its own to be, or, where it has some, host memory."""
+    old = step.tensor
+    there = device if old.is_meta else old.device
+    if step.frozen:
+        return FrozenLinear.memory(step.places[0].holder, step.stored, there)  # type: ignore[arg-type]
+    if old.is_meta:
+        return torch.empty_strided(old.shape, old.stride(), dtype=step.stored, device=there)  # type: ignore[arg-type]
+    if old.dtype != step.stored:
+        return torch.empty_like(old, dtype=step.stored, requires_grad=False)  # type: ignore[arg-type]
+    return torch.empty(old.shape, dtype=old.dtype)
+
+
+@torch.no_grad()
+def _install(model: nn.Module, step: _Step, storage: Storage, memory: torch.Tensor) -> nn.Module:
+    """Give one tensor what was read of it, in all its places; returns the model."""
     holders = [place.name.rpartition(".")[0] for place in step.places]
     if step.frozen:
         # By its name, as below: what was installed before may stand in the place of another module.
         linear = model.get_submodule(holders[0])
-        layer = FrozenLinear.of(linear, step.stored, compute_dtype=storage.compute, device=there)  # type: ignore[arg-type]
+        layer = FrozenLinear.of(linear, step.stored, compute_dtype=storage.compute, weight=memory)  # type: ignore[arg-type]
         note_origin(layer, layer.stored_name, step.entry.dtype)
         for name in holders:
             if name:
                 model.set_submodule(name, layer)
             else:
                 model = layer
-        return model, layer.weight
+        return model
     target = step.tensor
     if target.is_meta:
-        memory = torch.empty_strided(target.shape, target.stride(), dtype=step.stored, device=there)  # type: ignore[arg-type]
         target = nn.Parameter(memory, target.requires_grad) if isinstance(target, nn.Parameter) else memory
     elif target.dtype != step.stored:
-        target.data = torch.empty_like(target, dtype=step.stored)  # type: ignore[arg-type]
+        target.data = memory
+    else:
+        target.copy_(memory)
     for place, name in zip(step.places, holders, strict=True):
         holder = model.get_submodule(name)
         table = holder._parameters if place.own in holder._parameters else holder._buffers
         table[place.own] = target  # type: ignore[assignment]
         note_origin(holder, place.own, step.entry.dtype)
-    return model, target
+    return model
 
 
 @torch.no_grad()
@@ -246,7 +260,6 @@ def _refuse_what_has_no_code(opened: IO[bytes], step: _Step) -> None:
 
 @torch.no_grad()
 def _read(opened: IO[bytes], step: _Step, target: torch.Tensor) -> None:
-    target = target.detach()
     if isinstance(step.stored, Form) and not step.packed:
         columns, row = step.entry.shape[1], 0
         for piece in pieces(opened, step.entry, columns):
@@ -254,13 +267,10 @@ def _read(opened: IO[bytes], step: _Step, target: torch.Tensor) -> None:
             target[row : row + len(matrix)] = step.stored.pack(matrix.to(target.device))
             row += len(matrix)
         return
-    contiguous = target.is_contiguous()
-    flat, start = (target if contiguous else torch.empty(target.shape, dtype=target.dtype)).view(-1), 0
-    for piece in pieces(opened, step.entry):
-        flat[start : start + len(piece)].copy_(piece)
-        start += len(piece)
-    if not contiguous:
-        target.copy_(flat.view(target.shape))
+    if target.is_contiguous():
+        read_entry(opened, step.entry, target)
+    else:
+        target.copy_(read_entry(opened, step.entry))
 
 
 def _same(a: Entry, b: Entry) -> bool:

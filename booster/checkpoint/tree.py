@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text
+from booster.checkpoint.plain import reference, references
 from booster.foreign_files import parse_json
 from booster.update.checkpoint import STATE_KEY
 
@@ -31,6 +32,7 @@ def read_tree(folder: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         tree = parse_json(text)
         _check(tree)
+        _check_references(tree, manifest)
     except ValueError as error:
         raise CheckpointError(f"{path} does not say what a checkpoint says: {error}") from error
     return dict.fromkeys(_KINDS, {}) | tree
@@ -48,7 +50,7 @@ def _check(tree: Any) -> None:
         _each(f"the skips of pins {name!r}", _mapping("skips", pins.get("skips", {})), _numbers)
     for name, optimizer in tree.get("optimizers", {}).items():
         _check_optimizer(f"optimizers {name!r}", optimizer)
-    _texts("masters", list(_mapping("masters", tree.get("masters", {})).values()))
+    _check_masters(tree)
     for kind in ("random", "loaders", "carried"):
         for own in _list(kind, tree.get(kind, [])):
             _mapping(kind, own)
@@ -70,10 +72,45 @@ def _check_optimizer(name: str, optimizer: Any) -> None:
         _mapping(f"the parameters of a group of {name}", group.get("params"))
     own = _mapping(f"{STATE_KEY} of {name}", optimizer.get(STATE_KEY))
     _mapping(f"the loss scale of {name}", own.get("loss_scaler"))
-    masters = own.get("masters")
-    if masters is not None:
-        _mapping(f"the masters of {name}", masters)
-        _mapping(f"the masters of {name}", masters.get("weights", {}))
+    params = {param for group in optimizer["groups"] for param in group["params"]}
+    _of_these(f"the state of {name}", optimizer["state"], params)
+    if own.get("masters") is not None:
+        masters = _mapping(f"the masters of {name}", own["masters"])
+        weights = _mapping(f"the masters of {name}", masters.get("weights", {}))
+        _of_these(f"the masters of {name}", weights, params)
+        for param, value in weights.items():
+            if not isinstance(reference(value), str):  # a load would take the half weight in its place
+                raise ValueError(f"the master of {param} in {name} is no tensor, but {_kind(value)}")
+
+
+def _check_masters(tree: Mapping[str, Any]) -> None:
+    """Which master stands behind which weight: masters of the optimizers there, and weights of the modules."""
+    told = _mapping("masters", tree.get("masters", {}))
+    _texts("masters", list(told.values()))
+    kept: set[Any] = set()
+    for optimizer in tree.get("optimizers", {}).values():
+        kept |= {
+            reference(value) for value in ((optimizer[STATE_KEY].get("masters") or {}).get("weights", {})).values()
+        }
+    modules = [f"{kind}/{name}/" for kind in ("models", "criteria") for name in tree.get(kind, {})]
+    for weight, master in told.items():
+        if master not in kept or not weight.startswith(tuple(modules)):
+            raise ValueError(f"it tells of a master {master!r} behind {weight!r}, and one of them is not in it")
+
+
+def _check_references(tree: Mapping[str, Any], manifest: Manifest) -> None:
+    """What is referred to is there, and masters have the shapes of the weights that they stand behind."""
+    tensors = manifest.tensors
+    if missing := sorted({name for name in references(tree) if name not in tensors}):
+        raise ValueError(f"it refers to tensors {missing[:3]}, which the checkpoint does not hold")
+    for weight, master in tree.get("masters", {}).items():
+        if weight in tensors and tensors[weight].shape != tensors[master].shape:
+            raise ValueError(f"the master of {weight} has shape {tensors[master].shape}, not {tensors[weight].shape}")
+
+
+def _of_these(what: str, found: Mapping[str, Any], params: Collection[str]) -> None:
+    if unknown := sorted(found.keys() - params):
+        raise ValueError(f"{what} names {unknown[:3]}, and none of its groups has such a parameter")
 
 
 def _each(what: str, found: Mapping[str, Any], check: Callable[[str, Any], Any]) -> None:

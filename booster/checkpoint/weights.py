@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.checkpoint.entries import entries_of
+from booster.checkpoint.entries import entries_of, read_entry
 from booster.checkpoint.folder import write_synced
 from booster.checkpoint.layout import placed_like
 from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
@@ -67,10 +67,11 @@ def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     for file in weight_files(path):
         if is_safetensors(file):
-            entries_of(file)  # stricter than the package, which takes the last of two entries of one name
-            with open_tensors(file) as opened:
-                for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                    yield name, opened.get_tensor(name)
+            # Read, not mapped as the package does: who cuts a mapped file short ends the process that reads it.
+            entries = entries_of(file)
+            with open_regular(file) as opened:
+                for name, entry in entries.items():
+                    yield name, read_entry(opened, entry)
         else:
             yield from read_torch_file(file)
 
@@ -83,9 +84,12 @@ def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[st
     current = module.state_dict()
     partial = getattr(getattr(module, "module", None), "is_partial", False)
     state: dict[str, torch.Tensor] = {}
-    different, unknown = [], []
+    different, unknown, seen = [], [], set()
     for name, value in read_weights(path):
         own = current.get(name)
+        if name in seen:
+            different.append(f"{name} is in two files")
+        seen.add(name)
         if own is None:
             unknown.append(name)
         elif tuple(own.shape) != tuple(value.shape):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from booster import arguments
 from booster.data.draws import generators_of
 from booster.data.samplers import is_stateful, stride
 
@@ -19,10 +20,10 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
     "epoch" counts from 0; "batches" and "samples" are what was yielded of it, on this rank and over all ranks. Raises
     ValueError for another state, and where `loader` cannot go on from it.
     """
-    try:
-        position: dict[str, Any] = {key: int(state[key]) for key in ("epoch", "batches", "samples")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this is no state of a boosted dataloader ({error!r}): {state!r}") from error
+    names = ("epoch", "batches", "samples")
+    if not isinstance(state, Mapping) or not all(arguments.is_whole(state.get(name)) for name in names):
+        raise ValueError(f"this is no state of a boosted dataloader, with whole numbers {', '.join(names)}: {state!r}")
+    position: dict[str, Any] = {name: int(state[name]) for name in names}
     if min(position.values()) < 0:
         raise ValueError(f"a dataloader's position counts from 0, got {position}")
     seen, samples, width = position["batches"], position["samples"], stride(loader)

@@ -32,28 +32,30 @@ class FrozenLinear(nn.Linear):
         form: Form | torch.dtype,
         *,
         compute_dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
+        weight: torch.Tensor | None = None,
     ) -> FrozenLinear:
-        """Return the layer that takes the place of `linear`, with its bias and hooks; its weight is memory without values.
+        """Return the layer that takes the place of `linear`, with its bias and hooks.
 
-        device: where that is; None means where the old one is.
+        weight: as it is stored, see `memory`; None means memory without values, where the old one is.
         """
         layer = cls.__new__(cls)
         layer.__dict__.update(linear.__dict__)
         layer.form = form if isinstance(form, Form) else None
         layer.compute_dtype = compute_dtype
-        columns, dtype = (form.row_bytes(linear.in_features), torch.uint8) if isinstance(form, Form) else (None, form)
-        stored = torch.empty(
-            linear.out_features,
-            linear.in_features if columns is None else columns,
-            dtype=dtype,
-            device=linear.weight.device if device is None else device,
-        )
+        stored = cls.memory(linear, form, linear.weight.device) if weight is None else weight
         layer._parameters = {
             layer.stored_name: nn.Parameter(stored, requires_grad=False),
             **{name: param for name, param in linear._parameters.items() if name != "weight"},
         }
         return layer
+
+    @staticmethod
+    def memory(linear: nn.Linear, form: Form | torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory without values for the weight of `linear`, stored in `form`."""
+        rows, columns = linear.out_features, linear.in_features
+        if isinstance(form, Form):
+            return torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8, device=device)
+        return torch.empty(rows, columns, dtype=form, device=device)
 
     @property
     def stored_name(self) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.interface.optimizer import OptimizerWrapper
+from booster.names import printable
 from booster.state_kinds import of_names
+
+_logger = logging.getLogger(__name__)
 
 
 class LRSchedulerWrapper:
@@ -40,7 +44,9 @@ class LRSchedulerWrapper:
         Raises ValueError, nothing changed, for a state of another class of torch's schedulers, or with values of other kinds.
         """
         self._optimizer.settle()
-        check_scheduler_state(self.scheduler, state_dict)
+        state_dict, left_out = known_state(self.scheduler, state_dict)
+        if left_out:
+            _logger.warning("%s", printable(left_out))
         if not _takes_any(self.scheduler):
             self.scheduler.load_state_dict(state_dict)
         else:
@@ -71,10 +77,14 @@ class LRSchedulerWrapper:
             self.scheduler.step(*args, **kwargs)
 
 
-def check_scheduler_state(scheduler: Any, state: Any) -> None:
-    """Raise ValueError if a scheduler that takes any attribute for its state, as torch's do, would fail with `state`."""
+def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:
+    """Return what of `state` a scheduler is to be given, and what is left out of it, in words.
+
+    Torch's schedulers take any entry for an attribute; theirs are all there from the beginning, so what one of them does not
+    have is that of another version. Raises ValueError for a state with which such a scheduler would fail, or stay where it is.
+    """
     if not _takes_any(scheduler):
-        return
+        return state, ""
     name = f"the state of {type(scheduler).__name__}"
     if not isinstance(state, Mapping):
         raise ValueError(f"{name} is of type {type(state).__name__}, and must be a mapping")
@@ -94,8 +104,13 @@ def check_scheduler_state(scheduler: Any, state: Any) -> None:
         ]
         if state.get("_anneal_func_type", "cos") not in ("cos", "linear"):
             wrong.append(f"{name} has {state['_anneal_func_type']!r} for '_anneal_func_type'")
+        if lacking := sorted(_PROGRESS & now.keys() - state.keys()):
+            wrong.append(f"{name} lacks {lacking}, which say where it is")
     if wrong:
         raise ValueError("; ".join(wrong))
+    unknown = sorted(map(str, state.keys() - now.keys())) if type(scheduler).__module__.startswith("torch.") else []
+    left_out = f"{name} has {unknown}, which this one does not know, and they are left out" if unknown else ""
+    return {key: value for key, value in state.items() if str(key) not in unknown}, left_out
 
 
 def _takes_any(scheduler: Any) -> bool:
@@ -105,5 +120,11 @@ def _takes_any(scheduler: Any) -> bool:
 
 
 _TORCH_AND_OURS = ("torch.", "booster.")
+# What moves as a schedule goes on.
+_PROGRESS = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "_schedulers"} | {
+    "best",
+    "num_bad_epochs",
+    "cooldown_counter",
+}
 # One entry for each group that there was when a scheduler was made; groups may come later.
 _OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr", "base_momentums", "max_momentums")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ _SHAPED = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg"),
     *("acc_delta", "ax", "prev", "step_size"),
 }
+
+# Entries of torch's optimizers that are one number, which counts or is made of what counts.
+_SINGLE = {"step", "mu_product", "eta", "mu"}
 
 # What steps of torch's optimizers read of the state of a parameter that has any; with these options, more.
 _READ: dict[type[Optimizer], tuple[str, ...]] = {
@@ -176,9 +180,17 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(states, Mapping) or not groups or [len(group["params"]) for group in groups] != sizes:
         return
     elementwise = kind_of(optimizer) == "elementwise"
+    single = _SINGLE if type(optimizer) in _READ else frozenset()
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
+            if key in single:
+                if not _is_count(value):
+                    raise ValueError(
+                        f"the optimizer state holds {key!r} of {update.name_of(param)} as {_told(value)}, and it must be one "
+                        "finite number of at least 0. Nothing was loaded"
+                    )
+                continue
             # Nearly all, without a closer look.
             if elementwise and isinstance(value, torch.Tensor) and value.shape == param.shape:
                 continue
@@ -220,6 +232,20 @@ def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
                     f"reads in every step; it holds {sorted(state)}. Nothing was loaded"
                 )
             index += 1
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1 or value.dim() > 1 or value.is_complex():
+            return False
+        value = value.item()
+    return isinstance(value, (int, float)) and 0 <= value < math.inf
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value)[:40]
 
 
 def _may_be_none(optimizer: Optimizer, key: str) -> bool:
