@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["ROOM", "names_a_regular_file", "open_regular", "parse_json", "read_regular"]
+__all__ = ["ROOM", "json_cost", "names_a_regular_file", "open_regular", "parse_json", "read_regular"]
 
 ROOM = 48 * 2**20
 """Bytes of memory that a small file may take, whatever its size is compared with."""
@@ -22,7 +22,6 @@ _KINDS = (
 )
 # Bytes that a Python object takes for each character that begins one, or ends an entry of one, at most.
 _COSTS = ((b"{", 190), (b"[", 64), (b",", 40), (b":", 40), (b'"', 26))
-_OF_ITS_SIZE = 10  # times its size, that a parsed text may take; texts of ours take up to 8
 
 
 def names_a_regular_file(path: Path) -> bool:
@@ -63,15 +62,25 @@ def read_regular(path: Path, most: int) -> bytes:
         return b"".join(parts)
 
 
-def parse_json(data: bytes, room: int = ROOM) -> Any:
-    """Return what a JSON text says; raises ValueError for what is none, and where its values would take too much memory.
+def json_cost(data: bytes) -> int:
+    """Return the bytes of memory that reading a JSON text takes at most: the text, what it is decoded to, and its values.
 
-    That is more than ten times its size beside `room` bytes, as of a million empty lists. Numbers are finite, and no key
-    stands twice in an object.
+    Counted by the characters that begin and end values, before anything is made of them. A character that is not ASCII, or
+    written as \\u, makes a text of four bytes each.
     """
-    takes = sum(data.count(char) * cost for char, cost in _COSTS)
-    if takes > _OF_ITS_SIZE * len(data) + room:
-        raise ValueError(f"its {len(data)} bytes would take {takes} in memory")
+    decoded = 1 if data.isascii() else 4
+    values = decoded if b"\\u" not in data else 4
+    return sum(data.count(char) * cost for char, cost in _COSTS) + len(data) * (1 + decoded + values)
+
+
+def parse_json(data: bytes, most: int = ROOM) -> Any:
+    """Return what a JSON text says; raises ValueError for what is none, and where reading it would take over `most` bytes.
+
+    As a million empty lists would. Numbers are finite, and no key stands twice in an object.
+    """
+    takes = json_cost(data)
+    if takes > most:
+        raise ValueError(f"its {len(data)} bytes would take {takes} in memory, and may take {most}")
     try:
         return json.loads(data.decode(), object_pairs_hook=_object, parse_int=_integer, parse_constant=_no_number)
     except RecursionError:

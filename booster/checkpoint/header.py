@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from booster.foreign_files import ROOM, parse_json
+from booster.foreign_files import parse_json
 
 # The names of dtypes in the safetensors format.
 SAFETENSORS_DTYPES = {
@@ -36,7 +36,7 @@ SAFETENSORS_DTYPES = {
 }
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _LARGEST = 100_000_000  # bytes, as the package allows
-_IN_MEMORY = 8  # bytes that a byte of a header takes once it is read, at most
+_ROOM = 16 * 2**20  # bytes of memory that a header may take, and half of those that its file has
 _MOST_BYTES = 2**63 - 1
 
 
@@ -55,7 +55,7 @@ def header_length(first: bytes, size: int) -> int:
     Raises ValueError where it would not fit into the file, or be too large for what is in it.
     """
     length = int.from_bytes(first, "little")
-    if len(first) != 8 or length > min(_LARGEST, size - 8) or _IN_MEMORY * length > size + ROOM:
+    if len(first) != 8 or length > min(_LARGEST, size - 8) or length > _ROOM + size // 2:
         raise ValueError(f"a header of {length} bytes, in a file of {size}")
     return length
 
@@ -70,7 +70,7 @@ def places_of(text: bytes, size: int) -> dict[str, Place]:
     """Return what the header `text` of a file of `size` bytes says. Raises ValueError where it is none."""
     if text[:1] != b"{":
         raise ValueError("its header is no JSON object")
-    header = parse_json(text)
+    header = parse_json(text, _ROOM + size // 2)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its __metadata__ is not of texts alone")

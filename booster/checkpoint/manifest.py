@@ -13,7 +13,7 @@ from typing import Any
 
 from booster.checkpoint.hashing import HASH, hash_of_file
 from booster.checkpoint.header import SAFETENSORS_DTYPES, num_bytes, sizes
-from booster.foreign_files import ROOM, parse_json, read_regular
+from booster.foreign_files import json_cost, parse_json, read_regular
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "booster checkpoint", 2
@@ -22,6 +22,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SAFETENSORS_DTY
 _MOST_DIVIDED = (
     6  # dimensions in which a tensor is cut; what booster writes is cut in as many as a mesh has, or a stretch
 )
+_ROOM = 24 * 2**20  # bytes of memory that a text may take beside the smallest tensors
 _LARGEST_NUMBER = 2**63 - 1
 
 
@@ -70,19 +71,31 @@ class Manifest:
     def dumps(self) -> bytes:
         """Return the JSON text, which carries a hash of itself. Raises CheckpointError where no reader would take it."""
         text = _canonical(asdict(self))
-        of_others = sum(file.bytes for name, file in self.files.items() if name != STATE)
-        for name, size in ((MANIFEST, len(text)), (STATE, self.files[STATE].bytes if STATE in self.files else 0)):
-            if size > of_others + ROOM:
-                raise CheckpointError(
-                    f"{name} would have {size} bytes, and may have {ROOM} more than all tensors together, {of_others}; keep "
-                    "numbers in tensors instead of lists"
-                )
+        check_text(MANIFEST, json_cost(text), self.files)
         seal = hashlib.sha256(text).hexdigest()
         return b'{"format": "%b", "version": %d, "sha256": "%b", "content": %b}\n' % (
             FORMAT.encode(),
             VERSION,
             seal.encode(),
             text,
+        )
+
+
+def room_for_text(of_tensors: int) -> int:
+    """Return the bytes of memory that manifest and state may take each, by those of the files of tensors beside them.
+
+    Together with the header of a file of tensors that is no more than all files have, and 64 MiB.
+    """
+    return _ROOM + of_tensors // 4
+
+
+def check_text(name: str, takes: int, files: Mapping[str, File]) -> None:
+    """Raise CheckpointError where no reader would take the text `name` beside `files`. takes: its `json_cost`."""
+    of_tensors = sum(file.bytes for other, file in files.items() if other != STATE)
+    if takes > room_for_text(of_tensors):
+        raise CheckpointError(
+            f"{name} would take {takes} bytes of memory to read, and may take {_ROOM} and a quarter of the {of_tensors} bytes "
+            "of tensors beside it; keep numbers in tensors instead of lists"
         )
 
 
@@ -96,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
-        outer = parse_json(data)
+        outer = parse_json(data, room_of(folder))
         del data
         if outer["format"] != FORMAT:
             raise ValueError(f"its format is {outer['format']!r}")
@@ -121,10 +134,14 @@ def read_manifest(folder: Path) -> Manifest:
 def read_text(folder: Path, name: str) -> bytes:
     """Return a JSON text of the checkpoint in `folder`; raises OSError where it is no file, or larger than one can be.
 
-    It may have `ROOM` bytes more than all tensors together, so that memory goes with what lies in the folder.
+    What it may have goes with what lies in the folder.
     """
-    of_others = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return read_regular(folder / name, of_others + ROOM)
+    return read_regular(folder / name, room_of(folder))
+
+
+def room_of(folder: Path) -> int:
+    """Return the bytes of memory that each text of the checkpoint in `folder` may take, by the files that are there."""
+    return room_for_text(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -32,10 +32,11 @@ from booster.checkpoint.folder import (
 from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.layout import Held, SavePlanner, storable
 from booster.checkpoint.lock import Lock
-from booster.checkpoint.manifest import MANIFEST, STATE, CheckpointError, File, Manifest, read_manifest
+from booster.checkpoint.manifest import MANIFEST, STATE, CheckpointError, File, Manifest, check_text, read_manifest
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
 from booster.checkpoint.weights import export
+from booster.foreign_files import json_cost
 from booster.installed import version_of
 from booster.interface.model import ModelWrapper
 from booster.shards import is_dtensor
@@ -90,9 +91,10 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
             staging,
             make_manifest=lambda files, stored: Manifest(step, len(taken.tree["random"]), _versions(), files, stored),
         )
+        takes = 0
         with _told_to_all(group):
             if is_first(group):
-                writer.other_files = _write_state(staging / STATE, taken.tree)
+                writer.other_files, takes = _write_state(staging / STATE, taken.tree)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.save(
@@ -105,6 +107,7 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
         with _told_to_all(group):
             if writer.manifest is not None:
                 assert lock is not None  # the coordinator is the first rank
+                check_text(STATE, takes, writer.manifest.files)
                 write_synced(staging / MANIFEST, writer.manifest.dumps())
                 publish(staging, final, lock)
                 if keep_last is not None:
@@ -187,10 +190,11 @@ def _host_copy(tensor: Held) -> Held:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _write_state(path: Path, tree: dict[str, Any]) -> dict[str, File]:
+def _write_state(path: Path, tree: dict[str, Any]) -> tuple[dict[str, File], int]:
+    """Write the tree; returns its file, and the bytes of memory that reading it takes."""
     data = json.dumps(tree, allow_nan=False, separators=(",", ":")).encode()
     write_synced(path, data)
-    return {path.name: File(len(data), hash_of(data))}
+    return {path.name: File(len(data), hash_of(data))}, json_cost(data)
 
 
 def _versions() -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.checkpoint.hashing import hash_of
-from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text
+from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text, room_of
 from booster.checkpoint.plain import reference, references
 from booster.foreign_files import parse_json
 from booster.update.checkpoint import STATE_KEY
@@ -30,7 +30,7 @@ def read_tree(folder: Path, manifest: Manifest) -> dict[str, Any]:
     if hash_of(text, expected.hash) != expected.digest:
         raise CheckpointError(f"{STATE} holds other bytes than were written")
     try:
-        tree = parse_json(text)
+        tree = parse_json(text, room_of(folder))
         _check(tree)
         _check_references(tree, manifest)
     except ValueError as error:

@@ -125,8 +125,8 @@ def weight_files(path: Path) -> list[Path]:
     indices = sorted(path.glob("*.index.json")) if path.is_dir() else []
     if len(indices) == 1:
         try:
-            text = read_regular(indices[0], sum(_size(file) for file in path.iterdir() if file != indices[0]) + ROOM)
-            names = sorted(set(parse_json(text)["weight_map"].values()))
+            most = sum(_size(file) for file in path.iterdir() if file != indices[0]) // 2 + ROOM
+            names = sorted(set(parse_json(read_regular(indices[0], most), most)["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{indices[0]} is no index of weights: {error!r}") from error
         if not all(isinstance(name, str) and name and Path(name).name == name for name in names):
