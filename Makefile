@@ -73,6 +73,7 @@ lint: $(TEST)/.linters
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy booster
 	$(TEST)/bin/python tests/support/typed.py
+	$(TEST)/bin/python tests/support/room_lines.py
 
 dist: $(TEST)/.release
 	rm -rf dist build

@@ -3,24 +3,24 @@
 import torch
 
 from booster import logging, mixed_precision, nn, plugin
-from booster.batch_size import find_batch_size
 from booster.booster import Booster
-from booster.config import AMP_TYPE
-from booster.coordinator import DistCoordinator
-from booster.description import Description, describe
-from booster.installed import tell_untried
+from booster.facade.config import AMP_TYPE
+from booster.facade.description import Description, describe
+from booster.facade.everyday import find_batch_size
+from booster.facade.weights import load_weights
+from booster.ground.installed import tell_untried
 from booster.launch import (
     get_default_parser,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
+    launch_notebook,
     seed_everything,
 )
-from booster.notebook import launch_notebook
-from booster.optimizer_kinds import register_elementwise
+from booster.model.optimizer_kinds import register_elementwise
+from booster.ranks.coordinator import DistCoordinator
 from booster.update.outcome import LossScaleError, StepResult
-from booster.weights import load_weights
 
 __version__ = "0.1.0"
 

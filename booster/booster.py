@@ -15,35 +15,36 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from booster import arguments, checks, collectives
-from booster.accumulation import Accumulation, Accumulations, Unsynchronised
-from booster.cast_regions import region
 from booster.checkpoint.parts import Loaded
 from booster.checkpoint.run import RunCheckpoints
-from booster.config import translate
-from booster.coordinator import is_main, wait_for_all
 from booster.data import DataLoaderWrapper
-from booster.device import resolve_device
-from booster.interface.boosted import Boosted
+from booster.facade import checks, collectives
+from booster.facade.accumulation import Accumulation, Accumulations, Unsynchronised
+from booster.facade.boosted import Boosted
+from booster.facade.config import translate
+from booster.facade.pipelined import execute
+from booster.facade.returned import Returned
+from booster.ground import arguments
+from booster.ground.device import resolve_device
+from booster.ground.roll_call import PATIENCE, watch
+from booster.ground.torch_internals import leave_guards
 from booster.interface.model import CriterionWrapper, boosted_wrapper, leave_raw_calls, watch_raw_calls
 from booster.interface.optimizer import OptimizerWrapper, updates_of
-from booster.interface.returned import Returned
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, make
-from booster.pipelined import execute
 from booster.plugin import Plugin, SingleDevice
-from booster.roll_call import PATIENCE, watch
-from booster.torch_internals import leave_guards
+from booster.ranks.coordinator import is_main, wait_for_all
+from booster.tensors.cast_regions import region
 from booster.update.backward import run_backward
-from booster.update.options import UpdateOptions
+from booster.update.outcome import UpdateOptions
 
 if TYPE_CHECKING:
     from booster.masters.packing import States
     from booster.memory import Estimate, Measured
     from booster.numerics import Diagnosis, Record
-    from booster.numerics.records import Records
-    from booster.numerics.replay import Replay
-    from booster.numerics.skips import SkipWatcher
+    from booster.numerics.diagnosis.replay import Replay
+    from booster.numerics.diagnosis.skips import SkipWatcher
+    from booster.numerics.record.record import Records
 
 Optimizers = OptimizerWrapper | Sequence[OptimizerWrapper]
 M = TypeVar("M", bound=nn.Module)
@@ -140,11 +141,11 @@ class Booster:
         self._watcher: SkipWatcher | None = None
         if self.precision.pins_during_run:
             checks.check_pins(self.plugin, diagnose)
-            from booster.numerics.pinning import PinningWatcher
+            from booster.numerics.diagnosis.skips import PinningWatcher
 
             self._watcher = PinningWatcher(self._boosted.labelled, self._replay, self.plugin.group, self.device)
         elif diagnose is not None:
-            from booster.numerics.skips import SkipWatcher
+            from booster.numerics.diagnosis.skips import SkipWatcher
 
             self._watcher = SkipWatcher(diagnose, self._replay, self.plugin.group, self.device)
 
@@ -412,7 +413,7 @@ class Booster:
         no gradients are left to look at; OSError where it cannot write.
         """
         # Imported here, as for `diagnose`: most scripts never need it.
-        from booster.numerics.records import Records
+        from booster.numerics.record.record import Records
 
         checks.check_recorded(every, activations, self._options)
 
@@ -439,8 +440,8 @@ class Booster:
         call it alike. Cost: about three steps for a replay; one to some ten of them, and a copy of what they write to.
         Raises what `forward` raises, and TypeError for a `forward` that returns no loss.
         """
-        from booster.numerics.diagnose import diagnose
-        from booster.numerics.replay import replayed_scale
+        from booster.numerics.diagnosis.diagnose import diagnose
+        from booster.numerics.diagnosis.replay import replayed_scale
 
         arguments.function("forward", forward, "a function that computes and returns the loss")
         optimizers = checks.check_boosted_optimizers(optimizer, "diagnose")
@@ -696,7 +697,7 @@ class Booster:
 
         total: how many there are, where `len(items)` does not say. The bar is rich's; raises ImportError without it.
         """
-        from booster.progress import progress
+        from booster.facade.everyday import progress
 
         return progress(items, description, total)
 
@@ -721,11 +722,11 @@ class Booster:
         tables too. shapes, memory, stacks: also note shapes of inputs, memory, and lines of Python, which slow the steps.
         No collective. Raises RuntimeError at the end where `.step()` was not called often enough to record a step.
         """
-        from booster.profiling import profiled
+        from booster.facade.everyday import profiled
 
         return profiled(folder, self.device, skip=skip, steps=steps, shapes=shapes, memory=memory, stacks=stacks)
 
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
-        from booster.numerics.replay import Replay
+        from booster.numerics.diagnosis.replay import Replay
 
         return Replay(forward, optimizers, self._boosted.labelled(), list(self._boosted.criteria), scale)

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from booster import arguments
-from booster.device import HostCopy
+from booster.ground import arguments
+from booster.ground.device import HostCopy
 
 SMALLEST_SCALE = 2.0**-126  # gradients are multiplied by its inverse, which float32 must hold
 

@@ -17,8 +17,8 @@ from benchmarks.scaling.bytes import NOISE, socket_bytes
 from benchmarks.scaling.decoder import Model
 from benchmarks.timing import clock, interleave, ratio
 from benchmarks.waits import HostReads, as_on_a_gpu
+from booster.ground.torch_internals import TorchDispatchMode
 from booster.interface.optimizer import OptimizerWrapper
-from booster.torch_internals import TorchDispatchMode
 
 Say = Callable[[str], None]
 BATCH = 2

@@ -29,9 +29,9 @@ from benchmarks.scaling.job import MICRO_BATCH, Case, Decoder, loss_of, make_pre
 from benchmarks.scaling.moments import BUCKET, Load, Moments, step_moments
 from benchmarks.scaling.traffic import Message, data_parallel_messages, pipeline_messages, tensor_parallel_messages
 from booster import Booster
-from booster.flat import bucket_size
 from booster.memory.plan import Plan
-from booster.plugin.gradient_reducer import MOST_IN_FLIGHT
+from booster.plugin.ddp.gradient_reducer import MOST_IN_FLIGHT
+from booster.tensors.flat import bucket_size
 
 PEAK = 0.05  # of a peak, by which formula and record may differ: what single operations take for themselves
 NOISE = 512  # bytes; shorter messages are flags, losses and norms

@@ -15,9 +15,9 @@ from benchmarks.scaling.formulas import (
     logit_bytes,
     receive_buffers,
 )
-from booster.flat import bucket_size
 from booster.memory.plan import Plan
-from booster.plugin.gradient_reducer import MOST_IN_FLIGHT
+from booster.plugin.ddp.gradient_reducer import MOST_IN_FLIGHT
+from booster.tensors.flat import bucket_size
 
 BUCKET = 25 * 2**20  # bytes, what plugins send together unless told otherwise
 

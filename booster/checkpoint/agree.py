@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from booster import communicate
 from booster.checkpoint.manifest import CheckpointError
+from booster.ranks import communicate
 
 
 def exchange(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

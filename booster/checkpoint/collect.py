@@ -10,15 +10,14 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agree_on_success, exchange
-from booster.checkpoint.layout import Held, storable
+from booster.checkpoint.layout import Held, encode, reference, storable
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.parts import Parts
-from booster.checkpoint.plain import encode, reference
 from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper
+from booster.ground.randomness import random_state
 from booster.interface.model import ModelWrapper, pins_of
 from booster.interface.optimizer import OptimizerWrapper
-from booster.modules import bare
-from booster.randomness import random_state
+from booster.model.modules import bare
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
 from booster.update.loading import check_own
 

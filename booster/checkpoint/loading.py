@@ -15,21 +15,18 @@ import torch.distributed as dist
 from booster.checkpoint.agree import agree_on_success, exchange, is_first
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.hashing import new_hash
+from booster.checkpoint.layout import reference
 from booster.checkpoint.manifest import MANIFEST, CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, parts
-from booster.checkpoint.plain import reference
-from booster.checkpoint.saved import Saved, listed
-from booster.checkpoint.saved_module import SavedModule
-from booster.checkpoint.saved_optimizer import SavedOptimizer
+from booster.checkpoint.saved import Saved, SavedModule, SavedOptimizer, listed
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.way_back import load_module, may_refuse, way_back
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper, skips
+from booster.ground.randomness import random_state, set_random_state
 from booster.interface.model import ModelWrapper, Pinned, pins_of
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
-from booster.modules import bare
-from booster.names import printable
-from booster.randomness import random_state, set_random_state
+from booster.model.modules import bare, printable
 from booster.update.loading import Reading
 
 _logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster import arguments
+from booster.ground import arguments
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper
 

@@ -1,22 +1,107 @@
-"""The checkpoints of one Booster: written now or while training goes on, loaded, and asked for by signals."""
+"""The checkpoints of one Booster: written now or while training goes on, loaded, and asked for by signals.
+
+Saving while training goes on.
+
+Requests to stop, as schedulers of clusters send them some time before they kill.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster import arguments
-from booster.checkpoint.background import Background
+from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, check_no_gradients_wait, parts
-from booster.checkpoint.stopping import StopRequests
+from booster.ground import arguments
 from booster.interface.model import ModelWrapper
+from booster.ranks.communicate import communication_device
+
+_logger = logging.getLogger(__name__)
+
+
+class Background:
+    """One thread that writes, with a process group of its own, so that its collectives never meet those of training."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def group(self) -> dist.ProcessGroup:
+        """Return the writing thread's process group; a collective the first time."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Run `write` in the thread. It is not a daemon: the interpreter waits for it before it ends."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="booster-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for what is being written; raises the CheckpointError of a write that failed since the last call."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except CheckpointError as error:
+            # Raised by the next call; logged at once, since there may be none.
+            _logger.error("%s", error)
+            self._error = error
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequests:
+    """Notes SIGTERM and SIGUSR1 instead of dying of them. Ranks agree: a request to one is a request to all."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._before: dict[int, Any] = {}
+
+    def listen(self) -> None:
+        """Install the handlers, once; a handler of the user's is still called. Raises RuntimeError outside the main thread."""
+        if self._before:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("signals can be listened to from the main thread alone; call resume_or_start there")
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+
+    def requested(self, group: dist.ProcessGroup | None) -> bool:
+        """Return whether any rank was asked to stop; one scalar MAX all-reduce, and a host read."""
+        if group is None:
+            return self._received
+        device = communication_device(torch.device("cpu"), group)
+        flag = torch.tensor(float(self._received), dtype=torch.float32, device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        return bool(flag.item())
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
 
 Given = tuple[Any, Any, Any, Any, Any, Any]
 """Model, optimizer, criterion, dataloader, lr_scheduler and extra, as the methods of Booster take them."""

@@ -36,10 +36,10 @@ from booster.checkpoint.manifest import MANIFEST, STATE, CheckpointError, File, 
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
 from booster.checkpoint.weights import export
-from booster.foreign_files import json_cost
-from booster.installed import version_of
+from booster.ground.foreign_files import json_cost
+from booster.ground.installed import version_of
 from booster.interface.model import ModelWrapper
-from booster.shards import is_dtensor
+from booster.model.dtensors import is_dtensor
 from booster.shards.divided import Divided
 
 

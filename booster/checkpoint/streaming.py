@@ -12,14 +12,13 @@ from typing import IO
 import torch
 from torch import nn
 
-from booster.checkpoint.entries import Entry, entries_of, pieces, read_entry
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.weights import is_safetensors, weight_files
-from booster.foreign_files import open_regular
+from booster.checkpoint.weights import Entry, entries_of, is_safetensors, pieces, read_entry, weight_files
 from booster.frozen import Form, FrozenLinear, note_origin
+from booster.ground.foreign_files import open_regular
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
-from booster.names import spelled
-from booster.tied import Place, places_of
+from booster.model.modules import spelled
+from booster.model.tied import Place, places_of
 
 _logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from booster.checkpoint.hashing import BLOCK, Hash, new_hash
 from booster.checkpoint.header import SAFETENSORS_DTYPES, header_length, num_bytes, places_of
 from booster.checkpoint.manifest import CheckpointError, Chunk, File, Tensor
-from booster.foreign_files import open_regular
+from booster.ground.foreign_files import open_regular
 
 _ALIGNMENT = 8  # bytes, of the header; data follow at once
 

@@ -15,8 +15,8 @@ from typing import IO, Any
 import torch
 
 from booster.checkpoint.manifest import CheckpointError
-from booster.foreign_files import ROOM, open_regular
-from booster.torch_internals import REBUILDERS
+from booster.ground.foreign_files import ROOM, open_regular
+from booster.ground.torch_internals import REBUILDERS
 
 # What a state dict of tensors is rebuilt by; called, or, of storages, named in the place of one.
 _CALLED = {"collections OrderedDict", *REBUILDERS}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from booster.checkpoint.hashing import hash_of
+from booster.checkpoint.layout import reference, references
 from booster.checkpoint.manifest import STATE, CheckpointError, Manifest, read_text, room_of
-from booster.checkpoint.plain import reference, references
-from booster.foreign_files import parse_json
+from booster.ground.foreign_files import parse_json
 from booster.update.checkpoint import STATE_KEY
 
 _KINDS = ("models", "criteria", "optimizers", "dataloaders", "lr_schedulers", "pins", "run")

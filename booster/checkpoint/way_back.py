@@ -13,9 +13,9 @@ from torch import nn
 from booster.data import DataLoaderWrapper
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.masters.loaded import LoadedWeights
-from booster.modules import bare
-from booster.trees import map_tensors
+from booster.masters.keeps import LoadedWeights
+from booster.model.modules import bare
+from booster.tensors.trees import map_tensors
 
 _OURS = ("torch.", "booster.")
 

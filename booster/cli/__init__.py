@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that has gone can still be left in peace
         return status
     except BrokenPipeError:
-        from booster.cli.trouble import leave_unread, reader_has_gone
+        from booster.cli.values import leave_unread, reader_has_gone
 
         if not reader_has_gone():
             raise  # of a pipe of the user's own
@@ -49,11 +49,11 @@ def _status(arguments: list[str]) -> int:
 
             return run(arguments[1:])
         if arguments and arguments[0] == "check":
-            from booster.cli.check import check
+            from booster.cli.machine import check
 
             return check(arguments[1:])
         if arguments and arguments[0] == "env":
-            from booster.cli.env import env
+            from booster.cli.machine import env
 
             return env(arguments[1:])
         if arguments and arguments[0] == "estimate":
@@ -65,11 +65,11 @@ def _status(arguments: list[str]) -> int:
 
             return checkpoint(arguments[1:])
         if arguments and arguments[0] == "report":
-            from booster.cli.report import report
+            from booster.cli.records import report
 
             return report(arguments[1:])
         if arguments and arguments[0] == "compare":
-            from booster.cli.compare import compare
+            from booster.cli.records import compare
 
             return compare(arguments[1:])
         if arguments and arguments[0] == "advise":

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from booster.cli import values
-from booster.cli.trouble import told
+from booster.cli.values import told
 
 if TYPE_CHECKING:
     from booster.numerics import Advice
 
-__all__ = ["advise"]
 
 _WIDTH = 110  # columns, where no terminal says how many there are
 _NAMES = ("model_fn", "batch", "criterion", "optimizer_fn")
@@ -58,8 +57,8 @@ def advise(argv: Sequence[str]) -> int:
     parser.add_argument("script", metavar="SCRIPT", help="a file FILE.py, or a function FILE.py:NAME or MODULE:NAME")
     options = parser.parse_args(list(argv))
     from booster.numerics import Budget
-    from booster.numerics.advise import advise as advised
-    from booster.numerics.lines import as_json
+    from booster.numerics.choosing.advise import advise as advised
+    from booster.numerics.record.run import as_json
 
     with told("advise", OSError, ValueError, TypeError, ImportError, status=2):
         most = None if options.max_memory_mib is None else int(options.max_memory_mib * 2**20)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from booster.cli import values
-from booster.cli.trouble import told
-from booster.names import printable
-
-__all__ = ["checkpoint"]
+from booster.cli.values import told
+from booster.model.modules import printable
 
 
 def checkpoint(argv: Sequence[str]) -> int:

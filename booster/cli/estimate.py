@@ -12,9 +12,7 @@ from contextlib import contextmanager
 from typing import Any, get_args
 
 from booster.cli import values
-from booster.cli.trouble import told
-
-__all__ = ["estimate"]
+from booster.cli.values import told
 
 _PRECISIONS = "fp32,bf16,bf16_naive,bf16_naive+8bit"
 _PACKED = "+8bit"

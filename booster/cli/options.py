@@ -7,9 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from booster.cli.hosts import is_host_name
-
-__all__ = ["DEFAULT_MASTER_PORT", "parse"]
+from booster.cli.nodes import is_host_name
 
 DEFAULT_MASTER_PORT = 29500
 

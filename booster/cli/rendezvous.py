@@ -8,8 +8,6 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["LOOPBACK", "RENDEZVOUS", "loopback_variables", "register"]
-
 RENDEZVOUS = "booster"  # the name under which torch's launcher finds it
 LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=10)  # of a node that nobody joins

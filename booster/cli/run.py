@@ -14,13 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from booster.cli.agent import STOPPED_STATUS, Attempt, Stopped, run_attempt, worker_command
-from booster.cli.hosts import Host, chosen_hosts, is_local
-from booster.cli.nodes import NodeCommand, run_nodes, ssh_command
+from booster.cli.nodes import Host, NodeCommand, chosen_hosts, is_local, run_nodes, ssh_command
 from booster.cli.options import DEFAULT_MASTER_PORT, parse
 from booster.cli.rendezvous import loopback_variables
 from booster.launch import TIMEOUT_VARIABLE, await_address
-
-__all__ = ["run"]
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,13 +1,21 @@
-"""What options of commands take: text to values, refused by argparse where it is none, so that the option is named."""
+"""What options of commands take: text to values, refused by argparse where it is none, so that the option is named.
+
+How a command ends that cannot go on: one line on stderr and a status, or quietly, where nobody reads on.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["device", "elsewhere", "file_path", "listed", "number", "precisions", "whole"]
+from booster.model.modules import printable
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -58,7 +66,7 @@ def listed(text: str) -> list[str]:
 
 def elsewhere(text: str) -> str:
     """Return what `text` is instead, for a message that says what it is not; "" where it is not known."""
-    from booster.checks import meant_by
+    from booster.facade.checks import meant_by
 
     meant, _ = meant_by(text)
     return "" if meant is None else f"; {text} is a {'precision' if meant == 'mixed_precision' else meant}"
@@ -78,10 +86,59 @@ def precisions(text: str) -> list[str]:
 
 def device(text: str) -> str:
     """A device that is there."""
-    from booster.device import resolve_device
+    from booster.ground.device import resolve_device
 
     try:
         resolve_device(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}{elsewhere(text)}") from None
     return text
+
+
+UNREAD_STATUS = 128 + signal.SIGPIPE  # what a shell reports of a Unix tool whose reader has gone, as in `| head`
+
+
+@contextmanager
+def told(command: str, *errors: type[Exception], status: int) -> Iterator[None]:
+    """Turn any of `errors` into a line on stderr, with the user's own line that raised it, and the exit status `status`.
+
+    Where nobody reads what is printed any more, a BrokenPipeError is none of them, though an OSError: `booster.cli.main`
+    ends then.
+    """
+    try:
+        yield
+    except errors as error:
+        if isinstance(error, BrokenPipeError) and reader_has_gone():
+            raise
+        from booster.ground.installed import where_raised  # which needs torch, as whatever raised here did
+
+        place = where_raised(error)
+        text = f"booster {command}: {error}{f' ({place})' if place else ''}"
+        print("\n".join(map(printable, text.split("\n"))), file=sys.stderr)
+        raise SystemExit(status) from None
+
+
+def reader_has_gone() -> bool:
+    """Return whether nobody reads stdout or stderr any more."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            file = stream.fileno()
+        except OSError:  # what stands for it is no file
+            continue
+        asked = select.poll()
+        asked.register(file, 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in asked.poll(0)):
+            return True
+    return False
+
+
+def leave_unread() -> int:
+    """Drop what nobody reads of stdout and stderr, so that the interpreter ends without a word of it; return the status."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
+    return UNREAD_STATUS

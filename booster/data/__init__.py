@@ -1,8 +1,7 @@
 """Data loaders for ranks that share a dataset: made, checked, and boosted, with batches on the device and epochs counted."""
 
-from booster.data.batch import to_device
-from booster.data.boosted import DataLoaderWrapper, Share
-from booster.data.position import DRAWS, OWN_STATE, skips
+from booster.data.boosted import DataLoaderWrapper, Share, to_device
+from booster.data.iteration import DRAWS, OWN_STATE, skips
 from booster.data.samplers import check_sharded
 from booster.data.seeded import SeededDataLoader, prepare_dataloader
 

@@ -1,4 +1,7 @@
-"""The boosted loader: batches on the device, epochs announced to its samplers, and a position that can be kept."""
+"""The boosted loader: batches on the device, epochs announced to its samplers, and a position that can be kept.
+
+Batches: containers of tensors, moved to a device.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,31 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
-from booster import arguments
-from booster.data.batch import to_device
 from booster.data.draws import Counts, generators_of, set_states, states_of, try_states
-from booster.data.iteration import Iteration, Progress
-from booster.data.position import DRAWS, OWN_STATE, position_of, skips
+from booster.data.iteration import DRAWS, OWN_STATE, Iteration, Progress, position_of, skips
 from booster.data.samplers import Announced, distributed_sampler, is_stateful
-from booster.torch_internals import has_workers
+from booster.ground import arguments
+from booster.ground.torch_internals import has_workers
+from booster.tensors.trees import map_tensors
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor on `device`, in containers of the same types, all of them new.
+
+    batch: see `booster.tensors.trees`; an object with a method `to(device)` (such as a tokenizer's output, which moves itself
+    in place) moves itself. A tensor that is there already is not copied. Copies from pinned memory do not block; others
+    wait for the copy.
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
+
+    def move_itself(value: Any) -> Any:
+        return (
+            value.to(device) if callable(getattr(value, "to", None)) and not isinstance(value, type) else NotImplemented
+        )
+
+    return map_tensors(move, batch, instead=move_itself, copy_containers=True)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 from booster.data.samplers import is_stateful, samplers_of
-from booster.randomness import random_state, set_random_state
-from booster.torch_internals import has_workers
+from booster.ground.randomness import random_state, set_random_state
+from booster.ground.torch_internals import has_workers
 
 _MANY = 64  # of more entries in a container none is looked at: it holds samples
 _PARTS = ("sampler", "batch_sampler", "dataset", "loader")
@@ -75,7 +75,7 @@ def _look(value: Any, place: str, name: str, found: dict[str, Any], seen: set[in
 
 
 def states_of(generators: Mapping[str, Any]) -> States:
-    """Return the state of each, of what `booster.checkpoint.plain` encodes."""
+    """Return the state of each, of what `booster.checkpoint.layout` encodes."""
     return {place: _state(generator) for place, generator in generators.items()}
 
 

@@ -1,7 +1,11 @@
-"""A linear layer with a frozen weight that is stored in another form than it is multiplied in."""
+"""A linear layer with a frozen weight that is stored in another form than it is multiplied in.
+
+Where the tensors of a module came from: noted when they are loaded, read by who describes a model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -124,3 +128,17 @@ class _Product(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 of_bias = g.reshape(-1, g.shape[-1]).sum(0)
         return of_x, None, of_bias, None, None
+
+
+_ORIGINS = "booster_loaded_from"
+
+
+def note_origin(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Note that the tensor `name` of `module` itself was loaded from a file that has it in `dtype`."""
+    module.__dict__[_ORIGINS] = {**origins_of(module), name: dtype}
+
+
+def origins_of(module: nn.Module) -> Mapping[str, torch.dtype]:
+    """Return the dtypes, by name, in which files had the tensors that `module` itself holds."""
+    origins: Mapping[str, torch.dtype] = module.__dict__.get(_ORIGINS, {})
+    return origins

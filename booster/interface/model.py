@@ -12,28 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from booster import arguments
-from booster.cast_regions import region
-from booster.casting import cast_floats
-from booster.guards import RawCalls
+from booster.ground import arguments
+from booster.ground.guards import RawCalls
+from booster.ground.torch_internals import graph_task
 from booster.interface.tape import Tape
-from booster.interface.transparent import TransparentModule, bare, unwrap_placed
-from booster.modules import wait_for_weights
-from booster.torch_internals import graph_task
-from booster.trees import tensors
-
-__all__ = [
-    "CriterionWrapper",
-    "ForwardPrecision",
-    "ModelWrapper",
-    "PrecisionModule",
-    "bare",
-    "boosted_wrapper",
-    "keep_pins",
-    "pins_of",
-    "precision_of",
-    "unwrap_placed",
-]
+from booster.interface.transparent import TransparentModule, bare
+from booster.model.modules import wait_for_weights
+from booster.tensors.cast_regions import region
+from booster.tensors.trees import cast_floats, tensors
 
 
 class ForwardPrecision(Protocol):

@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster import arguments
-from booster.guards import OwnStep
+from booster.ground import arguments
+from booster.ground.guards import OwnStep
+from booster.ground.torch_internals import leave_guards, told_found_inf
 from booster.interface.signature import takes
-from booster.torch_internals import leave_guards, told_found_inf
 from booster.update.backward import run_backward
 from booster.update.base import Job, Update
 from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
-from booster.update.listener import StepListener
 from booster.update.loading import Reading, read_state
-from booster.update.outcome import StepHistory, StepResult
+from booster.update.outcome import StepHistory, StepListener, StepResult
 from booster.update.release import Release
 
 _UPDATE = attrgetter("_update")

@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from booster.interface.optimizer import OptimizerWrapper
-from booster.names import printable
-from booster.state_kinds import of_names
+from booster.model.modules import printable
+from booster.model.state_kinds import of_names
 
 _logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from booster.torch_internals import storage_key, version
-from booster.trees import map_tensors, tensors
+from booster.ground.torch_internals import storage_key, version
+from booster.tensors.trees import map_tensors, tensors
 
 _MANY = 64  # calls after which those that lead nowhere are looked for
 

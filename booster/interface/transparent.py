@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster import arguments
-from booster.modules import bare, is_placed, unwrap_placed, wait_for_weights
-from booster.shards import is_part
+from booster.ground import arguments
+from booster.ground.torch_internals import SWAPS_TENSORS
+from booster.model.dtensors import is_part
+from booster.model.modules import bare, is_placed, unwrap_placed, wait_for_weights
 from booster.shards.hidden import clear_hidden_gradients
-from booster.torch_internals import SWAPS_TENSORS
 
 _logger = logging.getLogger(__name__)
 _KNOWS_PARTS = "torch.distributed.checkpoint"

@@ -3,6 +3,6 @@
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.masters.update import MasterUpdate
-from booster.optimizer_kinds import register_elementwise
+from booster.model.optimizer_kinds import register_elementwise
 
 __all__ = ["MasterOptions", "MasterUpdate", "Masters", "register_elementwise"]

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from booster.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 from booster.masters.formats import Format
-from booster.masters.local_parts import around, empty_handle, filled, local_part
 from booster.masters.offload import HostMemory
 from booster.masters.packing import Packing, unpacked
-from booster.shards.base import is_dtensor
+from booster.model.dtensors import around, empty_handle, filled, is_dtensor, local_part
+from booster.tensors.flat import ALIGNMENT, Piece, aligned, flat_like, renumber
 
 _ADDRESS = torch.Tensor.data_ptr
 

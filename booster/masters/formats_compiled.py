@@ -31,6 +31,16 @@ float16 drops the last 13, ties to even: 0xFFF lifts what is above half way, and
 
 Below 2**-14 float16 has only multiples of 2**-24. Those are also the steps of float32 from 0.5 to 1, so adding 0.5 and
 taking it away again rounds to them.
+
+Packed states as arithmetic without side effects, which a compiler can fuse with an optimizer's step.
+
+`packed.py` says what the bits are, and works in place. Two functions suffice here::
+
+    unpack(way, codes, factors)       -> values           float32, from what is kept
+    pack(way, values, lanes, present) -> codes, scales    to be kept
+
+Both agree bit for bit with `Packed`, but for what stands in a group that has a NaN. Torch's compiler for CPUs does not
+vectorise int16: what is one number for 32 elements comes in as `Packed.factors`, and goes out as int32.
 """
 
 from __future__ import annotations
@@ -40,9 +50,20 @@ from abc import abstractmethod
 
 import torch
 
-from booster.masters.formats import Format, Kahan, Nearest, Same, Separate, SplitBFloat16, SplitFloat16
-from booster.masters.formats_24 import LARGEST, STEP, Split24, Split24BFloat16
-from booster.masters.packed import fractions
+from booster.masters.formats import (
+    LARGEST,
+    STEP,
+    Format,
+    Kahan,
+    Nearest,
+    Same,
+    Separate,
+    Split24,
+    Split24BFloat16,
+    SplitBFloat16,
+    SplitFloat16,
+)
+from booster.masters.packed import GROUP, LEVELS, SMALLEST, Way, fractions, narrow_scales, scale_chances
 from booster.masters.rounding import Views, pieces_like, whole_steps
 
 _CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
@@ -240,3 +261,40 @@ def _step(weights: torch.Tensor) -> torch.Tensor:
 def _ulp(weights: torch.Tensor) -> torch.Tensor:
     exponents = (weights.view(torch.int32) & 0x7F800000).view(torch.float32)
     return (exponents * 2.0**-10).clamp(2.0**-24, 2.0**5)
+
+
+def unpack(way: Way, codes: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Return new float32 numbers. factors: None with "bf16"."""
+    values = codes.float()
+    if factors is None:
+        return values
+    values = values * (values.abs() if way == "signed" else values)
+    values = (values.view(-1, GROUP) * factors[:, None]).view(-1)
+    return values if way == "signed" else values * values
+
+
+def pack(
+    way: Way, values: torch.Tensor, lanes: torch.Tensor, present: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return new codes, and scales as int32, None with "bf16".
+
+    lanes: 64 random numbers below 2**16, int32. present: where the bucket has elements; zeros are kept elsewhere.
+    """
+    if present is not None:
+        values = torch.where(present, values, 0.0)
+    if way == "bf16":
+        values = torch.where(values != values, math.nan, values)  # isnan is not vectorised
+        bits = (values.view(torch.int32).view(-1, 64) + lanes).view(-1) & -0x10000
+        return bits.view(torch.float32), None
+    noise = fractions(lanes).view(1, -1, GROUP)
+    grouped = values.view(-1, 64 // GROUP, GROUP)
+    sizes = grouped.abs() if way == "signed" else grouped
+    largest = sizes.amax(2, keepdim=True)
+    least = largest.clamp(min=SMALLEST)
+    factors = least.reciprocal() * LEVELS[way] ** (2 if way == "signed" else 4)
+    if way == "signed":
+        codes = torch.copysign((sizes * factors).sqrt() + noise, grouped).to(torch.int8)
+    else:
+        codes = ((sizes * factors).sqrt().sqrt() + noise).clamp(min=1.0).to(torch.int32).to(torch.uint8)
+    scales = narrow_scales((least * (largest != 0)).view(-1, 2), scale_chances(lanes))
+    return codes.view(-1), scales.view(-1)

@@ -15,23 +15,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.casting import HALF_DTYPES
-from booster.flat import Piece, bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
+from booster.ground.torch_internals import of_same_version
 from booster.masters.bucket import Bucket
-from booster.masters.dither import Dither
-from booster.masters.formats import Format, Stochastic
-from booster.masters.formats_24 import Split24
+from booster.masters.formats import Format, Split24, Stochastic
 from booster.masters.formats_compiled import compiled_format
-from booster.masters.local_parts import around, local_part
 from booster.masters.offload import HostMemory, moves
 from booster.masters.options import MasterOptions
+from booster.masters.packed import Dither
 from booster.masters.rounding import rounded
 from booster.masters.stand_in import State
 from booster.masters.states import Places, StateView, places_of, signature, state_of_bucket, state_of_params
-from booster.optimizer_kinds import kind_of
-from booster.optimizer_states import load_states
-from booster.shards.base import is_dtensor
-from booster.torch_internals import of_same_version
+from booster.model.dtensors import around, is_dtensor, local_part
+from booster.model.optimizer_kinds import kind_of
+from booster.model.params import load_states
+from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
+from booster.tensors.trees import HALF_DTYPES
 
 Weights = Mapping[torch.Tensor, torch.Tensor]
 

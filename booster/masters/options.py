@@ -8,13 +8,22 @@ from typing import Literal
 import torch
 from torch.optim import Optimizer
 
-from booster import arguments
-from booster.masters.dither import Dither
-from booster.masters.formats import Format, Kahan, Nearest, Same, Separate, SplitBFloat16, SplitFloat16, Stochastic
-from booster.masters.formats_24 import Split24BFloat16, Split24Float16
-from booster.masters.packing import Packing, States
-from booster.masters.state_signs import StateSigns
-from booster.optimizer_kinds import kind_of, unknown
+from booster.ground import arguments
+from booster.masters.formats import (
+    Format,
+    Kahan,
+    Nearest,
+    Same,
+    Separate,
+    Split24BFloat16,
+    Split24Float16,
+    SplitBFloat16,
+    SplitFloat16,
+    Stochastic,
+)
+from booster.masters.packed import Dither
+from booster.masters.packing import Packing, States, StateSigns
+from booster.model.optimizer_kinds import kind_of, unknown
 
 MasterWeights = Literal["auto", "fp32", "split", "split24", "none"]
 Rounding = Literal["nearest", "stochastic", "kahan"]

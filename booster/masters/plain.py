@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from booster.casting import HALF_DTYPES
-from booster.flat import is_dense, lies_like, pack, split_by_device
+from booster.tensors.flat import is_dense, lies_like, pack, split_by_device
+from booster.tensors.trees import HALF_DTYPES
 
 _contiguous: Callable[[torch.Tensor], bool] = torch.Tensor.is_contiguous
 

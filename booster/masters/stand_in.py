@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.torch_internals import unwrapped
+from booster.ground.torch_internals import unwrapped
 
 Entries = dict[str, Any]
 State = dict[str, Any]

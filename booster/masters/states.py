@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from booster.casting import HALF_DTYPES
-from booster.flat import flat_like, shaped_like
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.packing import unpacked
 from booster.masters.stand_in import State
+from booster.tensors.flat import flat_like, shaped_like
+from booster.tensors.trees import HALF_DTYPES
 
 Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
 

@@ -33,15 +33,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.casting import HALF_DTYPES
+from booster.ground.torch_internals import note_step, step_hooks, unhooked
 from booster.masters.bucket import Bucket
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Journey
 from booster.masters.packing import Packing
 from booster.masters.plain import StateLayouts, laid_like, lots
-from booster.torch_internals import note_step, step_hooks, unhooked
+from booster.tensors.trees import HALF_DTYPES
 from booster.update.fused import honours_grad_scale, start_late_momentum
-from booster.update.stepping import Restricted, bare_step, hooks_once
+from booster.update.parts import Restricted, bare_step, hooks_once
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster import arguments
-from booster.grads import PIECE
+from booster.ground import arguments
 from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
 from booster.memory.passes import Passes, run_passes
@@ -21,8 +20,9 @@ from booster.memory.released import Arrivals, Bucketed, Released, Sizes, Whole
 from booster.memory.stepped import Stepped, stepped
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin.base import Plugin as Placement
-from booster.plugin.low_level_zero import check_gathers
-from booster.update.options import UpdateOptions
+from booster.plugin.zero.plugin import check_gathers
+from booster.tensors.grads import PIECE
+from booster.update.outcome import UpdateOptions
 
 Plugin = Literal["single", "ddp", "zero1", "zero2", "fsdp"]
 PLANS: dict[str, Callable[[int], Plan]] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from booster import trees
 from booster.memory.estimate import Estimate
+from booster.tensors import trees
 
 _MIB = 2**20
 _LARGEST = 2**24  # samples

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster import torch_internals, trees
+from booster.ground import torch_internals
+from booster.ground.installed import where_raised
 from booster.memory.released import Arrivals, Released, Sizes, Whole
 from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker
-from booster.micro_batch import MicroBatch
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.policy import cast_parameters
-from booster.user_code import where_raised
+from booster.tensors import trees
+from booster.tensors.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)

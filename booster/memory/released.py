@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from booster.casting import HALF_DTYPES
-from booster.plugin.gradient_reducer import MOST_IN_FLIGHT
+from booster.plugin.ddp.gradient_reducer import MOST_IN_FLIGHT
+from booster.tensors.trees import HALF_DTYPES
 
 Sizes = tuple[tuple[torch.dtype, int], ...]
 

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster import trees
-from booster.casting import HALF_DTYPES
 from booster.memory.released import Arrivals, Complete, Sizes, Take
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
-from booster.plugin.fsdp_blocks import block_names
-from booster.plugin.fsdp_groups import Group, plan_groups
-from booster.plugin.fully_sharded import dtype_at_rest
+from booster.plugin.fsdp.fully_sharded import dtype_at_rest
+from booster.plugin.fsdp.groups import Group, block_names, plan_groups
 from booster.shards.fp8_gather import pack, unpack
+from booster.tensors import trees
+from booster.tensors.trees import HALF_DTYPES
 
 
 class Sharding(Arrivals):

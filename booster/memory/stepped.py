@@ -10,15 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from booster.flat import aligned, bucket_size
-from booster.masters.dither import Dither
+from booster.ground.torch_internals import unhooked
 from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
-from booster.masters.packed import GROUP
+from booster.masters.packed import GROUP, Dither
 from booster.masters.packing import Packing
 from booster.memory.tracker import StorageTracker
-from booster.optimizer_kinds import kind_of
-from booster.torch_internals import unhooked
+from booster.model.optimizer_kinds import kind_of
+from booster.tensors.flat import aligned, bucket_size
 from booster.update.fused import switch_to_fused
 from booster.update.parts import largest_part
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from booster import arguments
+from booster.ground import arguments
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale, StaticScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
@@ -17,8 +17,7 @@ from booster.mixed_precision.low_precision.strategy import (
 )
 from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
 from booster.mixed_precision.naive_model import NaiveAMPModel
-from booster.mixed_precision.placement import Placement
-from booster.mixed_precision.policy import DtypePolicy, cast_parameters, install_keep_fp32
+from booster.mixed_precision.policy import DtypePolicy, Placement, cast_parameters, install_keep_fp32
 from booster.mixed_precision.tf32 import TF32MixedPrecision
 
 __all__ = [

@@ -10,17 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from booster import arguments
-from booster.cast_regions import both
-from booster.casting import HALF_DTYPES
+from booster.ground import arguments
 from booster.interface.model import ModelWrapper, keep_pins
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
-from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, compute_in_fp32, normalise_keep_fp32
+from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, RunPins, compute_in_fp32, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
-from booster.mixed_precision.run_pins import RunPins
-from booster.modules import bare
+from booster.model.modules import bare
+from booster.tensors.cast_regions import both
+from booster.tensors.trees import HALF_DTYPES
 
 
 class AutocastMixedPrecision(MixedPrecision):

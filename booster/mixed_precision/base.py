@@ -13,30 +13,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster import arguments
-from booster.casting import HALF_DTYPES
+from booster.ground import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
-from booster.masters.device_update import choose_master_update
 from booster.masters.masters import Masters
 from booster.masters.offload import moves
 from booster.masters.options import STATES, MasterOptions
 from booster.masters.packing import States
+from booster.masters.update import choose_master_update
 from booster.mixed_precision.half_products import CHOICES, Choice, HalfProducts
-from booster.mixed_precision.hardware import missing_on_cpu
-from booster.mixed_precision.placement import InProcess, Placement
-from booster.mixed_precision.policy import DtypePolicy
-from booster.mixed_precision.switches import ONEDNN, switched
-from booster.modules import PlacedModule, bare
-from booster.params import named_parameters, placed_parameters, rebind
+from booster.mixed_precision.hardware import ONEDNN, missing_on_cpu, switched
+from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement
+from booster.model.modules import PlacedModule, bare
+from booster.model.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
+from booster.tensors.trees import HALF_DTYPES
 from booster.update.base import Job, Update
 from booster.update.choice import choose_update
 from booster.update.compiled import can_compile
 from booster.update.fused import has_sound_kernel, switch_to_fused
-from booster.update.options import UpdateOptions
+from booster.update.outcome import UpdateOptions
 
 
 class MixedPrecision:

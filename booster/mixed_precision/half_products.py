@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from booster import arguments
-from booster.cast_regions import CastMode
-from booster.casting import HALF_DTYPES
+from booster.ground import arguments
+from booster.ground.torch_internals import has_saved_tensors_hooks, in_transform, uninterceptable, version
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
 from booster.mixed_precision.kept_operands import KeptOperands, Operand, may_keep_halves
-from booster.torch_internals import has_saved_tensors_hooks, in_transform, uninterceptable, version
+from booster.tensors.cast_regions import CastMode
+from booster.tensors.trees import HALF_DTYPES
 
 Choice = Literal["auto", "native", "float32"]
 CHOICES: tuple[Choice, ...] = ("auto", "native", "float32")

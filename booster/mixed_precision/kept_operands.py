@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from booster.torch_internals import has_saved_tensors_hooks, in_transform, storage_key, version
+from booster.ground.torch_internals import has_saved_tensors_hooks, in_transform, storage_key, version
 
 
 class Operand:

@@ -13,25 +13,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster import arguments
-from booster.cast_regions import both
+from booster.ground import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_scale_options
 from booster.masters.compiled import can_compile_masters
-from booster.masters.device_update import choose_master_update
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.packing import States
-from booster.meta import arrive
+from booster.masters.update import choose_master_update
 from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
 from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.mixed_precision.policy import DtypePolicy, half_policy
-from booster.modules import PlacedModule, bare
+from booster.model.meta import arrive
+from booster.model.modules import PlacedModule, bare
+from booster.tensors.cast_regions import both
 from booster.update.base import Job, Update
-from booster.update.options import UpdateOptions
+from booster.update.outcome import UpdateOptions
 
 
 class NaiveMixedPrecision(MixedPrecision):

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster import arguments
+from booster.ground import arguments
 from booster.interface.model import PrecisionModule
 from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.buffers import BufferAverage
-from booster.mixed_precision.hardware import missing
+from booster.mixed_precision.hardware import CUDA, missing, switched
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm
 from booster.mixed_precision.policy import cast_parameters, half_policy
-from booster.mixed_precision.switches import CUDA, switched
 
 _DTYPES = {
     "torch.float16": torch.float16,

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from booster.cast_regions import CastMode
 from booster.mixed_precision.engine import run_engine
+from booster.tensors.cast_regions import CastMode
 
 _FLOATING = {
     torch.bartlett_window,

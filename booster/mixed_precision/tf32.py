@@ -10,13 +10,12 @@ from typing import Any, Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from booster import arguments
-from booster.cast_regions import surrounding
+from booster.ground import arguments
+from booster.ground.torch_internals import TorchDispatchMode
 from booster.mixed_precision.base import FP32
-from booster.mixed_precision.hardware import missing
-from booster.mixed_precision.switches import CUDA, switched
+from booster.mixed_precision.hardware import CUDA, missing, switched
 from booster.number_formats import TF32, round_to
-from booster.torch_internals import TorchDispatchMode
+from booster.tensors.cast_regions import surrounding
 
 _logger = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """Number formats as data, rounding to them, and the scales that go with them. Uses torch alone, on any device."""
 
-from booster.number_formats.blocks import BLOCK, BLOCK_BYTES, decode_blocks, encode_blocks
 from booster.number_formats.formats import (
     E2M1,
     E2M3,
@@ -10,16 +9,29 @@ from booster.number_formats.formats import (
     E8M0,
     FORMATS,
     INT8,
+    NF4_LEVELS,
     TF32,
     NumberFormat,
     decode,
+    decode_nf4,
     encode,
+    encode_nf4,
     noise_of,
     round_to,
 )
-from booster.number_formats.nf4 import NF4_LEVELS, decode_nf4, encode_nf4
-from booster.number_formats.scaling import Scaled, Scaling, largest_under, power_of_two_above, scale_to
-from booster.number_formats.tensorwise import decode_tensorwise, encode_tensorwise
+from booster.number_formats.scaling import (
+    BLOCK,
+    BLOCK_BYTES,
+    Scaled,
+    Scaling,
+    decode_blocks,
+    decode_tensorwise,
+    encode_blocks,
+    encode_tensorwise,
+    largest_under,
+    power_of_two_above,
+    scale_to,
+)
 
 __all__ = [
     "BLOCK",

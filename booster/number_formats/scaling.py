@@ -1,4 +1,9 @@
-"""Scales: one for a matrix, a row or a block, so that its largest number fits the format that it is rounded to."""
+"""Scales: one for a matrix, a row or a block, so that its largest number fits the format that it is rounded to.
+
+Numbers as bytes to be sent or kept: blocks of e4m3, each with a scale of its own.
+
+Numbers as bytes to be sent: e4m3 under one scale, decoded to numbers of which the same scale and bytes are made again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from booster import arguments
+from booster.ground import arguments
 from booster.number_formats.formats import CARRIERS, E4M3, NumberFormat, round_to
 
 ScaleKind = Literal["float32", "power_of_two", "e4m3"]
@@ -139,3 +144,50 @@ def largest_under(x: torch.Tensor, over: Literal["tensor", "row"] | tuple[int, i
     if not x.numel():
         return x.new_zeros(() if over == "tensor" else (x.shape[0], 1))
     return size.amax() if over == "tensor" else size.amax(1, keepdim=True)
+
+
+BLOCK = 128
+"""Numbers that share a scale."""
+BLOCK_BYTES = BLOCK + 1
+
+
+def encode_blocks(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` as uint8 of shape (blocks, 129): 128 numbers in e4m3, and the exponent of the power of two that scales them.
+
+    x: 1-dim, of any length and floating dtype; the last block is filled up with zeros. A number is off by at most 1/16 of
+    itself, or 2**-17 of the largest finite one of its block where that is more. inf and NaN become NaN, which says nothing of
+    their neighbours: their block is scaled by its finite numbers.
+    """
+    blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    finite = torch.isfinite(blocks)
+    scale = power_of_two_above(largest_under(blocks.where(finite, 0.0), "row") / E4M3.largest)
+    packed = torch.empty(len(blocks), BLOCK_BYTES, dtype=torch.uint8, device=x.device)
+    # inf by way of NaN, because torch casts it to the largest number since some version, and to NaN before.
+    packed[:, :BLOCK] = (blocks / scale).where(finite, torch.nan).to(torch.float8_e4m3fn).view(torch.uint8)
+    packed[:, BLOCK:] = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return packed
+
+
+def decode_blocks(packed: torch.Tensor) -> torch.Tensor:
+    """Return the numbers, float32 and 1-dim, that `encode_blocks` made `packed` of; zeros filled up are among them."""
+    scale = (packed[:, BLOCK:].to(torch.int32) << 23).view(torch.float32)
+    return (packed[:, :BLOCK].contiguous().view(torch.float8_e4m3fn).float() * scale).view(-1)
+
+
+def encode_tensorwise(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Return `x` in e4m3, as `scale_to(..., E4M3, Scaling("tensor"))` rounds a tensor whose largest magnitude is `largest`.
+
+    x: any shape, maybe a part of that tensor. largest: float32, of shape (); where it is inf or NaN all becomes NaN.
+    """
+    return (x.float() / scale_of(largest / E4M3.largest)).clamp(E4M3.lowest, E4M3.largest).to(torch.float8_e4m3fn)
+
+
+def decode_tensorwise(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return in `dtype` the numbers that `encode_tensorwise` made `values` of; of these it makes the same again.
+
+    That is: `scale_to` of the result has the scale and the bytes of `scale_to` of the original, bit for bit. For a number a
+    and its scale s, a / 448 rounded, 448 s rounded and divided gives s again: it would not where 7 s lies half-way between two
+    numbers, but such an s is no quotient by 448.
+    dtype: float32, or bfloat16 where it holds `largest`; `largest` above 2**-110, below which products with a scale underflow.
+    """
+    return values.float().mul_(scale_of(largest / E4M3.largest)).to(dtype)

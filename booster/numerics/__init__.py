@@ -1,14 +1,14 @@
 """Numerics one can see: what a run did, how close to the edges of its formats it is, what made a step bad."""
 
-from booster.numerics.advice import Advice, Budget
-from booster.numerics.advise import advise
-from booster.numerics.compare import Comparison, compare
-from booster.numerics.diagnosis import Diagnosis
-from booster.numerics.numbers import Numbers
-from booster.numerics.pins import Pins, auto_pins
-from booster.numerics.record import Record
-from booster.numerics.run import Run, read_run
-from booster.numerics.table import Report, report
+from booster.numerics.choosing.advice import Advice, Budget
+from booster.numerics.choosing.advise import advise
+from booster.numerics.choosing.pins import Pins, auto_pins
+from booster.numerics.diagnosis.diagnosis import Diagnosis
+from booster.numerics.diagnosis.places import Numbers
+from booster.numerics.record.record import Record
+from booster.numerics.record.run import Run, read_run
+from booster.numerics.reports.compare import Comparison, compare
+from booster.numerics.reports.table import Report, report
 
 __all__ = [
     "Advice",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from booster.modules import PlacedModule
+from booster.model.modules import PlacedModule
 from booster.plugin.base import Pipeline, Plugin, SingleDevice
-from booster.plugin.fp8_communication import FP8Communication
-from booster.plugin.torch_ddp import TorchDDPPlugin
+from booster.plugin.ddp.fp8_communication import FP8Communication
+from booster.plugin.ddp.plugin import TorchDDPPlugin
 
 if TYPE_CHECKING:
-    from booster.plugin.hybrid_parallel import HybridParallelPlugin
-    from booster.plugin.low_level_zero import LowLevelZeroPlugin
-    from booster.plugin.torch_fsdp import TorchFSDPPlugin
+    from booster.plugin.fsdp.plugin import TorchFSDPPlugin
+    from booster.plugin.hybrid import HybridParallelPlugin
+    from booster.plugin.zero.plugin import LowLevelZeroPlugin
 
 __all__ = [
     "FP8Communication",
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "HybridParallelPlugin": "booster.plugin.hybrid_parallel",
-    "LowLevelZeroPlugin": "booster.plugin.low_level_zero",
-    "TorchFSDPPlugin": "booster.plugin.torch_fsdp",
+    "HybridParallelPlugin": "booster.plugin.hybrid",
+    "LowLevelZeroPlugin": "booster.plugin.zero.plugin",
+    "TorchFSDPPlugin": "booster.plugin.fsdp.plugin",
 }
 
 

@@ -1,4 +1,7 @@
-"""The plugin interface, and the plugin of a single device."""
+"""The plugin interface, and the plugin of a single device.
+
+Device meshes that plugins of one shape share: their process groups hold threads and sockets until the job ends.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from booster.data import prepare_dataloader
 from booster.launch import environment_world_size
-from booster.meta import arrive
-from booster.micro_batch import MicroBatch
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
+from booster.model.meta import arrive
 from booster.shards import Shards
+from booster.tensors.micro_batch import MicroBatch
 
 
 def world() -> dist.ProcessGroup | None:
@@ -204,3 +208,25 @@ class SingleDevice(Plugin):
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         return cast_parameters(arrive(module, device), policy)
+
+
+# A memo: the same job and arguments give the same mesh. Of the present world only, so that an ended one is let go.
+_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], tuple[dist.ProcessGroup, DeviceMesh]] = {}
+
+
+def shared_mesh(device_type: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Return the mesh over the world with dimensions of these names and sizes; a collective where it is made.
+
+    Made once: the process groups that `init_device_mesh` makes are never closed, because parameters that lie on them, and
+    kernels under way, may outlive whoever asked. In gloo each costs three threads and four descriptors.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise RuntimeError("a device mesh needs a process group, and there is none")
+    for key in [key for key, (other, _) in _meshes.items() if other is not world]:
+        del _meshes[key]
+    key = (device_type, tuple(sizes.items()))
+    if key not in _meshes:
+        mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _meshes[key] = (world, mesh)
+    return _meshes[key][1]

@@ -1,9 +1,11 @@
-"""The parts of parameters that this rank holds; the null object, where they are whole."""
+"""The parts of parameters that this rank holds; the null object, where they are whole.
+
+The state of an optimizer that steps parts, by parameter.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from booster.model.dtensors import is_dtensor
+
 if TYPE_CHECKING:
-    from booster.params import Kept
+    from booster.model.params import Kept
     from booster.shards.divided import Divided
 
 State = dict[str, Any]
@@ -220,21 +224,43 @@ RELAID = (
 )
 
 
-def is_dtensor(tensor: Any) -> bool:
-    """Return whether `tensor` is a DTensor, without importing them: where they are not imported there is none."""
-    return isinstance(tensor, dtensor_types())
-
-
-def is_part(tensor: Any) -> bool:
-    """Return whether `tensor` is a DTensor of which other ranks hold other parts."""
-    return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and any(each.is_shard() for each in tensor.placements)
-
-
-def dtensor_types() -> tuple[type, ...]:
-    """Return the class DTensor for `isinstance`, or nothing where it is not imported, so that there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else (module.DTensor,)
-
-
 def world_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
+
+
+class StateOfParts(Mapping[Any, State]):
+    """State by parameter, each entry made when it is asked for, from `state` by part. For reading.
+
+    parts, params: the part of each parameter that has one, and back; what is in neither stands for itself. shown: makes an
+    entry, of (parameter, part, its state). Keeps none of what it made.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[Any, State],
+        parts: Mapping[torch.Tensor, torch.Tensor],
+        params: Mapping[torch.Tensor, torch.Tensor],
+        shown: Callable[[torch.Tensor, torch.Tensor, State], State],
+    ) -> None:
+        self._state, self._parts, self._params, self._shown = state, parts, params, shown
+
+    def __contains__(self, param: object) -> bool:
+        return self._key(param) is not None
+
+    def __getitem__(self, param: Any) -> State:
+        key = self._key(param)
+        if key is None:
+            raise KeyError(param)
+        return self._shown(param, key, self._state[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(dict.fromkeys(self._params.get(key, key) for key in self._state))
+
+    def __len__(self) -> int:
+        return len({self._params.get(key, key) for key in self._state})
+
+    def _key(self, param: Any) -> Any:
+        """Return by what the state of `param` is known; None if it has none."""
+        part = self._parts.get(param, param)
+        key = part if part in self._state else param
+        return key if key in self._state and param not in self._params else None

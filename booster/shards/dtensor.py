@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from booster.casting import HALF_DTYPES
-from booster.optimizer_kinds import kind_of, unknown
-from booster.shards.base import Shards, State, world_size
-from booster.shards.state_view import StateOfParts
-from booster.torch_internals import own_part, own_parts, placed_unlike
+from booster.ground.torch_internals import own_part, own_parts, placed_unlike
+from booster.model.optimizer_kinds import kind_of, unknown
+from booster.shards.base import Shards, State, StateOfParts, world_size
+from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")
 _STEPS_DTENSORS = {"Muon"}  # of torch's optimizers that need whole tensors

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.communicate import communication_device
+from booster.ground.torch_internals import dtype_in_gather, padded_length
 from booster.number_formats import decode_tensorwise, encode_tensorwise
+from booster.ranks.communicate import communication_device
 from booster.shards.dtensor import local_of
-from booster.torch_internals import dtype_in_gather, padded_length
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

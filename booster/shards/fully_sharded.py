@@ -14,10 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from booster.shards.base import UNSYNCHRONISED
-from booster.shards.dtensor import DTensorShards, local_of
-from booster.shards.fp8_gather import FP8Gather
-from booster.torch_internals import (
+from booster.ground.torch_internals import (
     all_gathered,
     drop_unreduced,
     fsdp_groups,
@@ -33,6 +30,9 @@ from booster.torch_internals import (
     without_function_modes,
     writes,
 )
+from booster.shards.base import UNSYNCHRONISED
+from booster.shards.dtensor import DTensorShards, local_of
+from booster.shards.fp8_gather import FP8Gather
 
 _SHARDED = attrgetter("sharded_param")
 

@@ -1,21 +1,74 @@
-"""Parameters that lie whole on every rank, while another's hooks average their gradients during backward."""
+"""Parameters that lie whole on every rank, while another's hooks average their gradients during backward.
+
+What averages gradients over ranks within backward, as shards see it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.modules import bare
+from booster.ground.torch_internals import graph_task
+from booster.model.modules import bare
 from booster.shards.base import FROZEN, RELAID, UNSYNCHRONISED, Shards
-from booster.shards.reducing import Reducer, check_averaged, watch_reduced
-from booster.torch_internals import graph_task
-from booster.trees import tensors
+from booster.tensors.trees import tensors
+
+
+class Reducer(Protocol):
+    """Averages gradients of some parameters; `booster.plugin.ddp.gradient_reducer.GradientReducer` is the one here.
+
+    synchronises: whether it does at present. left: whether passes in which it did not have left gradients.
+    """
+
+    synchronises: bool
+    left: bool
+
+    def __contains__(self, param: object) -> bool: ...
+
+    def watch(
+        self,
+        params: Collection[torch.Tensor],
+        filled: Callable[[torch.Tensor], None],
+        held: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        again: bool,
+    ) -> Any: ...
+
+
+def watch_reduced(
+    shards: Shards,
+    reducers: Iterable[Reducer],
+    params: Sequence[torch.Tensor],
+    filled: Callable[[torch.Tensor], None],
+    held: Mapping[torch.Tensor, torch.Tensor],
+    *,
+    again: bool,
+) -> list[Any]:
+    """Do what `Shards.watch` says, of parameters whose gradients `reducers` average."""
+    several = list(reducers)
+    for param in params:
+        own = next((each for each in several if param in each), None)
+        if own is None:
+            raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
+        if not own.synchronises:
+            raise RuntimeError(UNSYNCHRONISED)
+    return [each.watch(params, filled, held, again=again) for each in several]
+
+
+def check_averaged(shards: Shards, reducers: Iterable[Reducer]) -> None:
+    """Raise RuntimeError if the optimizer of `shards` holds a gradient that passes without synchronisation left."""
+    for reducer in reducers:
+        if not reducer.left:
+            continue
+        held = (param for group in shards.optimizer.param_groups for param in group["params"])
+        if any(param.grad is not None and param in reducer for param in held):
+            raise RuntimeError(UNSYNCHRONISED)
 
 
 class Replica:

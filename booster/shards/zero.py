@@ -12,16 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.flat import flat_like, shaped_like
-from booster.optimizer_kinds import Kind, kind_of, unknown
-from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State
+from booster.ground.torch_internals import version
+from booster.model.optimizer_kinds import Kind, kind_of, unknown
+from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts
 from booster.shards.divided import Divided
-from booster.shards.reducing import Reducer, check_averaged, watch_reduced
-from booster.shards.replicated import Replica, check_replicas
-from booster.shards.state_view import StateOfParts
+from booster.shards.replicated import Reducer, Replica, check_averaged, check_replicas, watch_reduced
 from booster.shards.zero_buckets import FlatParameters, Layout, stretch
 from booster.shards.zero_states import Holding, gather_states
-from booster.torch_internals import version
+from booster.tensors.flat import flat_like, shaped_like
 
 SPARSE = (
     "a parameter of shape {shape} has a sparse gradient, which cannot be divided among ranks; build its module with "

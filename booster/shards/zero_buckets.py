@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.flat import ALIGNMENT, aligned, flat, is_dense, shaped_like, starts
 from booster.shards.arriving import Arriving
+from booster.tensors.flat import ALIGNMENT, aligned, flat, is_dense, shaped_like, starts
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from booster.communicate import communication_device, exchange
-from booster.flat import flat, shaped_like
+from booster.ranks.communicate import communication_device, exchange
 from booster.shards.base import State
 from booster.shards.zero_buckets import FlatParameters
+from booster.tensors.flat import flat, shaped_like
 
 Key = str | int
 MESSAGE = 2**27  # bytes that travel at once, of all ranks together: memory beside the state

@@ -12,11 +12,11 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from booster import arguments
-from booster.cast_regions import region
-from booster.casting import HALF_DTYPES
+from booster.ground import arguments
 from booster.loss_scaler import LossScaler
 from booster.shards import Shards
+from booster.tensors.cast_regions import region
+from booster.tensors.trees import HALF_DTYPES
 from booster.update.outcome import SkippedReason
 from booster.update.release import Release
 from booster.update.released_backward import run_released

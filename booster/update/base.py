@@ -21,17 +21,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.casting import HALF_DTYPES
-from booster.grads import gradient_values, own_memory, scale_in_graph, scale_values
 from booster.loss_scaler import LossScaler
-from booster.optimizer_states import load_states
+from booster.model.params import load_states
+from booster.ranks import agreement
 from booster.shards import Shards
-from booster.update import agreement
+from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
+from booster.tensors.trees import HALF_DTYPES
 from booster.update.backward import BackwardPass, JointDecision
 from booster.update.fused import FusedKernel
-from booster.update.listener import StepListener
-from booster.update.options import UpdateOptions
-from booster.update.outcome import StepFields, StepResult
+from booster.update.outcome import StepFields, StepListener, StepResult, UpdateOptions
 from booster.update.parts import Parts
 from booster.update.release import Release
 from booster.update.touched import EVERY, FIRST, ScaledGradients

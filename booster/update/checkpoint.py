@@ -24,7 +24,7 @@ from torch.optim import (
     Rprop,
 )
 
-from booster.optimizer_kinds import kind_of
+from booster.model.optimizer_kinds import kind_of
 from booster.shards.divided import Divided
 
 if TYPE_CHECKING:

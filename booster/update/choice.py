@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from booster.communicate import communication_device
-from booster.update import agreement
+from booster.ranks import agreement
+from booster.ranks.communicate import communication_device
 from booster.update.base import Job, Update
 from booster.update.compiled import CompiledUpdate
 from booster.update.device import DeviceUpdate

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from booster.flat import lies_like
-from booster.grads import tensor_norms
+from booster.tensors.flat import lies_like
+from booster.tensors.grads import tensor_norms
 from booster.update.base import Job
 from booster.update.fused import honours_grad_scale, laid_like, lay_states
 from booster.update.host import HostUpdate

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import SGD
 
-from booster.communicate import communication_device
-from booster.device import HostCopy
-from booster.grads import agree_on, clamp_values, tensor_norms
-from booster.torch_internals import step_hooks
+from booster.ground.device import HostCopy
+from booster.ground.torch_internals import step_hooks
+from booster.ranks.communicate import communication_device
+from booster.tensors.grads import agree_on, clamp_values, tensor_norms
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
 from booster.update.outcome import StepFields, StepResult

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from booster.casting import HALF_DTYPES
-from booster.flat import is_dense, lies_like
-from booster.torch_internals import has_kernel, set_fused_flags, unhooked
+from booster.ground.torch_internals import has_kernel, set_fused_flags, unhooked
+from booster.tensors.flat import is_dense, lies_like
+from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)
 

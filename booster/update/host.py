@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from booster.grads import clamp_values, nonfinite_indices, tensor_norms
-from booster.torch_internals import step_hooks
-from booster.update import agreement
+from booster.ground.torch_internals import step_hooks
+from booster.ranks import agreement
+from booster.tensors.grads import clamp_values, nonfinite_indices, tensor_norms
 from booster.update.base import Update
 from booster.update.fused import honours_grad_scale
 from booster.update.outcome import StepFields, StepResult

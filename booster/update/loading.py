@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from booster.casting import HALF_DTYPES
 from booster.loss_scaler import LossScaler
-from booster.shards.base import is_dtensor
+from booster.model.dtensors import is_dtensor
+from booster.model.state_kinds import differences
 from booster.shards.divided import Divided
-from booster.state_kinds import differences
+from booster.tensors.trees import HALF_DTYPES
 from booster.update.checkpoint import (
     PREVIOUS_NORM,
     RELEASE,
@@ -29,7 +29,7 @@ from booster.update.fused import implementation, keep_implementation
 from booster.update.outcome import StepHistory, read_counters
 
 if TYPE_CHECKING:
-    from booster.params import Kept
+    from booster.model.params import Kept
     from booster.update.base import Update
 
 _WIDE = (torch.float32, torch.float64)

@@ -1,13 +1,19 @@
-"""What optimizer steps did: the result of one, the counters of all, and the error after too many skips."""
+"""What optimizer steps did: the result of one, the counters of all, and the error after too many skips.
+
+Who is told of an optimizer's backward passes and steps.
+
+How boosted optimizers step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from booster import arguments
+from booster.ground import arguments
 
 SkippedReason = Literal["nonfinite_loss", "nonfinite_grad"]
 
@@ -203,3 +209,35 @@ def read_counters(state: Mapping[str, Any]) -> dict[str, int]:
 
 
 _COUNTERS = ("num_steps", "num_applied", "num_consecutive_skips")
+
+
+class StepListener(Protocol):
+    """What an `Update` tells. A listener changes nothing that trains, and waits for no device."""
+
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        """A pass is complete. loss: detached, of one element, not scaled; None where another pipeline stage has it."""
+
+    def before_step(self, update: Any, number: int) -> None:
+        """Gradients are there, as `update.carried` says, and nothing is decided yet. Not before a step with a closure."""
+
+    def after_step(self, update: Any, number: int, result: StepResult) -> None:
+        """The step is made or skipped. number: of the step, from 1; a checkpoint keeps count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """The arguments of the same names of `Booster`. Raises TypeError or ValueError for one that is not legal."""
+
+    fused_optimizer: bool | str = True
+    clip_grad_norm: float = 0.0
+    skip_nonfinite: bool = False
+    max_consecutive_skips: int | None = 50
+    release_gradients: bool | str = False
+
+    def __post_init__(self) -> None:
+        arguments.choice("fused_optimizer", self.fused_optimizer, (True, False, "compile"))
+        if self.max_consecutive_skips is not None:
+            arguments.count("max_consecutive_skips", self.max_consecutive_skips, also="None for no limit")
+        arguments.number("clip_grad_norm", self.clip_grad_norm, least=0, fix="0 is off")
+        arguments.flag("skip_nonfinite", self.skip_nonfinite)
+        arguments.choice("release_gradients", self.release_gradients, (False, "exact", "previous_norm"))

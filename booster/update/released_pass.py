@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from booster.casting import HALF_DTYPES
-from booster.grads import gradient_values, nonfinite_indices, tensor_norms
+from booster.tensors.grads import gradient_values, nonfinite_indices, tensor_norms
+from booster.tensors.trees import HALF_DTYPES
 from booster.update.parts import Parts, largest_part
 from booster.update.release import Release
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from booster import Booster
-from booster.collectives import gather, reduce
 from booster.data import DataLoaderWrapper, prepare_dataloader
+from booster.facade.collectives import gather, reduce
 from booster.plugin import TorchDDPPlugin
 
 DTYPES = [

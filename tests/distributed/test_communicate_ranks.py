@@ -4,7 +4,7 @@ import pytest
 import torch
 from counts import Messages
 
-from booster.communicate import SMALL, TOGETHER, align, exchange
+from booster.ranks.communicate import SMALL, TOGETHER, align, exchange
 
 
 def kinds(rank):

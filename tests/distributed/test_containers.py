@@ -10,7 +10,7 @@ from torch import nn
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 from booster.plugin.pipeline import pipeline
-from booster.trees import tensors
+from booster.tensors.trees import tensors
 
 DIM = 4
 PLACEMENTS = {

@@ -9,7 +9,7 @@ from matrix import PRECISIONS
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision.placement import Placement
+from booster.mixed_precision.policy import Placement
 from booster.plugin import (
     HybridParallelPlugin,
     LowLevelZeroPlugin,

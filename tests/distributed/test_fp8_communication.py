@@ -10,7 +10,8 @@ from torch import nn
 
 from booster import Booster
 from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.plugin import FP8Communication, LowLevelZeroPlugin, TorchDDPPlugin, fp8_communication
+from booster.plugin import FP8Communication, LowLevelZeroPlugin, TorchDDPPlugin
+from booster.plugin.ddp import fp8_communication
 
 DIM, CLASSES, BATCH = 24, 5, 64
 FEEDBACK = FP8Communication(error_feedback=True)

@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from booster import Booster, torch_internals
+from booster import Booster
+from booster.ground import torch_internals
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
     DtypePolicy,
@@ -23,7 +24,7 @@ from booster.mixed_precision import (
     FP16TorchMixedPrecision,
 )
 from booster.plugin import TorchFSDPPlugin
-from booster.plugin.fully_sharded import shard_module
+from booster.plugin.fsdp.fully_sharded import shard_module
 
 DIM, VOCABULARY, LENGTH, BATCH, STEPS = 16, 11, 6, 16, 16
 SCALE = 2.0**10

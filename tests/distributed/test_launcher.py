@@ -399,7 +399,7 @@ def test_tasks_of_srun_and_mpirun_meet(tmp_path, call, names):
     text = f"from booster.launch import *\nhost, port = '127.0.0.1', {free_port()}\n"
     text += TRAIN.replace("launch_from_torch()", call).replace("import launch_from_torch", "import *")
     # Nobody closes the group for a script that the launcher of a cluster started.
-    text += "from booster.coordinator import DistCoordinator\nDistCoordinator().destroy()\n"
+    text += "from booster.ranks.coordinator import DistCoordinator\nDistCoordinator().destroy()\n"
     write(tmp_path, "train.py", text)
     tasks = []
     for rank in range(2):

@@ -10,9 +10,10 @@ from test_packed_states_ranks import everything, same
 from test_refused_loads_ranks import Block
 from torch import nn
 
-from booster import Booster, flat
+from booster import Booster
 from booster.masters import offload
 from booster.mixed_precision import BF16NaiveMixedPrecision
+from booster.tensors import flat
 
 
 def built(layout, form, on):

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 import booster
 from booster import Booster
-from booster.micro_batch import divide
 from booster.mixed_precision.half_products import HalfProducts
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import Pipeline, plan_pipeline
 from booster.shards.dtensor import local_of
+from booster.tensors.micro_batch import divide
 
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import booster
-from booster import roll_call
+from booster.ground import roll_call
 
 
 class Lines(logging.Handler):
@@ -96,7 +96,7 @@ def on_rank(rank, world_size, folder, *names):
     model = nn.Linear(4, 4)
     model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), 0.1))
     told = {}
-    logger = logging.getLogger("booster.roll_call")
+    logger = logging.getLogger("booster.ground.roll_call")
     try:
         for name in names:
             dist.barrier()

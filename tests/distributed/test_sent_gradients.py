@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.plugin.exchanged_sum import ExchangedSum
-from booster.plugin.sliced_gradients import SliceReducer
+from booster.plugin.ddp.fp8_communication import ExchangedSum
+from booster.plugin.zero.sliced_gradients import SliceReducer
 from booster.shards.zero_buckets import Layout
 
 SIZE = 2**16  # elements of a bucket, of which each of two ranks keeps half

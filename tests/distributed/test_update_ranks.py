@@ -13,7 +13,7 @@ from test_hybrid import batch
 
 from booster import Booster
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-from booster.update import agreement
+from booster.ranks import agreement
 
 PLUGINS = {
     "ddp": TorchDDPPlugin,
@@ -72,7 +72,7 @@ def steps_late_on_rank_1(rank, world_size, precision):
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.backward(model(torch.ones(2, 4)).float().sum(), optimizer)
     patience, agreement.PATIENCE = agreement.PATIENCE, timedelta(seconds=0.2)
-    messages, logger = Messages(), logging.getLogger("booster.update.agreement")
+    messages, logger = Messages(), logging.getLogger("booster.ranks.agreement")
     logger.addHandler(messages)
     try:
         if rank == 1:

@@ -115,7 +115,7 @@ class Messages(logging.Handler):
         return [
             record.getMessage()
             for record in records
-            if record.levelno == logging.INFO and not record.name.endswith(".backend")
+            if record.levelno == logging.INFO and not record.name.endswith(".real")
         ]
 
 

@@ -11,7 +11,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
 from booster.update.base import Job
 from booster.update.device import DeviceUpdate
-from booster.update.options import UpdateOptions
+from booster.update.outcome import UpdateOptions
 
 HOST, DEVICE = "host", "device"
 

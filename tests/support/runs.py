@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from booster import Booster
+from booster.ground.randomness import random_state
 from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
-from booster.randomness import random_state
 
 SAMPLES, LENGTH, BATCH = 56, 8, 8  # seven global batches an epoch
 GROWTH = 5  # steps after which a loss scale grows, so that its counters show within a run

@@ -13,9 +13,10 @@ from torch import nn
 from booster.cli import main
 from booster.memory import estimate
 from booster.mixed_precision import FP32, BF16MixedPrecision, FP16TorchMixedPrecision, hardware
-from booster.numerics import Budget, advise, subject
-from booster.numerics.advice import Row, ranked
-from booster.numerics.gradient_error import gradient_error
+from booster.numerics import Budget, advise
+from booster.numerics.choosing import subject
+from booster.numerics.choosing.advice import Row, ranked
+from booster.numerics.choosing.subject import gradient_error
 
 INPUTS = torch.linspace(-1, 1, 32 * 16).view(32, 16)
 LABELS = torch.arange(32) % 4

@@ -15,11 +15,11 @@ from torch import nn
 
 import booster
 from booster import Booster
-from booster.installed import find_apex
+from booster.ground.installed import find_apex
 from booster.mixed_precision import FP16ApexMixedPrecision
 from booster.mixed_precision.apex import real
-from booster.mixed_precision.placement import InProcess
-from booster.update.options import UpdateOptions
+from booster.mixed_precision.policy import InProcess
+from booster.update.outcome import UpdateOptions
 
 ROOT = Path(booster.__file__).parents[1]
 

@@ -37,9 +37,10 @@ from legal_arguments import (
 )
 
 import booster
-from booster import cli, config, mixed_precision
+from booster import cli, mixed_precision
 from booster.cli import main, options, run
-from booster.cli.hosts import read_hostfile
+from booster.cli.nodes import read_hostfile
+from booster.facade import config
 from booster.mixed_precision import apex_amp
 
 

@@ -10,7 +10,8 @@ from everywhere import everywhere
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from booster import Booster, checks
+from booster import Booster
+from booster.facade import checks
 from booster.memory.estimate import PLANS
 from booster.mixed_precision import (
     BF16MixedPrecision,

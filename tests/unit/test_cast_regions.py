@@ -22,7 +22,7 @@ from booster.mixed_precision import (
     TF32MixedPrecision,
     apex_amp,
 )
-from booster.mixed_precision.switches import CUDA, ONEDNN, switched
+from booster.mixed_precision.hardware import CUDA, ONEDNN, switched
 
 
 class AsInTheDocs(MixedPrecision):

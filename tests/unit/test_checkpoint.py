@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from booster import Booster
 from booster.checkpoint import CheckpointError, latest, saved, saving
-from booster.checkpoint.plain import decode, encode
+from booster.checkpoint.layout import decode, encode
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
     FP16ApexMixedPrecision,

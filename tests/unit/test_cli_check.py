@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from booster.cli import main
-from booster.installed import find_apex
+from booster.ground.installed import find_apex
 
 
 @pytest.fixture(autouse=True)
 def short_probes(monkeypatch):
-    monkeypatch.setattr("booster.cli.check._PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("booster.cli.machine._PROBE_SECONDS", 0.01)
 
 
 def test_json_report_holds_versions_devices_backends_and_a_speed_or_a_reason_for_each_precision(capsys):
@@ -44,7 +44,7 @@ def test_a_precision_that_does_not_run_is_reported_and_the_others_are_timed(caps
     def refuse(device):
         raise RuntimeError("no fp8 on this device\nsecond line")
 
-    monkeypatch.setattr("booster.cli.probes._fp8_matmul", refuse)
+    monkeypatch.setattr("booster.cli.machine._fp8_matmul", refuse)
     assert main(["check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("fp8")][0].endswith("does not run here: no fp8 on this device")

@@ -9,7 +9,7 @@ from prescribed import parameters, sgd, step_on
 from test_record import INF, recorded
 
 from booster.cli import main
-from booster.numerics.terminal import sparkline
+from booster.numerics.reports.terminal import sparkline
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import pytest
 import booster
 from booster.cli import main, run
 from booster.cli.agent import Stopped
-from booster.cli.hosts import Host, chosen_hosts, is_local, read_hostfile
-from booster.cli.nodes import ssh_command
+from booster.cli.nodes import Host, chosen_hosts, is_local, read_hostfile, ssh_command
 from booster.cli.options import parse
 
 

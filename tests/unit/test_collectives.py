@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from booster.collectives import gather, reduce
 from booster.data import DataLoaderWrapper, prepare_dataloader
+from booster.facade.collectives import gather, reduce
 
 
 def test_alone_gather_returns_the_rows():

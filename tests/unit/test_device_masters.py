@@ -9,10 +9,18 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster
-from booster.masters.device_update import DeviceMasterUpdate
-from booster.masters.dither import Dither
-from booster.masters.formats import Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
-from booster.masters.formats_24 import Split24BFloat16, Split24Float16
+from booster.masters.formats import (
+    Kahan,
+    Nearest,
+    Separate,
+    Split24BFloat16,
+    Split24Float16,
+    SplitBFloat16,
+    SplitFloat16,
+    Stochastic,
+)
+from booster.masters.packed import Dither
+from booster.masters.update import DeviceMasterUpdate
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.update.device import DeviceUpdate
 

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.meta import check_meta, materialise
 from booster.mixed_precision import FP16NaiveMixedPrecision
+from booster.model.meta import check_meta, materialise
 from booster.plugin import TorchFSDPPlugin
-from booster.plugin.fsdp_blocks import block_names
-from booster.plugin.fsdp_groups import plan_groups
+from booster.plugin.fsdp.groups import block_names, plan_groups
 
 
 class Block(nn.Module):

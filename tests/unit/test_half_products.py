@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
+from booster.ground.torch_internals import num_function_modes
 from booster.mixed_precision import (
     BF16MixedPrecision,
     FP16ApexMixedPrecision,
@@ -22,7 +23,6 @@ from booster.mixed_precision import (
     hardware,
 )
 from booster.mixed_precision.half_products import HalfProducts, Recomputation, WideProducts
-from booster.torch_internals import num_function_modes
 
 HALVES = [torch.bfloat16, torch.float16]
 PRECISIONS = ["bf16", "fp16", "bf16_naive", "fp16_naive"]

@@ -21,8 +21,8 @@ from booster.checkpoint import CheckpointError
 from booster.checkpoint.manifest import MANIFEST, STATE
 from booster.checkpoint.weights import read_weights
 from booster.cli import main
+from booster.ground.randomness import random_state, set_random_state
 from booster.interface.scheduler import known_state
-from booster.randomness import random_state, set_random_state
 
 ODD = [
     *(

@@ -25,13 +25,12 @@ from torch import nn
 
 from booster import load_weights
 from booster.checkpoint import CheckpointError, damage
-from booster.checkpoint.entries import entries_of
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, room_of
-from booster.checkpoint.weights import read_weights
+from booster.checkpoint.weights import entries_of, read_weights
 from booster.cli import main
-from booster.cli.hosts import read_hostfile
-from booster.foreign_files import json_cost, open_regular, parse_json
+from booster.cli.nodes import read_hostfile
+from booster.ground.foreign_files import json_cost, open_regular, parse_json
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -224,7 +223,7 @@ READ_IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
 from booster.checkpoint import CheckpointError
-from booster.checkpoint.entries import entries_of
+from booster.checkpoint.weights import entries_of
 from booster.checkpoint.manifest import read_manifest
 from booster.checkpoint.tree import read_tree
 from booster.checkpoint.weights import weight_files

@@ -10,7 +10,7 @@ from test_record import recorded
 
 from booster.cli import main
 from booster.numerics import read_run
-from booster.numerics.lines import LineFile
+from booster.numerics.record.run import LineFile
 
 
 def written(folder, **changes):

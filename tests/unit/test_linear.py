@@ -9,8 +9,7 @@ from torch import nn
 
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision
-from booster.optimizer_states import load_states
-from booster.params import rebind
+from booster.model.params import load_states, rebind
 from booster.shards.zero_buckets import bucketed
 
 

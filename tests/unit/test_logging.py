@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from booster.installed import tell_untried
+from booster.ground.installed import tell_untried
 from booster.logging import get_dist_logger
 
 

@@ -27,8 +27,8 @@ from booster.mixed_precision import (
     TF32MixedPrecision,
 )
 from booster.mixed_precision.hardware import sums_int8_exactly
-from booster.mixed_precision.low_precision import kernels, product, self_check
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision import kernels, self_check
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, product, rotated
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
 from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
 
@@ -166,9 +166,7 @@ def test_the_mean_of_many_gradients_is_nearer_where_rounding_is_stochastic(stoch
     x, g = torch.randn(512, 128, generator=draw), torch.randn(512, 128, generator=draw)
     recipe, exact = nvfp4_recipe(stochastic_rounding=stochastic, hadamard=hadamard), g.t() @ x
     how = {"dtype": torch.float32, "kernels": False}
-    drawn = [
-        product.product((g * (1 + 2.0**-20 * i)).t(), x.t(), recipe.weight_gradient, recipe, **how) for i in range(16)
-    ]
+    drawn = [product((g * (1 + 2.0**-20 * i)).t(), x.t(), recipe.weight_gradient, recipe, **how) for i in range(16)]
     assert error(drawn[0], exact) == pytest.approx(one, rel=0.05)
     assert error(sum(drawn) / 16, exact) == pytest.approx(mean, rel=0.05)
 
@@ -181,11 +179,11 @@ def scale_meant(x, block):
 def test_the_rotation_leaves_products_alone_and_spreads_outliers():
     draw = torch.Generator().manual_seed(0)
     a, b = torch.randn(8, 64, generator=draw), torch.randn(5, 64, generator=draw)
-    torch.testing.assert_close(product.rotated(a) @ product.rotated(b).t(), a @ b.t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rotated(a) @ rotated(b).t(), a @ b.t(), rtol=1e-5, atol=1e-5)
     spike = torch.zeros(1, 16)
     spike[0, 3] = 4.0
-    assert torch.equal(product.rotated(spike).abs(), torch.ones(1, 16))
-    assert len(set(product.rotated(spike).flatten().tolist())) == 2
+    assert torch.equal(rotated(spike).abs(), torch.ones(1, 16))
+    assert len(set(rotated(spike).flatten().tolist())) == 2
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 rowwise", "int8"])
@@ -250,7 +248,7 @@ def test_rows_are_filled_up_for_kernels_without_changing_the_numbers(monkeypatch
 
     def stand_in(a, b):
         seen.append((a.values.shape, b.values.shape))
-        return product.emulate(a, b, torch.bfloat16)
+        return emulate(a, b, torch.bfloat16)
 
     monkeypatch.setattr(kernels, "microscaled", stand_in)
     for name in ("mxfp8", "nvfp4"):
@@ -272,7 +270,7 @@ def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name, monkeypatch):
     linear, x, g = data()
     layer = LowPrecisionLinear.of(linear.requires_grad_(False), RECIPES[name], kernels=False)
     x.requires_grad_()
-    multiplied, right = [], product.product
+    multiplied, right = [], product
     monkeypatch.setattr(
         "booster.mixed_precision.low_precision.linear.product",
         lambda *args, **options: multiplied.append(args) or right(*args, **options),
@@ -646,7 +644,7 @@ def test_a_layer_that_does_not_round_is_found(monkeypatch):
 
 
 def test_nan_in_a_gradient_is_found(monkeypatch):
-    right = product.product
+    right = product
 
     def nan_in_weight_gradient(a, b, how, recipe, **options):
         result = right(a, b, how, recipe, **options)
@@ -662,7 +660,7 @@ def test_nan_in_a_gradient_is_found(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
 def test_nan_that_only_a_compiled_layer_gives_is_found(monkeypatch):
-    right = product.product
+    right = product
 
     def nan_where_compiled(*args, **options):
         return right(*args, **options) * (torch.nan if torch.compiler.is_compiling() else 1.0)

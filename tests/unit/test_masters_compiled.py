@@ -15,14 +15,20 @@ from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, MasterUpdate
-from booster.masters.compiled import CompiledMasterStep, can_compile_masters
-from booster.masters.dither import Dither
-from booster.masters.formats import Kahan, Nearest, Same, Separate, SplitBFloat16, SplitFloat16
-from booster.masters.formats_24 import WEIGHTS, Split24BFloat16, Split24Float16
-from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, round_float16, split
-from booster.masters.kernel import Kernel
-from booster.masters.packed import Packed
-from booster.masters.packed_compiled import pack, unpack
+from booster.masters.compiled import CompiledMasterStep, Kernel, can_compile_masters
+from booster.masters.formats import (
+    WEIGHTS,
+    Kahan,
+    Nearest,
+    Same,
+    Separate,
+    Split24BFloat16,
+    Split24Float16,
+    SplitBFloat16,
+    SplitFloat16,
+)
+from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, pack, round_float16, split, unpack
+from booster.masters.packed import Dither, Packed
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.update.base import Job
 
@@ -156,8 +162,8 @@ def test_a_compiled_step_on_packed_states_is_that_of_the_eager_path(compiler, ca
 def test_an_optimizer_whose_states_every_step_must_look_at_is_not_compiled_and_says_how_it_could_be(
     caplog, monkeypatch
 ):
-    monkeypatch.setattr("booster.optimizer_kinds._ELEMENTWISE", set(booster.optimizer_kinds._ELEMENTWISE))
-    monkeypatch.setattr("booster.optimizer_kinds._STATES", {})
+    monkeypatch.setattr("booster.model.optimizer_kinds._ELEMENTWISE", set(booster.model.optimizer_kinds._ELEMENTWISE))
+    monkeypatch.setattr("booster.model.optimizer_kinds._STATES", {})
 
     class Squares(optim.SGD):
         pass

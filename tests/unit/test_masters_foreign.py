@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.masters.foreign import take_foreign
+from booster.masters.rounding import take_foreign
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision, FP16NaiveMixedPrecision
 
 PRECISIONS = {

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from booster.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 from booster.masters.formats import Kahan, Nearest, Separate, SplitBFloat16, SplitFloat16, Stochastic
 from booster.masters.formats_compiled import BFloat16Planes, Float16Planes
+from booster.tensors.flat import bucket_size, cut, flat, flat_like, is_dense, pack, shaped_like
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")

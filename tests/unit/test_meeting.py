@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from booster.numerics import meeting
-from booster.numerics.meeting import Meeting, RanksApart
+from booster.numerics.diagnosis import meeting
+from booster.numerics.diagnosis.meeting import Meeting, RanksApart
 
 
 def meet(*failed):

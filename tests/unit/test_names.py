@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from booster.mixed_precision import KeptModules
-from booster.names import matcher, parents
+from booster.model.modules import matcher, parents
 
 
 @pytest.mark.parametrize(

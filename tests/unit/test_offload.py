@@ -12,7 +12,7 @@ from test_masters import ELEMENTWISE
 from test_packed_states_wide import WIDE
 from torch import nn, optim
 
-from booster import Booster, flat
+from booster import Booster
 from booster.masters import offload
 from booster.masters.offload import tensors_of
 from booster.memory import estimate
@@ -24,7 +24,8 @@ from booster.mixed_precision import (
     available,
     make,
 )
-from booster.optimizer_kinds import kind_of
+from booster.model.optimizer_kinds import kind_of
+from booster.tensors import flat
 
 SHAPES = [(50, 41), (33,), (), (7, 5, 3), (57, 40), (64,)]
 NAIVE = {

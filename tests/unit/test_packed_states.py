@@ -15,11 +15,10 @@ from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, MasterUpdate
-from booster.masters.dither import Dither
-from booster.masters.packed import GROUP, Chances, Packed
-from booster.masters.state_signs import StateSigns
+from booster.masters.packed import GROUP, Chances, Dither, Packed
+from booster.masters.packing import StateSigns
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
-from booster.optimizer_kinds import declared_states
+from booster.model.optimizer_kinds import declared_states
 from booster.update.base import Job
 
 CPU = torch.device("cpu")
@@ -50,8 +49,8 @@ class Lion(optim.Optimizer):
 
 @pytest.fixture
 def lion(monkeypatch):
-    monkeypatch.setattr("booster.optimizer_kinds._ELEMENTWISE", set(booster.optimizer_kinds._ELEMENTWISE))
-    monkeypatch.setattr("booster.optimizer_kinds._STATES", {})
+    monkeypatch.setattr("booster.model.optimizer_kinds._ELEMENTWISE", set(booster.model.optimizer_kinds._ELEMENTWISE))
+    monkeypatch.setattr("booster.model.optimizer_kinds._STATES", {})
     return Lion
 
 
@@ -514,7 +513,7 @@ def test_a_state_that_was_negative_in_one_trial_step_is_signed(lion):
 def test_what_is_known_of_torchs_optimizers_is_what_trial_steps_show(name, monkeypatch):
     optimizer = PACKABLE[name]([nn.Parameter(torch.ones(3))])
     known = StateSigns(optimizer)
-    monkeypatch.setattr("booster.masters.state_signs._KNOWN", {})
+    monkeypatch.setattr("booster.masters.packing._KNOWN", {})
     tried = StateSigns(optimizer)
     assert tried.measured or name == "SGD"
     for state in tried.measured - {"ax"}:

@@ -12,9 +12,9 @@ from test_record import INF, recorded
 from booster.cli import main
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.numerics import read_run
-from booster.numerics.page import page
-from booster.numerics.run import Run, Step
-from booster.numerics.svg import bars, lines, map_of
+from booster.numerics.record.run import Run, Step
+from booster.numerics.reports.page import page
+from booster.numerics.reports.svg import bars, lines, map_of
 
 VOID = {"meta"}
 

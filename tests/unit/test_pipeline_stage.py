@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from booster.micro_batch import divide
 from booster.plugin.pipeline import plan_pipeline
 from booster.plugin.pipeline.rehearsal import rehearse
+from booster.tensors.micro_batch import divide
 
 DIM = 4
 

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from booster.roll_call import RollCall
+from booster.ground.roll_call import RollCall
 
 WAITING = {"call": "save()", "still": 60.0, "where": "train.py:1 in main", "is_outside": False, "error": None}
 BUSY = {**WAITING, "call": None}

@@ -16,9 +16,9 @@ from booster.mixed_precision import (
     FP16TorchMixedPrecision,
     KeptModules,
 )
-from booster.mixed_precision.run_pins import SKIPS, WINDOW, RunPins
+from booster.mixed_precision.keep_fp32 import SKIPS, WINDOW, RunPins
 from booster.numerics import Diagnosis
-from booster.numerics.pinning import culprit
+from booster.numerics.diagnosis.skips import culprit
 from booster.plugin import Plugin
 
 torch.manual_seed(0)

@@ -8,10 +8,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
+from booster.ground.torch_internals import FakeTensorMode
 from booster.mixed_precision import FP32, TF32MixedPrecision
-from booster.mixed_precision.hardware import missing_on_cpu, rounds_to_bfloat16
-from booster.mixed_precision.switches import CUDA, ONEDNN, switched
-from booster.torch_internals import FakeTensorMode
+from booster.mixed_precision.hardware import CUDA, ONEDNN, missing_on_cpu, rounds_to_bfloat16, switched
 
 SWITCHES = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
 

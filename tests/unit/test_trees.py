@@ -9,14 +9,13 @@ from containers import CONTAINERS, Record, TaggedDict, leaves, type_after
 from torch import nn
 
 from booster import Booster
-from booster.casting import cast_floats
 from booster.data import to_device
-from booster.micro_batch import divide
 from booster.mixed_precision import FP16ApexMixedPrecision, NaiveAMPModel, set_fp32_attr_to_module
 from booster.plugin import TorchDDPPlugin
-from booster.plugin.fully_sharded import _own_outputs
-from booster.trees import form, join, map_tensors, tensors, with_leaves
-from booster.trees import leaves as all_leaves
+from booster.plugin.fsdp.fully_sharded import _own_outputs
+from booster.tensors.micro_batch import divide
+from booster.tensors.trees import cast_floats, form, join, map_tensors, tensors, with_leaves
+from booster.tensors.trees import leaves as all_leaves
 
 META = torch.device("meta")
 

@@ -13,8 +13,8 @@ from small_job import backward, boost, train
 from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.numerics import read_run, report
-from booster.numerics.exponents import Exponents, count_exponents, exponents_of
-from booster.numerics.underflow import Underflow, best_scale
+from booster.numerics.record.samples import Exponents, count_exponents, exponents_of
+from booster.numerics.record.underflow import Underflow, best_scale
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -49,7 +49,7 @@ def test_numbers_are_counted_by_the_exponent_that_frexp_gives(dtype):
 
 
 def test_large_tensors_are_counted_in_chunks_and_any_layout(monkeypatch):
-    monkeypatch.setattr("booster.numerics.exponents._CHUNK", 1000)
+    monkeypatch.setattr("booster.numerics.record.samples._CHUNK", 1000)
     values = torch.randn(37, 211).t()
     assert spread(values) == spread(values.contiguous().flatten()[:5000]) + spread(values.contiguous().flatten()[5000:])
     assert spread(torch.zeros(0)).total == 0
@@ -197,7 +197,7 @@ def test_float32_weights_and_masters_of_any_form_do_not_stand_still(tmp_path, pr
 
 
 def test_of_large_parameters_an_even_share_of_the_weights_is_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr("booster.numerics.samples._MOST_WEIGHTS", 16)
+    monkeypatch.setattr("booster.numerics.record.samples._MOST_WEIGHTS", 16)
     for precision in ("fp32", BF16NaiveMixedPrecision()):
         booster, model, optimizer = boost(precision)
         with booster.record(tmp_path / str(precision), every=1):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import SGD
 
 from booster import Booster
-from booster.grads import scale_values, unscale_values
 from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision
+from booster.tensors.grads import scale_values, unscale_values
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 RATIOS = {

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from booster import Booster
 from booster.checkpoint.parts import Loaded
-from booster.interface.returned import Returned
+from booster.facade.returned import Returned
 
 
 def pair():

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from booster.cast_regions import CastFunctions, Function, Rule
-from booster.casting import HALF_DTYPES, cast_floats
 from booster.mixed_precision.apex import lists
 from booster.mixed_precision.engine import run_engine
+from booster.tensors.cast_regions import CastFunctions, Function, Rule
+from booster.tensors.trees import HALF_DTYPES, cast_floats
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]

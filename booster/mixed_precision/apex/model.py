@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.casting import cast_floats
+from booster.ground.torch_internals import add_state_dict_hook
 from booster.interface.model import ForwardPrecision, ModelWrapper
-from booster.torch_internals import add_state_dict_hook
-from booster.trees import is_container
+from booster.tensors.trees import cast_floats, is_container
 
 
 class ApexModel(ModelWrapper):

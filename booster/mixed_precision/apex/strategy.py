@@ -13,36 +13,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.cast_regions import CastFunctions, both
+from booster.ground.torch_internals import BatchNorm
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import LossScaler
 from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.apex import real
-from booster.mixed_precision.apex.backend import choose_backend
-from booster.mixed_precision.apex.cautions import (
+from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
+from booster.mixed_precision.apex.o1 import O1Casts, Registered
+from booster.mixed_precision.apex.options import (
     check_dtypes,
     check_fused,
+    check_rest,
     follow_dtypes,
     holds_half,
     planned_dtypes,
+    resolve,
     warn_of_static_scale,
 )
-from booster.mixed_precision.apex.master_update import ApexMasterUpdate
-from booster.mixed_precision.apex.model import ApexModel, CriterionPrecision, save_in_float32
-from booster.mixed_precision.apex.o1 import O1Casts
-from booster.mixed_precision.apex.options import check_rest, resolve
+from booster.mixed_precision.apex.real import choose_backend
 from booster.mixed_precision.apex.scale import ApexScale, ApexScales
-from booster.mixed_precision.apex.update import ApexUpdate
-from booster.mixed_precision.apex.user_functions import Registered
+from booster.mixed_precision.apex.update import ApexMasterUpdate, ApexUpdate
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
-from booster.mixed_precision.placement import InProcess, Placement
-from booster.mixed_precision.policy import DtypePolicy, half_policy
-from booster.modules import bare
-from booster.torch_internals import BatchNorm
+from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, half_policy
+from booster.model.modules import bare
+from booster.tensors.cast_regions import CastFunctions, both
 from booster.update.base import Job, Update
-from booster.update.options import UpdateOptions
+from booster.update.outcome import UpdateOptions
 
 _logger = logging.getLogger(__name__)
 

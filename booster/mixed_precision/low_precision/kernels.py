@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from booster.ground.torch_internals import int_mm
 from booster.mixed_precision.hardware import missing, sums_int8_exactly
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
 from booster.number_formats import E2M1, Scaled, encode
-from booster.torch_internals import int_mm
 
 _ROWS = 32  # what the number of rows of both operands is filled up to: a multiple of 16, and more than 16 for int8
 _TILE = (128, 4)  # of block scales, see "1D block scaling factors layout" in cuBLAS's documentation

@@ -1,15 +1,98 @@
-"""The linear layer of all recipes: three products, one autograd function."""
+"""The linear layer of all recipes: three products, one autograd function.
+
+One product of two matrices in a low precision: rounded, then multiplied by a kernel or emulated in a wide dtype.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from booster.mixed_precision.low_precision.product import product
-from booster.mixed_precision.low_precision.recipes import Recipe
-from booster.modules import LinearStandIn
+from booster.mixed_precision.low_precision.kernels import multiply
+from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
+from booster.model.modules import LinearStandIn
+from booster.number_formats import Scaled, noise_of, scale_to
+
+ROTATION = 16
+# Drawn once, as in the paper: all layers and steps rotate alike, and both operands must.
+_SIGNS = (1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
+_ROTATION = [
+    [sign * (-1.0) ** (row & column).bit_count() / ROTATION**0.5 for column in range(ROTATION)]
+    for row, sign in enumerate(_SIGNS)
+]
+
+
+def product(
+    a: torch.Tensor, b: torch.Tensor, how: Product | None, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
+) -> torch.Tensor:
+    """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`; None multiplies in `dtype`.
+
+    kernels: run the kernel of `recipe`; otherwise the same in a wide dtype, which differs by the rounding of the output.
+    """
+    if how is None:
+        return a.to(dtype) @ b.to(dtype).t()
+    if not (a.numel() and b.numel()):
+        return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
+    a, b = a.contiguous().float(), b.contiguous().float()
+    if a.shape[1] % recipe.multiple:
+        a, b = (F.pad(each, (0, -each.shape[1] % recipe.multiple)) for each in (a, b))
+    if how.hadamard:
+        a, b = rotated(a), rotated(b)
+    if kernels:
+        return multiply(_low, a, b, how, recipe).to(dtype)
+    return emulate(_low(a, how.left), _low(b, how.right), dtype)
+
+
+def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    """Return `a @ b.t()` in `dtype` of numbers in low formats, summed in float32.
+
+    In bfloat16 that is its own matrix product, where that holds the scaled operands exactly; otherwise one in float32.
+    """
+    if dtype == torch.bfloat16 and _in_bfloat16(a) and _in_bfloat16(b):
+        return a.wide(torch.bfloat16) @ b.wide(torch.bfloat16).t()
+    result = _values(a) @ _values(b).t()
+    for scale in (_after(a), _after(b, transposed=True), a.outer, b.outer):
+        result = result if scale is None else result * scale
+    return result.to(dtype)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with every 16 neighbours of a row, some of their signs turned, through a Hadamard matrix.
+
+    The rotation is orthogonal, so it leaves `a @ b.t()` as it is, and it spreads an outlier over its block. The number of
+    columns must be a multiple of 16.
+    """
+    return (x.reshape(len(x), -1, ROTATION) @ _rotation(x.device)).flatten(1)
+
+
+# ---------------------------------------------------------------------- inside
+
+
+def _low(x: torch.Tensor, operand: Operand) -> Scaled:
+    return scale_to(x, operand.format, operand.scaling, noise=noise_of(x) if operand.stochastic else None)
+
+
+def _in_bfloat16(x: Scaled) -> bool:
+    """Whether bfloat16 holds the numbers times their scales."""
+    return x.scaling.scale == "power_of_two"
+
+
+def _values(x: Scaled) -> torch.Tensor:
+    return x.values.float() if x.block is None else x.wide()
+
+
+def _after(x: Scaled, *, transposed: bool = False) -> torch.Tensor | None:
+    """What the product is multiplied with; scales of blocks are in the operands already."""
+    if x.block is not None:
+        return None
+    return x.scale.t() if transposed and x.scale.dim() else x.scale
+
+
+def _rotation(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_ROTATION, dtype=torch.float32, device=device)
 
 
 class LowPrecisionLinear(LinearStandIn):

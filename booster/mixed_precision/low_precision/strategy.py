@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster import arguments
+from booster.ground import arguments
+from booster.ground.torch_internals import compiled_like
 from booster.masters.options import MasterOptions
 from booster.masters.packing import States
 from booster.mixed_precision.amp import BF16MixedPrecision
@@ -25,11 +26,9 @@ from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, Recipe, nvfp4_recipe
 from booster.mixed_precision.low_precision.self_check import Forward, complaint
 from booster.mixed_precision.naive import BF16NaiveMixedPrecision
-from booster.mixed_precision.placement import Placement
-from booster.mixed_precision.policy import DtypePolicy
-from booster.modules import bare
-from booster.tied import places_of
-from booster.torch_internals import compiled_like
+from booster.mixed_precision.policy import DtypePolicy, Placement
+from booster.model.modules import bare
+from booster.model.tied import places_of
 from booster.update.base import Job, Update
 
 _logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from booster import arguments
+from booster.ground import arguments
 
 Rate = float | Tensor  # a tensor where the optimizer's lr is one
 

@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.casting import HALF_DTYPES
-from booster.micro_batch import MicroBatch
-from booster.modules import PlacedModule
+from booster.model.modules import PlacedModule
 from booster.plugin.pipeline.plan import PipelinePlan
 from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
 from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count
 from booster.plugin.pipeline.tied_weights import TiedWeights
-from booster.trees import form, leaves, map_tensors
+from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import HALF_DTYPES, form, leaves, map_tensors
 
 
 class Pipeline(PlacedModule):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from booster.modules import bare
+from booster.model.modules import bare
 from booster.plugin.pipeline.schedule import check_style, stage_ranks
 from booster.plugin.pipeline.skeleton import Prepare, Skeleton, replace_parameter
 from booster.plugin.pipeline.split import find_split, holders, owners, qualified

@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from booster.plugin.pipeline.skeleton import is_fake
-from booster.trees import leaves as leaves_of
-from booster.trees import tensors as tensors_of
+from booster.tensors.trees import leaves as leaves_of
+from booster.tensors.trees import tensors as tensors_of
 
 NOWHERE: frozenset[str] = frozenset()
 

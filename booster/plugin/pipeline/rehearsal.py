@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from booster.ground.torch_internals import DataDependentOutputException, DynamicOutputShapeException
 from booster.plugin.pipeline.provenance import NOWHERE, Origins, foreign_use
 from booster.plugin.pipeline.route import Boundary, Replay, Route, TensorSpec, substitute
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
-from booster.torch_internals import DataDependentOutputException, DynamicOutputShapeException
-from booster.trees import leaves as leaves_of
+from booster.tensors.trees import leaves as leaves_of
 
 
 class StageEnd(BaseException):

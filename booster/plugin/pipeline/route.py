@@ -10,8 +10,8 @@ import torch
 
 from booster.plugin.pipeline.hollow import Answers
 from booster.plugin.pipeline.skeleton import is_fake
-from booster.trees import leaves as leaves_of
-from booster.trees import with_leaves
+from booster.tensors.trees import leaves as leaves_of
+from booster.tensors.trees import with_leaves
 
 
 @dataclass(frozen=True)

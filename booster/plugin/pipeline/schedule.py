@@ -17,17 +17,17 @@ from torch.distributed.pipelining import (
 )
 from torch.overrides import TorchFunctionMode
 
-from booster import arguments
-from booster.micro_batch import at_stage
-from booster.plugin.pipeline.route import Route, TensorSpec
-from booster.plugin.pipeline.stage import Stage
-from booster.torch_internals import (
+from booster.ground import arguments
+from booster.ground.torch_internals import (
     engine_backward,
     is_view,
     num_function_modes,
     with_function_modes,
     without_function_modes,
 )
+from booster.plugin.pipeline.route import Route, TensorSpec
+from booster.plugin.pipeline.stage import Stage
+from booster.tensors.micro_batch import at_stage
 
 Shape = tuple[int, ...]
 STYLES: dict[str, Any] = {

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster.ground.torch_internals import FakeTensor
 from booster.plugin.pipeline.hollow import HollowMode, hollow
 from booster.plugin.pipeline.split import Split, holders, owners
-from booster.torch_internals import FakeTensor
 
 Prepare = Callable[[nn.Module], nn.Module]
 

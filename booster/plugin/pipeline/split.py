@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from booster.model.tied import places_of
 from booster.plugin.forward_order import names_in_forward, side_of
-from booster.tied import places_of
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.micro_batch import MicroBatch
 from booster.plugin.pipeline.rehearsal import StageEnd
 from booster.plugin.pipeline.route import Route, substitute
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
-from booster.trees import leaves as leaves_of
+from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import leaves as leaves_of
 
 
 class Stage:

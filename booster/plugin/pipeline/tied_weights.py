@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from booster.communicate import exchange
+from booster.ranks.communicate import exchange
 
 
 class TiedWeights:

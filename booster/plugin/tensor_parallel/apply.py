@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from booster.ground.torch_internals import StridedShard
 from booster.mixed_precision.policy import DtypePolicy
-from booster.plugin.tensor_parallel.local import LocalStyle
+from booster.plugin.tensor_parallel.boundary import LocalStyle
 from booster.plugin.tensor_parallel.plan import TPPlan, resolve_plan
 from booster.plugin.tensor_parallel.shared_input import SharedInput, SharingForward, has_forward, siblings
 from booster.plugin.tensor_parallel.styles import Colwise
 from booster.plugin.tensor_parallel.tied_weights import restore_frozen, tie, tied_slots
-from booster.torch_internals import StridedShard
 
 
 def check_tensor_parallel(

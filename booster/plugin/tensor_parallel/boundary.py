@@ -1,15 +1,22 @@
 """Where activations change layout between the ranks of a tensor-parallel group, with the right gradients.
 
 Every function takes and returns a plain local tensor and runs at most one collective, which backward mirrors.
+
+The base of the styles that strings stand for: a module computes on plain local tensors, its parameters are DTensors.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 
 def copy(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -87,3 +94,92 @@ def _check_even(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> None:
             f"dimension {dim} of a tensor of shape {tuple(x.shape)} does not divide by tp_size={mesh.size()}; under "
             "sequence_parallelism=True pad the sequence to a multiple of it, or use sequence_parallelism=False"
         )
+
+
+class LocalStyle(ParallelStyle):
+    """How one module is divided among the ranks of a tensor-parallel group.
+
+    The module's own parameters become DTensors, as `placements` says. Its forward runs on what `parts` makes of them,
+    between `enter` and `leave`, which move activations. All of that is in a `forward` of the instance, not in hooks, so
+    that a module pinned to float32 communicates in float32, and no operator needs to know DTensor.
+    """
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """How each own parameter of `module` is stored; one that is not named stays a plain tensor."""
+        return {}
+
+    def check(self, name: str, module: nn.Module, tp_size: int) -> None:
+        """Raise ValueError if `module`, called `name`, cannot be divided so. Nothing is changed."""
+
+    def localise(self, module: nn.Module, tp_size: int) -> None:
+        """Change what else of `module` must know that it works on a part, such as a number of heads."""
+
+    def enter(
+        self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs
+
+    def parts(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
+        """What the forward sees in place of each own parameter."""
+        return {name: local_part(param) for name, param in own_dtensors(module).items()}
+
+    def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        return output
+
+    def make_forward(self, module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
+        return PartForward(module, self, mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self.placements(module).items():
+            param = module._parameters[name]
+            if param is not None:
+                module._parameters[name] = shard_parameter(param, device_mesh, placement)
+        module.forward = self.make_forward(module, device_mesh)
+        self.localise(module, device_mesh.size())
+        return module
+
+
+class PartForward:
+    """The forward of one module on this rank's parts of its parameters."""
+
+    def __init__(self, module: nn.Module, style: LocalStyle, mesh: DeviceMesh) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.module = module
+        self.forward = module.forward
+        self.style = style
+        self.mesh = mesh
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.style.enter(self.module, self.mesh, args, kwargs)
+        with swapped(self.module._parameters, self.style.parts(self.module, self.mesh)):
+            output = self.forward(*args, **kwargs)
+        return self.style.leave(self.module, self.mesh, output)
+
+
+def shard_parameter(param: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """`param`, which all ranks have alike, as a DTensor parameter; a part has memory of its own."""
+    sharded = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def own_dtensors(module: nn.Module) -> dict[str, DTensor]:
+    """Parameters of `module` itself, not of its children, that are sharded or replicated DTensors."""
+    params: dict[str, Any] = dict(module._parameters)
+    return {name: param for name, param in params.items() if isinstance(param, DTensor)}
+
+
+def local_part(param: DTensor) -> torch.Tensor:
+    """This rank's part of `param`, a plain tensor. The gradient of a replicated one is this rank's share of a sum."""
+    replicated = isinstance(param.placements[0], Replicate)
+    return param.to_local(grad_placements=[Partial()] if replicated else None)
+
+
+@contextmanager
+def swapped(values: dict[str, Any], replacements: Mapping[str, Any]) -> Iterator[None]:
+    """Entries of a dict replaced for the length of a `with`."""
+    originals = {name: values[name] for name in replacements}
+    values.update(replacements)
+    try:
+        yield
+    finally:
+        values.update(originals)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
+from booster.ground.torch_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
-from booster.plugin.tensor_parallel.local import LocalStyle
-from booster.torch_internals import StridedShard
+from booster.plugin.tensor_parallel.boundary import LocalStyle
 
 _PIECES = {"colwise": 1, "packed_colwise": 2, "rowwise": 1}
 

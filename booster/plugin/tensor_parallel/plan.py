@@ -1,4 +1,7 @@
-"""From what a user gives as `tp_plan` to one style for each module, by its exact name."""
+"""From what a user gives as `tp_plan` to one style for each module, by its exact name.
+
+Names of styles, as plans of transformers models write them, and what they stand for.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,69 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from booster import arguments
 from booster.frozen import FrozenLinear
-from booster.names import matcher
+from booster.ground import arguments
+from booster.model.modules import matcher
 from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
-from booster.plugin.tensor_parallel.derive import derive_plan
+from booster.plugin.tensor_parallel.boundary import LocalStyle
+from booster.plugin.tensor_parallel.derive import derive_by_shape, derive_plan
 from booster.plugin.tensor_parallel.experts import Experts
-from booster.plugin.tensor_parallel.local import LocalStyle
 from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
-from booster.plugin.tensor_parallel.shapes import derive_by_shape
-from booster.plugin.tensor_parallel.strings import STYLES, check_style, style_of
-from booster.plugin.tensor_parallel.styles import Colwise, Region, Rowwise, output_dim
+from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise, output_dim
 from booster.plugin.tensor_parallel.tied_weights import check_ties, tied_slots
+
+
+def _colwise(module: nn.Module) -> ParallelStyle:
+    if isinstance(module, nn.Embedding):
+        return EmbeddingParallel(by="features")
+    if isinstance(module, nn.MultiheadAttention):
+        return HeadParallel()
+    return Colwise()
+
+
+def _rowwise(module: nn.Module) -> ParallelStyle:
+    return EmbeddingParallel(by="vocabulary") if isinstance(module, nn.Embedding) else Rowwise()
+
+
+STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
+    "all_reduce": lambda module: Region(out="reduce"),
+    "colwise": _colwise,
+    "colwise_gather_output": lambda module: Colwise(gather_output=True),
+    "colwise_rep": lambda module: Colwise(gather_output=True),
+    "embedding_colwise": lambda module: EmbeddingParallel(by="features"),
+    "embedding_rowwise": lambda module: EmbeddingParallel(by="vocabulary"),
+    "moe_tp_experts": lambda module: Experts({}),
+    "packed_colwise": lambda module: Colwise(num_parts=2),
+    "replicate": lambda module: Region(),
+    "replicated_with_grad_allreduce": lambda module: Region(partial_gradients=True),
+    "rowwise": _rowwise,
+    "rowwise_rep": lambda module: Rowwise(split_input=True),
+    "rowwise_split_input": lambda module: Rowwise(split_input=True),
+    "sequence_parallel": lambda module: Region(partial_gradients=True),
+}
+
+
+def style_of(name: str, module: nn.Module, value: object) -> ParallelStyle:
+    """The style that a plan gives `module`, called `name`, as an object. Raises as `check_style`."""
+    check_style(name, value)
+    return value if isinstance(value, ParallelStyle) else STYLES[str(value)](module)
+
+
+def check_style(name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless `value`, which a plan gives the modules of `name`, is a style."""
+    if isinstance(value, ParallelStyle):
+        return
+    if not isinstance(value, str):
+        raise TypeError(
+            f"tp_plan gives {name!r} {value!r}; a style is a torch.distributed.tensor.parallel.ParallelStyle or one of "
+            f"{sorted(STYLES)}"
+        )
+    if value not in STYLES:
+        raise ValueError(
+            f"tp_plan gives {name!r} the style {value!r}; choose one of {sorted(STYLES)}, or a ParallelStyle"
+        )
+
 
 TPPlan = Mapping[str, Any] | Callable[[nn.Module], Mapping[str, Any]] | None
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
@@ -249,6 +302,3 @@ def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int
             f"{name!r} has {features // head_dim} heads of {head_dim} features, which do not divide by tp_size={tp_size}; "
             "choose another tp_size, or leave its attention module out of tp_plan"
         )
-
-
-__all__ = ["STYLES", "TPPlan", "resolve_plan"]

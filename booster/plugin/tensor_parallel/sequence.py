@@ -7,9 +7,9 @@ import re
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from booster.ground.torch_internals import RunningNorm
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.styles import Colwise, Region, Rowwise
-from booster.torch_internals import RunningNorm
 
 _MIX_TOKENS = (RunningNorm, nn.GroupNorm)
 _FIX = "use sequence_parallelism=False"

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from booster import arguments
+from booster.ground import arguments
+from booster.ground.torch_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
-from booster.plugin.tensor_parallel.local import LocalStyle, PartForward, local_part, own_dtensors, swapped
+from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, local_part, own_dtensors, swapped
 from booster.plugin.tensor_parallel.shared_input import SharedInput
-from booster.torch_internals import StridedShard
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:

@@ -1,0 +1,377 @@
+"""`booster check`: what this machine has, and which precisions run on it at what speed.
+
+`booster env`: what a bug report needs to know of this machine.
+
+Short timings of each precision: a matrix product, a convolution and an attention, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from booster.ground.installed import find_apex, version_of
+from booster.ground.torch_internals import scaled_matmul
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One timing. gflops: forward and backward together (fp8: forward only); error: why it does not run here."""
+
+    precision: str
+    operation: str
+    shape: str
+    gflops: float | None = None
+    milliseconds: float | None = None
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def probe_all(device: torch.device, seconds: float) -> list[Probe]:
+    """Time every precision on `device`, `seconds` for each probe at most by intention (one warm-up run on top)."""
+    probes = []
+    for name, dtype in _DTYPES.items():
+        probes.append(_timed(name, "matmul", partial(_matmul, device, dtype), device, seconds))
+        probes.append(_timed(name, "convolution", partial(_convolution, device, dtype), device, seconds))
+        probes.append(_timed(name, "attention", partial(_attention, device, dtype), device, seconds))
+    probes.append(_timed("fp8", "matmul", partial(_fp8_matmul, device), device, seconds))
+    return probes
+
+
+_Built = tuple[str, float, Callable[[], object]]
+
+
+def _timed(precision: str, operation: str, build: Callable[[], _Built], device: torch.device, seconds: float) -> Probe:
+    shape = "-"
+    try:
+        shape, operations, once = build()
+        once()  # the first call compiles, allocates and picks kernels
+        _wait(device)
+        times: list[float] = []
+        start = time.perf_counter()
+        while len(times) < 3 or (time.perf_counter() - start < seconds and len(times) < 50):
+            before = time.perf_counter()
+            once()
+            _wait(device)
+            times.append(time.perf_counter() - before)
+            if time.perf_counter() - start > 3 * seconds:
+                break  # a very slow kernel: what there is must do
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        return Probe(precision, operation, shape, error=str(error).strip().splitlines()[0][:120])
+    best = min(times)  # the least disturbed run
+    return Probe(precision, operation, shape, gflops=operations / best / 1e9, milliseconds=best * 1e3)
+
+
+def _matmul(device: torch.device, dtype: torch.dtype) -> _Built:
+    size = 512 if device.type == "cpu" else 4096
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, requires_grad=True) for _ in range(2))
+    gradient = torch.ones(size, size, device=device, dtype=dtype)
+
+    def once() -> None:
+        torch.autograd.grad(left @ right, (left, right), gradient)
+
+    return f"{size}x{size}x{size}", 3 * 2.0 * size**3, once
+
+
+def _convolution(device: torch.device, dtype: torch.dtype) -> _Built:
+    batch, channels, side = (4, 32, 16) if device.type == "cpu" else (32, 256, 56)
+    image = torch.randn(batch, channels, side, side, device=device, dtype=dtype, requires_grad=True)
+    kernel = torch.randn(channels, channels, 3, 3, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.ones(batch, channels, side, side, device=device, dtype=dtype)
+
+    def once() -> None:
+        torch.autograd.grad(F.conv2d(image, kernel, padding=1), (image, kernel), gradient)
+
+    shape = f"{batch}x{channels}x{side}x{side}, 3x3"
+    return shape, 3 * 2.0 * batch * side**2 * channels**2 * 9, once
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> _Built:
+    batch, heads, length, width = (4, 3, 128, 64) if device.type == "cpu" else (16, 16, 1024, 64)
+    shape = (batch, heads, length, width)
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    gradient = torch.ones(shape, device=device, dtype=dtype)
+
+    def once() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(query, key, value), (query, key, value), gradient)
+
+    # two products forward, four backward; recomputation is not counted
+    return "x".join(map(str, shape)), 6 * 2.0 * batch * heads * length**2 * width, once
+
+
+def _fp8_matmul(device: torch.device) -> _Built:
+    # On CPU this kernel is a reference loop: at 128 it takes milliseconds, at 1024 seconds.
+    size = 128 if device.type == "cpu" else 4096
+    left = torch.randn(size, size, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    right = torch.randn(size, size, dtype=torch.float32, device=device).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), dtype=torch.float32, device=device)
+
+    def once() -> torch.Tensor:
+        return scaled_matmul(left, right, one, one, torch.bfloat16)
+
+    return f"{size}x{size}x{size}", 2.0 * size**3, once
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Seconds for each timing; seven timings stay well below fifteen seconds on two CPU cores.
+_PROBE_SECONDS = 0.4
+
+
+def check(argv: Sequence[str]) -> int:
+    """Run `booster check` with the options `argv`; print a table, or JSON with --json, and return 0."""
+    parser = argparse.ArgumentParser(
+        prog="booster check",
+        description="Report versions, devices, process-group backends and the speed of each precision here.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args(list(argv))
+    report = _collect()
+    print(json.dumps(report, indent=2) if options.json else _as_text(report))
+    return 0
+
+
+def _collect() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    import booster
+    from booster.mixed_precision.hardware import all_half_units, half_units
+
+    num_gpus = torch.cuda.device_count()
+    device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
+    backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    apex = find_apex()
+    return {
+        "versions": {
+            "booster": booster.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "numpy": version_of("numpy"),
+            "platform": platform.platform(),
+        },
+        "devices": {
+            "cpu": {
+                "cores": torch.get_num_threads(),
+                "capability": torch.backends.cpu.get_cpu_capability(),
+                "half_units": list(all_half_units()),
+                "half_units_used": list(half_units()),
+            },
+            "cuda": [
+                {
+                    "name": torch.cuda.get_device_name(index),
+                    "capability": ".".join(map(str, torch.cuda.get_device_capability(index))),
+                    "memory_gib": round(torch.cuda.get_device_properties(index).total_memory / 2**30, 1),
+                }
+                for index in range(num_gpus)
+            ],
+        },
+        "backends": [name for name in backends if dist.is_available() and dist.is_backend_available(name)],
+        "apex": {"kind": apex.kind, "message": apex.message, "location": apex.location, "version": apex.version},
+        "probed_device": str(device),
+        "precisions": [probe.as_dict() for probe in probe_all(device, _PROBE_SECONDS)],
+    }
+
+
+def _as_text(report: dict[str, Any]) -> str:
+    rows: list[tuple[str, ...]] = [(name, str(value)) for name, value in report["versions"].items() if value]
+    cpu = report["devices"]["cpu"]
+    rows.append(("cpu", f"{cpu['cores']} threads, {cpu['capability']}, units for halves: {_units(cpu)}"))
+    for index, gpu in enumerate(report["devices"]["cuda"]):
+        rows.append((f"cuda:{index}", f"{gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB"))
+    if not report["devices"]["cuda"]:
+        rows.append(("cuda", "no device visible"))
+    rows.append(("backends", ", ".join(report["backends"]) or "none"))
+    rows.append(("apex", report["apex"]["message"]))
+    header = ("precision", "operation", "shape", "ms", "GFLOP/s", "against fp32")
+    # Speeds of different sizes do not compare.
+    base = {(p["operation"], p["shape"]): p["gflops"] for p in report["precisions"] if p["precision"] == "fp32"}
+    table = [header, *(_probe_row(p, base.get((p["operation"], p["shape"]))) for p in report["precisions"])]
+    note = "forward and backward, best of several short runs; fp8: forward only; -: not timed in fp32 at that size"
+    return f"{aligned(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{aligned(table)}"
+
+
+def _units(cpu: dict[str, Any]) -> str:
+    used = cpu["half_units_used"]
+    shown = [name if name in used else f"{name} (not used by oneDNN)" for name in cpu["half_units"]]
+    return ", ".join(shown) or "none"
+
+
+def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
+    start = (probe["precision"], probe["operation"], probe["shape"])
+    if probe["error"] is not None:
+        return (*start, "-", "-", f"does not run here: {probe['error']}")
+    ratio = f"{probe['gflops'] / base:.2f}x" if base else "-"
+    return (*start, f"{probe['milliseconds']:.2f}", f"{probe['gflops']:.1f}", ratio)
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return `rows` as lines, every column as wide as its widest cell."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+_PACKAGES = (
+    "numpy",
+    "safetensors",
+    "xxhash",
+    "torchdata",
+    "torchvision",
+    "torchao",
+    "timm",
+    "transformers",
+    "peft",
+    "accelerate",
+    "lightning-fabric",
+    "deepspeed",
+    "rich",
+    "ray",
+    "triton",
+)
+# Variables that torch, its backends and launchers read. Any other may be private.
+_STEERING = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT|OMP_NUM_THREADS|MKL_NUM_THREADS|"
+    r"(TORCH|PYTORCH|TORCHINDUCTOR|TORCHELASTIC|CUDA|CUBLAS|NVIDIA|NCCL|GLOO|UCC|OMPI|SLURM|KMP|MKL|OMP|ONEDNN|DNNL|ROCR|HIP|HSA)_.*)"
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.IGNORECASE)
+
+
+def env(argv: Sequence[str]) -> int:
+    """Run `booster env` with the options `argv`; print a table, or JSON with --json, and return 0. Nothing is timed."""
+    parser = argparse.ArgumentParser(
+        prog="booster env",
+        description="Report what a bug report needs: versions, machine, devices, settings of torch, launcher's variables.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args(list(argv))
+    report = _collect_environment()
+    print(json.dumps(report, indent=2) if options.json else _environment_as_text(report))
+    return 0
+
+
+def _collect_environment() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    import booster
+
+    backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    packages = {name: version_of(name) for name in _PACKAGES}
+    return {
+        "versions": {
+            "booster": booster.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "platform": platform.platform(),
+            "libc": " ".join(platform.libc_ver()) or None,
+        },
+        "packages": {name: version for name, version in packages.items() if version is not None},
+        "apex": find_apex().kind,
+        "machine": {
+            "cpu": _cpu_name(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+            "memory_gib": _memory_gib(),
+        },
+        "cuda": {
+            "built_for": torch.version.cuda or torch.version.hip,
+            "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+            "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        },
+        "backends": [name for name in backends if dist.is_available() and dist.is_backend_available(name)],
+        "settings": _settings(),
+        "variables": {
+            name: "(not shown)" if _SECRET.search(name) else value
+            for name, value in sorted(os.environ.items())
+            if _STEERING.fullmatch(name)
+        },
+    }
+
+
+def _settings() -> dict[str, Any]:
+    """What scripts and libraries change in torch, and numbers or speed with it."""
+    import torch
+
+    deterministic = "on" if torch.are_deterministic_algorithms_enabled() else "off"
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        deterministic = "warn"
+    return {
+        "default_dtype": str(torch.get_default_dtype()),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def _device(index: int) -> dict[str, Any]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):  # names that this system does not know
+        return None
+
+
+def _environment_as_text(report: dict[str, Any]) -> str:
+    cuda = report["cuda"]
+    devices = [
+        (f"cuda:{index}", f"{device['name']}, capability {device['capability']}, {device['memory_gib']} GiB")
+        for index, device in enumerate(cuda["devices"])
+    ]
+    rows = [
+        *report["versions"].items(),
+        *report["packages"].items(),
+        ("apex", report["apex"]),
+        *report["machine"].items(),
+        ("cuda", ", ".join(f"{name} {cuda[name]}" for name in ("built_for", "cudnn", "nccl") if cuda[name]) or None),
+        *(devices or [("devices", "no CUDA device visible")]),
+        ("backends", ", ".join(report["backends"]) or "none"),
+        *report["settings"].items(),
+        *report["variables"].items(),
+    ]
+    return aligned([(name, str(value)) for name, value in rows if value is not None])

@@ -1,0 +1,79 @@
+"""`booster report`: what a run did, from the record that it wrote.
+
+`booster compare`: where two runs part by more than their formats explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from booster.cli import values
+from booster.cli.values import told
+from booster.ground.foreign_files import names_a_regular_file
+
+
+def report(argv: Sequence[str]) -> int:
+    """Run `booster report` with the options `argv`; returns 0, or 1 where there is no record, or a damaged one."""
+    parser = argparse.ArgumentParser(
+        prog="booster report", description="Show what a run did, from the record of Booster.record.", allow_abbrev=False
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    output.add_argument(
+        "--html", type=values.file_path, metavar="FILE", help="write one page with pictures instead of tables"
+    )
+    parser.add_argument("folder", type=values.file_path, metavar="FOLDER", help="the folder given to Booster.record")
+    options = parser.parse_args(list(argv))
+    from booster.numerics.record.run import as_json, read_run
+    from booster.numerics.reports.page import page
+    from booster.numerics.reports.summary import summarise
+    from booster.numerics.reports.terminal import show
+
+    with told("report", OSError, ValueError, ImportError, status=1):
+        run = read_run(options.folder)
+        if options.html is not None:
+            _replace(options.html, page(run).encode())
+            print(f"wrote {options.html}")
+        elif options.json:
+            print(json.dumps(as_json(summarise(run).as_dict()), indent=2))
+        else:
+            show(run)
+    return 0
+
+
+def _replace(target: Path, data: bytes) -> None:
+    """Write a file that appears whole, and never through a link that stands there."""
+    if target.is_symlink() or (target.exists() and not names_a_regular_file(target)):
+        raise OSError(f"{target} is no regular file, so no page is written to it; name another, or remove it")
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
+    try:
+        with beside.open("xb") as file:
+            file.write(data)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Run `booster compare` with the options `argv`; returns 0 where the runs are alike, 1 where they part, 2 for trouble."""
+    parser = argparse.ArgumentParser(
+        prog="booster compare",
+        description="Say in which step two runs part by more than their formats explain, and by which parameter.",
+        epilog="status: 0 the runs are alike, 1 they part, 2 trouble",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("a", type=values.file_path, metavar="RUN_A", help="a folder that was given to Booster.record")
+    parser.add_argument("b", type=values.file_path, metavar="RUN_B", help="another")
+    options = parser.parse_args(list(argv))
+    from booster.numerics.record.run import as_json, read_run
+    from booster.numerics.reports.compare import compare as compared
+
+    with told("compare", OSError, ValueError, status=2):
+        found = compared(read_run(options.a), read_run(options.b))
+    print(json.dumps(as_json(found.as_dict()), indent=2) if options.json else found)
+    return 0 if found.alike else 1

@@ -1,0 +1,1 @@
+"""The steps of the facade: what `Booster` checks, describes and hands on."""

@@ -1,0 +1,411 @@
+"""What `Booster.boost` accepts: checks that run before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.data import DataLoaderWrapper, check_sharded
+from booster.ground import arguments
+from booster.interface.model import CriterionWrapper, ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.scheduler import LRSchedulerWrapper
+from booster.interface.transparent import refuse_torchscript
+from booster.launch import environment_world_size
+from booster.mixed_precision import MixedPrecision, available
+from booster.model.modules import bare
+from booster.model.optimizer_kinds import kind_of, unknown
+from booster.model.params import no_optimizer
+from booster.plugin import Plugin
+from booster.update.outcome import UpdateOptions
+
+_logger = logging.getLogger(__name__)
+_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
+# What others call what we take: dtypes, the precisions of Fabric and Accelerate, and parallelisms as `booster estimate
+# --plugin` names them.
+_PRECISIONS = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "16-true": "fp16_naive",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16_naive",
+}
+_PLUGINS = {
+    "single": "SingleDevice()",
+    "ddp": "TorchDDPPlugin()",
+    "fsdp": "TorchFSDPPlugin()",
+    "zero1": "LowLevelZeroPlugin(stage=1)",
+    "zero2": "LowLevelZeroPlugin(stage=2)",
+}
+
+
+# What others call arguments of `Booster`, and what its methods do.
+_ARGUMENTS = {
+    "precision": "it is called mixed_precision: Booster(mixed_precision={value})",
+    "strategy": "a parallelism is a plugin: Booster(plugin=TorchDDPPlugin())",
+    "accelerator": "the device is called so: Booster(device='cuda')",
+    "devices": "how many processes there are is told to the launcher: booster run --nproc_per_node N script.py",
+    "num_nodes": "how many machines there are is told to the launcher: booster run --nnodes N script.py",
+    "cpu": "the device is called so: Booster(device='cpu')",
+    "gradient_accumulation_steps": "a group of micro-batches is `with booster.accumulate(model, optimizer, N):`",
+    "fp16": "it is a precision: Booster(mixed_precision='fp16'), or Booster.from_config(fp16=...) for a dict",
+    "bf16": "it is a precision: Booster(mixed_precision='bf16')",
+}
+_OPTIMIZER = "is a method of the boosted optimizer: optimizer."
+_METHODS = {
+    "prepare": "is called boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "setup": "is called boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "setup_module": "is called boost: model, *_ = booster.boost(model)",
+    "setup_optimizers": "is part of boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "setup_dataloaders": "is part of boost, or of booster.prepare_dataloader(dataset, batch_size)",
+    "prepare_model": "is called boost: model, *_ = booster.boost(model)",
+    "prepare_optimizer": "is part of boost: model, optimizer, *_ = booster.boost(model, optimizer)",
+    "prepare_data_loader": "is called prepare_dataloader: booster.prepare_dataloader(dataset, batch_size)",
+    "clip_grad_norm_": f"{_OPTIMIZER}clip_grad_by_norm(max_norm)",
+    "clip_grad_value_": f"{_OPTIMIZER}clip_grad_by_value(clip_value)",
+    "clip_gradients": f"{_OPTIMIZER}clip_grad_by_norm(max_norm) or optimizer.clip_grad_by_value(clip_value)",
+    "unscale_gradients": f"{_OPTIMIZER}unscale_grads()",
+    "step": f"{_OPTIMIZER}step()",
+    "zero_grad": f"{_OPTIMIZER}zero_grad()",
+    "no_backward_sync": "is called no_sync: with booster.no_sync(model):",
+    "unwrap_model": "is called unwrap: booster.unwrap(model)",
+    "save_state": "is called save: booster.save(folder, model, optimizer)",
+    "load_state": "is called load: booster.load(folder, model, optimizer)",
+    "gather_for_metrics": "is gather with the loader: booster.gather(tensor, dataloader)",
+    "all_gather": "is called gather: booster.gather(tensor)",
+    "all_reduce": "is called reduce: booster.reduce(tensor)",
+    "barrier": "is called wait_for_everyone: booster.wait_for_everyone()",
+    "is_main_process": "is called is_main: booster.is_main",
+    "is_global_zero": "is called is_main: booster.is_main",
+    "launch": "is a function of the package: booster.launch_from_torch()",
+}
+
+
+def refuse_unknown(unknown: Mapping[str, Any], options: Collection[str]) -> None:
+    """Raise TypeError if `unknown` names something; what it is called here, or the legal `options`, is in the message."""
+    for name, value in unknown.items():
+        fix = _ARGUMENTS.get(
+            name, f"legal are {', '.join(options)}; options of a precision or a plugin are given to that"
+        )
+        meant = meant_by(value)[1] or "'bf16'"
+        raise TypeError(f"Booster got an unexpected keyword argument {name!r}: {fix.format(value=meant)}")
+
+
+def missing_method(name: str) -> str:
+    """Return the text of the AttributeError for the attribute `name`, which `Booster` has not."""
+    return f"'Booster' object has no attribute {name!r}" + (f"; it {_METHODS[name]}" if name in _METHODS else "")
+
+
+def check_places(device: Any, mixed_precision: Any, plugin: Any) -> None:
+    """Raise TypeError or ValueError where an argument of `Booster` got what belongs to another one, and name that; and where
+    it got another name of what it takes, as of a dtype or a plugin."""
+    for name, value in (("device", device), ("mixed_precision", mixed_precision), ("plugin", plugin)):
+        meant, written = meant_by(value)
+        is_other_name = isinstance(value, (str, torch.dtype)) and written != repr(str(value))
+        if meant is not None and (meant != name or is_other_name):
+            kind = ValueError if isinstance(value, str) and name != "plugin" else TypeError
+            raise kind(f"{name}={arguments.shown(value)} is not legal; write Booster({meant}={written})")
+
+
+def meant_by(value: Any) -> tuple[str | None, str]:
+    """Return the argument of `Booster` that `value` is meant for, and what is written there; (None, "") for what is none."""
+    if isinstance(value, (str, torch.dtype)):
+        text = str(value).removeprefix("torch.")
+        if text in available() or text in _PRECISIONS:
+            return "mixed_precision", repr(_PRECISIONS.get(text, text))
+        if text in _PLUGINS:
+            return "plugin", _PLUGINS[text]
+        return ("device", repr(text)) if _DEVICE.fullmatch(text) else (None, "")
+    if isinstance(value, torch.device):
+        return "device", repr(str(value))
+    kind = value if isinstance(value, type) else type(value)
+    for name, base in (("mixed_precision", MixedPrecision), ("plugin", Plugin)):
+        if issubclass(kind, base):
+            return name, f"{kind.__name__}(...)"
+    return None, ""
+
+
+def check_plugin(plugin: Any) -> None:
+    """Raise unless `plugin` is a Plugin or None. If it is None in a job of several processes, one WARNING; RuntimeError where
+    they have no process group either, so that nobody but the launcher knows of the others."""
+    if sys.platform == "win32":
+        raise RuntimeError("booster does not support Windows; it runs under the Windows Subsystem for Linux (WSL2)")
+    if plugin is not None and not isinstance(plugin, Plugin):
+        hint = "; pass an instance of it" if isinstance(plugin, type) else ""
+        raise TypeError(
+            f"plugin must be a booster.plugin.Plugin or None, got {plugin!r}{hint}; there are SingleDevice(), "
+            "TorchDDPPlugin(), TorchFSDPPlugin(), LowLevelZeroPlugin() and HybridParallelPlugin(tp_size, pp_size)"
+        )
+    if plugin is None and not dist.is_initialized() and environment_world_size() > 1:
+        raise RuntimeError(
+            f"this job was launched with WORLD_SIZE={environment_world_size()}, but Booster has no plugin and there is no "
+            "process group: each process would train a model of its own. Call booster.launch_from_torch() first, and pass "
+            "plugin=TorchDDPPlugin(); or pass plugin=SingleDevice() if each is to train by itself"
+        )
+    if plugin is None and dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 0:
+        _logger.warning(
+            "Booster has no plugin in a job of %d processes: each trains a model of its own; "
+            "pass plugin=TorchDDPPlugin() to train one",
+            dist.get_world_size(),
+        )
+
+
+def check_pins(plugin: Plugin, diagnose: Any) -> None:
+    """Raise ValueError unless modules can be pinned to float32 during a run on `plugin`. diagnose: as given to `Booster`."""
+    if not plugin.is_whole:
+        raise ValueError(
+            f"keep_fp32='auto' needs models that are whole on every rank, and {type(plugin).__name__} divides weights, "
+            "gradients or states: which module a skip began in is told by a replay, which is not sure there. Use "
+            "TorchDDPPlugin or one process, or find the modules before the run, with booster.numerics.auto_pins"
+        )
+    if diagnose not in (None, "every"):
+        raise ValueError(
+            f"diagnose={arguments.shown(diagnose)} is not legal with keep_fp32='auto', which diagnoses every skipped step; "
+            "leave it out, or pass 'every'"
+        )
+
+
+def check_release(options: UpdateOptions, precision: MixedPrecision, plugin: Plugin) -> None:
+    """Raise ValueError unless gradients can be released as `options` ask, with this precision on this plugin."""
+    mode = options.release_gradients
+    if not mode:
+        return
+    refusal = plugin.release_refusal or precision.release_refusal
+    if options.fused_optimizer == "compile":
+        refusal = 'fused_optimizer="compile" compiles a step of all gradients at once; leave it True'
+    if mode == "previous_norm" and precision.make_scaler().enabled:
+        refusal = (
+            "an overflow would be found after other parameters were stepped, and under a loss scale overflows are ordinary; "
+            "use 'exact'"
+        )
+    elif mode == "previous_norm" and options.skip_nonfinite:
+        refusal = "skip_nonfinite=True would find what is not finite after other parameters were stepped; use 'exact'"
+    if refusal:
+        raise ValueError(
+            f"release_gradients={mode!r} is not possible here: {refusal}; or leave release_gradients False"
+        )
+
+
+def check_released(optimizer: Any, options: UpdateOptions) -> None:
+    """Raise ValueError if gradients are to be released and `optimizer` cannot be stepped on some parameters at a time."""
+    if options.release_gradients and optimizer is not None and kind_of(optimizer) == "whole":
+        would = f"would be stepped on some parameters at a time by release_gradients={options.release_gradients!r}"
+        raise ValueError(unknown(optimizer, would, "leave release_gradients False"))
+
+
+def check_recorded(every: Any, activations: Any, options: UpdateOptions) -> None:
+    """Raise ValueError if steps are to be looked into whose gradients are gone. every, activations: as given to `record`."""
+    if options.release_gradients and (every is not None or activations):
+        raise ValueError(
+            f"record(every={every!r}) looks at gradients before a step, and release_gradients={options.release_gradients!r} "
+            "has freed them by then; pass every=None and no activations, which writes losses, norms, scales and skips"
+        )
+
+
+def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
+    """Raise unless `model` is a module that is not in `boosted`."""
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
+    if isinstance(model, ModelWrapper) or model in boosted:
+        raise RuntimeError(
+            f"this {type(model).__name__} is boosted already; boost each model once and keep what it returned"
+        )
+    refuse_torchscript(model, "model")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
+
+
+def boosted_loader(
+    loader: Any, boosted: Collection[DataLoaderWrapper], *, device: torch.device, plugin: Plugin
+) -> DataLoaderWrapper | None:
+    """Wrap `loader`, or raise if it is in `boosted` or not sharded; that of `prepare_dataloader` is wrapped already."""
+    if isinstance(loader, DataLoaderWrapper):
+        if loader in boosted:
+            raise RuntimeError("this dataloader is boosted already; pass it to boost() once, or pass None")
+        return loader
+    if loader is None:
+        return None
+    wrapped = DataLoaderWrapper(loader, device)
+    check_sharded(loader, plugin.data_parallel_size)
+    return wrapped
+
+
+def check_criterion(criterion: Any, plugin: Plugin) -> None:
+    """Raise unless `criterion` is None or a function or module that `plugin` can serve."""
+    if criterion is None:
+        return
+    if isinstance(criterion, (ModelWrapper, CriterionWrapper)):
+        raise RuntimeError("this criterion is boosted already; pass the original, or None")
+    refuse_torchscript(criterion, "criterion")
+    if not callable(criterion) or isinstance(criterion, Optimizer):
+        meant = _keyword_of(criterion)
+        hint = f"; pass {meant} by name, boost(model, optimizer, {meant}={meant})" if meant else ""
+        raise TypeError(f"criterion must be callable, got {arguments.described(criterion)}{hint}")
+    trainable = isinstance(criterion, nn.Module) and [n for n, p in criterion.named_parameters() if p.requires_grad]
+    if trainable and plugin.data_parallel_size > 1:
+        raise ValueError(
+            f"the criterion has trainable parameters {trainable}, whose gradients {type(plugin).__name__} does not "
+            "synchronise; make it a submodule of the model"
+        )
+
+
+def _keyword_of(value: Any) -> str:
+    """Return which argument of `boost` a value in third place is meant for; "" for what is none."""
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    if callable(getattr(value, "step", None)) and hasattr(value, "optimizer"):
+        return "lr_scheduler"
+    return "dataloader" if isinstance(value, Iterable) else ""
+
+
+def check_optimizer(
+    optimizer: Any,
+    model: nn.Module,
+    criterion: Any,
+    *,
+    models: Collection[nn.Module],
+    optimizers: Mapping[int, OptimizerWrapper],
+    plugin: Plugin,
+) -> None:
+    """Raise unless `optimizer` is None or one that trains `model`.
+
+    models: those boosted before. optimizers: the boosted ones of before, by `id` of the user's.
+    """
+    if optimizer is None:
+        return
+    if isinstance(optimizer, OptimizerWrapper) or id(optimizer) in optimizers:
+        raise RuntimeError("this optimizer is boosted already; boost each optimizer once and keep what it returned")
+    if not isinstance(optimizer, Optimizer):
+        wrapper = no_optimizer(optimizer)
+        if wrapper:
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {wrapper}")
+        arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    modules = [model, *models, *([criterion] if isinstance(criterion, nn.Module) else [])]
+    known = {id(param) for module in modules for param in module.parameters()}
+    own = {id(param) for param in model.parameters()}
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    strangers = [tuple(param.shape) for param in held if id(param) not in known]
+    if held and not any(id(param) in own for param in held):
+        raise ValueError(
+            f"none of the optimizer's {len(held)} parameters belong to the model {type(bare(model)).__name__}: it would "
+            "not train. Was the optimizer built before the model was replaced or its parameters re-created?"
+        )
+    if strangers and plugin.data_parallel_size > 1:
+        raise ValueError(
+            f"{len(strangers)} of the optimizer's parameters (shapes {strangers[:5]}) belong to no boosted model, so "
+            f"{type(plugin).__name__} would not synchronise their gradients; make them parameters of the model"
+        )
+    plugin.check_optimizer(optimizer)
+
+
+def check_shared(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Raise unless `optimizers` share the parameters of `model`, none in two; one WARNING names those in none that train."""
+    if not optimizers:
+        raise ValueError("optimizer is an empty list of optimizers; pass None for a model that is not trained")
+    if any(optimizer is None for optimizer in optimizers):
+        raise TypeError("optimizer must be a torch.optim.Optimizer, got NoneType in a list; leave it out")
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ValueError("boost got the same optimizer twice in one list; name each once")
+    held = [{id(param) for group in each.param_groups for param in group["params"]} for each in optimizers]
+    named = dict(model.named_parameters())
+    shared = [name for name, param in named.items() if sum(id(param) in own for own in held) > 1]
+    if shared:
+        raise ValueError(
+            f"{_shown(shared)} {'is' if len(shared) == 1 else 'are'} in several of the {len(optimizers)} optimizers, and "
+            "would be stepped by each of them; give every parameter to one"
+        )
+    idle = [n for n, p in named.items() if p.requires_grad and not any(id(p) in own for own in held)]
+    if idle and (not dist.is_initialized() or dist.get_rank() == 0):
+        _logger.warning(
+            "%s of %s %s in none of the %d optimizers, and will not be trained; give them to one, or freeze them with "
+            "requires_grad_(False)",
+            _shown(idle),
+            type(bare(model)).__name__,
+            "is" if len(idle) == 1 else "are",
+            len(optimizers),
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def scheduler_owners(
+    scheduler: Any, optimizer: Any, optimizers: Mapping[int, OptimizerWrapper]
+) -> list[tuple[Any, Optimizer]]:
+    """Each of the schedulers with the optimizer that it drives, which is in `optimizer` or was boosted before.
+
+    scheduler, optimizer: as given to `boost`, one, a list, or None. Schedulers without an `optimizer` of their own belong
+    to that in the same place of the list.
+    """
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    several = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    paired = given if len(given) == len(several) else [None] * len(several)
+    return [(each, _owner(each, own, given, optimizers)) for each, own in zip(several, paired, strict=True)]
+
+
+def _owner(
+    scheduler: Any, optimizer: Optimizer | None, given: Sequence[Optimizer], optimizers: Mapping[int, OptimizerWrapper]
+) -> Optimizer:
+    if isinstance(scheduler, LRSchedulerWrapper):
+        raise RuntimeError("this lr_scheduler is boosted already; pass it to boost() once")
+    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, (type, Optimizer)):
+        raise TypeError(
+            f"lr_scheduler must have a step method, as schedulers have, or be None; got {arguments.described(scheduler)}"
+        )
+    owner = getattr(scheduler, "optimizer", optimizer)
+    owner = owner.unwrap() if isinstance(owner, OptimizerWrapper) else owner
+    if owner is None or (all(owner is not each for each in given) and id(owner) not in optimizers):
+        raise ValueError(
+            "the lr_scheduler's optimizer is neither the one given to this boost() nor one boosted before; boost them "
+            "together"
+        )
+    return owner
+
+
+def check_boosted_optimizers(optimizer: Any, method: str) -> list[OptimizerWrapper]:
+    """`optimizer`, or the several in it, as a list; raises TypeError unless all of them are boosted."""
+    several = list(optimizer) if isinstance(optimizer, (list, tuple, set, frozenset)) else [optimizer]
+    for entry in several:
+        if not isinstance(entry, OptimizerWrapper):
+            raise TypeError(
+                f"{method} needs the optimizer that boost() returned, or a list of such, got {arguments.described(entry)}"
+            )
+    if not several:
+        raise ValueError(f"{method} got no optimizer, but an empty list; name those that will step on this loss")
+    return several
+
+
+def check_named(name: str, value: Any) -> None:
+    """Raise unless `value` is an object to save or load, or several in a list or dict."""
+    if value is None or (isinstance(value, (list, tuple, dict)) and not value):
+        raise ValueError(arguments.refusal(name, value, "what boost() returned, or several of such"))
+
+
+def checked_group(num_micro_batches: Any, num_tokens: Any) -> tuple[int, float | None]:
+    """Return the arguments of `Booster.accumulate`; raise unless they are counts. A 0-dim tensor of tokens is read."""
+    count = arguments.count("num_micro_batches", num_micro_batches)
+    if num_tokens is None:
+        return count, None
+    return count, arguments.number("num_tokens", arguments.plain(num_tokens), above=0, also="None")
+
+
+def next_batch(data_iter: Any) -> Any:
+    """The next batch of an iterator; raises TypeError for what is none, such as a dataloader, and StopIteration at its end."""
+    if not hasattr(data_iter, "__next__"):
+        raise TypeError(f"data_iter must be an iterator, got {arguments.described(data_iter)}; pass iter(dataloader)")
+    return next(data_iter)

@@ -1,0 +1,255 @@
+"""Results of all data-parallel ranks together: gathering rows and reducing numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from booster.data import DataLoaderWrapper, Share
+from booster.ground import arguments
+from booster.ground.torch_internals import pytree
+from booster.ranks.communicate import communication_device
+
+Op = Literal["mean", "sum", "max", "min"]
+_OPS = ("mean", "sum", "max", "min")
+_MAX_DIMS = 12
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_Shape = tuple[int, ...]
+
+
+def gather(
+    tensor: Any, *, group: dist.ProcessGroup | None = None, padding_from: DataLoaderWrapper | None = None
+) -> Any:
+    """Concatenate the rows (dim 0) that all ranks of `group` have, on every rank.
+
+    tensor: a tensor, a number, or a container of them (each is gathered; numbers and 0-dim tensors are one row); any
+    dtype, on any device; shapes may differ in dim 0 alone. group: None means no collective. The result is detached.
+
+    padding_from: the boosted loader that the rows were computed from, for one batch or for the epoch so far. Then rows
+    come in the order of the dataset (of the shuffled one if the loader shuffles), without the samples that its
+    DistributedSampler repeated to divide the dataset. Without a loader, or over an IterableDataset, which has no order,
+    rows come in the order of the ranks.
+
+    Cost: two small collectives and one of the data per tensor. Raises on every rank: ValueError if ranks differ in
+    container, dtype or trailing shape, or if row counts do not fit the loader; TypeError for other objects.
+    """
+    leaves, spec = pytree.tree_flatten(tensor)
+    tensors: list[torch.Tensor] = []
+    share: Share | None = None
+    problem: Exception | None = None
+    try:
+        share = _share_of(padding_from, _world_size(group))
+        tensors = [_rows(_as_tensor(leaf)) for leaf in leaves]
+        _check_rows(tensors, share)
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = error  # raised once the others know
+    shapes = _agree(tensors, f"gather {spec}", problem, group, first_dim=share is not None)
+    results = []
+    for index, value in enumerate(tensors):
+        parts = _all_gather(value, [shape[index] for shape in shapes], group)
+        if share is None:
+            results.append(torch.cat(parts))
+        else:
+            rows = torch.stack(parts, dim=1).flatten(0, 1)  # the sampler deals index p to rank p % world_size
+            results.append(rows[: len(rows) - share.num_padded])
+    return pytree.tree_unflatten(results, spec)
+
+
+def reduce(tensor: Any, op: Op = "mean", *, group: dist.ProcessGroup | None = None) -> Any:
+    """Reduce elementwise over the ranks of `group`, on every rank; the input is left as it is.
+
+    tensor: a tensor, a number, or a container of them; numbers stay numbers. group: None means a world of one.
+    Strings, bytes and None in a container, labels beside numbers, stay what they are on this rank.
+    Half dtypes are reduced in float32 and rounded once. A mean of integers or bools is float32 (of numbers: float), a sum
+    of them int64 (of numbers: int); max and min keep the dtype. The result is detached.
+
+    Raises on every rank: ValueError for another `op`, or if ranks differ in container, dtype or shape; TypeError for
+    other objects, and for max or min of complex numbers.
+    """
+    leaves, spec = pytree.tree_flatten(tensor)
+    tensors: list[torch.Tensor] = []
+    problem: Exception | None = None
+    try:
+        arguments.choice("op", op, _OPS)
+        tensors = [_as_tensor(leaf) for leaf in leaves if not _is_label(leaf, tensor)]
+        if op in ("max", "min") and any(value.is_complex() for value in tensors):
+            raise TypeError(f"reduce with op={op!r} got complex numbers, which have no order; use 'mean' or 'sum'")
+    except (TypeError, ValueError) as error:
+        problem = error  # raised once the others know
+    labels = [index for index, leaf in enumerate(leaves) if _is_label(leaf, tensor)]
+    _agree(tensors, f"{op} {spec}{f' with labels at {labels}' if labels else ''}", problem, group, first_dim=True)
+    results: list[Any] = []
+    values = iter(tensors)
+    for leaf in leaves:
+        if _is_label(leaf, tensor):
+            results.append(leaf)
+            continue
+        value = next(values)
+        if isinstance(leaf, torch.Tensor):
+            results.append(_reduce_one(value, op, group))
+        else:
+            # A mean of ints in double precision, as Python's numbers have it.
+            results.append(_reduce_one(value.double() if op == "mean" else value, op, group).item())
+    return pytree.tree_unflatten(results, spec)
+
+
+def _reduce_one(value: torch.Tensor, op: Op, group: dist.ProcessGroup | None) -> torch.Tensor:
+    value = value.detach()
+    whole = not (value.is_floating_point() or value.is_complex())  # integers and bools
+    result_dtype = value.dtype
+    if whole:
+        work = value.to(torch.int64, copy=True)
+        result_dtype = {"mean": torch.float32, "sum": torch.int64}.get(op, value.dtype)
+    elif value.dtype.itemsize < 4:
+        work = value.to(torch.float32)
+    else:
+        work = value.clone()
+    if group is not None and work.numel():
+        there = work.to(communication_device(value.device, group)).contiguous()
+        data = torch.view_as_real(there) if there.is_complex() else there
+        dist.all_reduce(
+            data, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM), group=group
+        )
+        work = there.to(value.device)
+    if op == "mean":
+        work = (work.double() if whole else work) / _world_size(group)
+    return work.to(result_dtype)
+
+
+def _agree(
+    tensors: list[torch.Tensor],
+    call: str,
+    problem: Exception | None,
+    group: dist.ProcessGroup | None,
+    *,
+    first_dim: bool,
+) -> list[list[_Shape]]:
+    """Return the shapes that each rank brings; raise on every rank if one has a `problem`, or if they do not fit.
+
+    first_dim: whether the first dimension must agree too. Without this exchange a rank that raises, or that brings
+    another number of bytes, would leave the others waiting.
+    """
+    if group is None:
+        if problem is not None:
+            raise problem
+        return [[tuple(value.shape) for value in tensors]]
+    digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
+    heads = _exchange([int(problem is not None), len(tensors), digest], group)
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, head in enumerate(heads) if head[0]]
+    if failed:
+        raise ValueError(f"ranks {failed} of the group could not take part in this collective; their errors say why")
+    if any(head != heads[0] for head in heads):
+        raise ValueError(
+            f"ranks called different collectives, or passed different containers; this rank's: {call}, with {len(tensors)} "
+            f"tensors (by rank: {[head[1] for head in heads]})"
+        )
+    table: list[int] = []
+    for value in tensors:
+        table += [_DTYPES.index(value.dtype), value.dim(), *value.shape, *[0] * (_MAX_DIMS - value.dim())]
+    tables = _exchange(table, group)
+    width = _MAX_DIMS + 2
+    shapes: list[list[_Shape]] = [[] for _ in tables]
+    for start in range(0, len(table), width):
+        rows = [row[start : start + width] for row in tables]
+        found = [tuple(row[2 : 2 + row[1]]) for row in rows]
+        fixed = [(row[0], row[1], shape if first_dim else shape[1:]) for row, shape in zip(rows, found, strict=True)]
+        if any(entry != fixed[0] for entry in fixed):
+            told = [f"{_DTYPES[row[0]]} {list(shape)}" for row, shape in zip(rows, found, strict=True)]
+            legal = "shapes" if first_dim else "shapes after the first dimension"
+            raise ValueError(f"all ranks must pass equal dtypes and {legal}, got by rank: {', '.join(told)}")
+        for shapes_of_rank, shape in zip(shapes, found, strict=True):
+            shapes_of_rank.append(shape)
+    return shapes
+
+
+def _exchange(numbers: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """The numbers of each rank; all ranks bring equally many."""
+    if not numbers:
+        return [[] for _ in range(_world_size(group))]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=communication_device(torch.device("cpu"), group))
+    everyone = [torch.empty_like(mine) for _ in range(_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).tolist()
+
+
+def _all_gather(value: torch.Tensor, shapes: list[_Shape], group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """`value` of each rank, on this rank's device; `shapes` says how large they are."""
+    value = value.detach()
+    if group is None:
+        return [value]
+    sizes = [math.prod(shape) * value.dtype.itemsize for shape in shapes]
+    if max(sizes) == 0:
+        return [value.new_empty(shape) for shape in shapes]
+    # As bytes: backends do not know every dtype, and moving them needs none.
+    mine = torch.zeros(max(sizes), dtype=torch.uint8, device=communication_device(value.device, group))
+    mine[: value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
+    everyone = [torch.empty_like(mine) for _ in shapes]
+    dist.all_gather(everyone, mine, group=group)
+    parts = (part[:size].to(value.device) for part, size in zip(everyone, sizes, strict=True))
+    return [part.view(value.dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _world_size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _is_label(leaf: Any, tree: Any) -> bool:
+    return leaf is not tree and (leaf is None or isinstance(leaf, (str, bytes)))
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor:
+    if isinstance(leaf, (bool, int, float)):
+        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+            raise ValueError(f"tensor holds {leaf}, and gather and reduce take whole numbers of 64 bits; pass a float")
+        return torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None)
+    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+        what = f"a {leaf.layout} tensor" if isinstance(leaf, torch.Tensor) else arguments.described(leaf)
+        raise TypeError(
+            f"tensor is not legal: gather and reduce take dense tensors, numbers and containers of them, got {what}"
+        )
+    if leaf.dim() > _MAX_DIMS:
+        raise ValueError(
+            f"tensor is not legal: gather and reduce take at most {_MAX_DIMS} dimensions, got {leaf.dim()}"
+        )
+    return leaf
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(1) if value.dim() == 0 else value
+
+
+def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> Share | None:
+    if loader is None:
+        return None
+    if not isinstance(loader, DataLoaderWrapper):
+        raise TypeError(f"gather needs the dataloader that boost() returned, got {arguments.described(loader)}")
+    share = loader.share
+    if share is None:
+        # An iterable dataset deals to ranks by itself: it has no order of its own, and no sampler repeats samples of it.
+        if world_size == 1 or isinstance(getattr(loader.unwrap(), "dataset", None), IterableDataset):
+            return None
+        raise ValueError(
+            "the order of this dataloader's samples over ranks is not known, because its sampler is not a torch "
+            "DistributedSampler; gather without the dataloader, or make it with booster.prepare_dataloader"
+        )
+    if share.num_replicas != world_size:
+        raise ValueError(f"the dataloader deals to {share.num_replicas} ranks, but this gathers over {world_size}")
+    return share
+
+
+def _check_rows(tensors: list[torch.Tensor], share: Share | None) -> None:
+    if share is None or not share.rows:
+        return
+    for value in tensors:
+        if len(value) not in share.rows:
+            raise ValueError(
+                f"got {len(value)} rows, but the dataloader's last batch and its epoch so far have {sorted(share.rows)} rows "
+                "on this rank; pass one row per sample, or gather without the dataloader"
+            )

@@ -1,0 +1,180 @@
+"""What each module of a model is stored in, was loaded from, computes in, and gets gradients in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from booster.frozen import FrozenLinear, origins_of
+from booster.ground import arguments
+from booster.interface.model import PrecisionModule, precision_of
+from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.keep_fp32 import Float32Forward
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.policy import DtypePolicy
+from booster.mixed_precision.products import multiplies
+from booster.model.modules import bare
+from booster.model.tied import places_of
+
+_COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradient in", "bytes")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module that holds tensors of its own, children aside; several dtypes stand with commas between them.
+
+    stored: of its parameters and floating buffers, or the form of a frozen weight. loaded: of the same in the file that
+    `booster.load_weights` read, "" where it did not. computes: what its products or operations run in; for frozen layers that
+    follow autocast or their input, and for modules other than products under autocast, "as its input". gradient: of what
+    trains, "" where nothing does. bytes: of all its tensors on this rank; of a tensor that several modules share, with the
+    first. numbers: how many numbers the parameters stand for.
+    """
+
+    name: str
+    kind: str
+    stored: str
+    loaded: str
+    computes: str
+    gradient: str
+    bytes: int
+    numbers: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """The modules of a model that hold tensors, in its order; `str()` is a table of them."""
+
+    model: str
+    precision: str
+    rows: tuple[Row, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters and buffers on this rank."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the parameters on this rank stand for."""
+        return sum(row.numbers for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [
+            _COLUMNS,
+            *((r.name, r.kind, r.stored, r.loaded, r.computes, r.gradient, f"{r.bytes:,}") for r in self.rows),
+        ]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+        table = [
+            "  ".join(
+                text.rjust(width) if column == len(_COLUMNS) - 1 else text.ljust(width)
+                for column, (text, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        under = f" under {self.precision}" if self.precision else ""
+        share = f", {self.bytes / self.numbers:.2f} bytes a parameter" if self.numbers else ""
+        return "\n".join([f"{self.model}{under}: {self.bytes:,} bytes{share}", *table])
+
+
+def describe(model: nn.Module) -> Description:
+    """Return what each module of `model` is stored in, was loaded from, computes in and gets gradients in, and its bytes.
+
+    model: any module, boosted or not. What a precision will do to it is known after `boost` only. Of what a plugin divides,
+    this rank's part is counted; masters and states that an optimizer holds are not. No collective, and nothing is run.
+    """
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module, boosted or not")
+    boosted = _boosted(model)
+    inner = bare(boosted.module if boosted is not None else model)
+    precision = None if boosted is None else precision_of(boosted)
+    policy = getattr(precision, "policy", None) or DtypePolicy()
+    products = precision.products if isinstance(precision, MixedPrecision) else None
+    in_float32 = {
+        child
+        for module in inner.modules()
+        if isinstance(vars(module).get("forward"), Float32Forward)
+        for child in module.modules()
+    }
+    first = {id(tensor): places[0].holder for tensor, places in places_of(inner, buffers=True).items()}
+    rows = []
+    for name, module in inner.named_modules():
+        own = [*_own(module)]
+        if not own:
+            continue
+        counted = [tensor for _, tensor in own if first[id(tensor)] is module]
+        origins = origins_of(module)
+        rows.append(
+            Row(
+                name=name or "(model)",
+                kind=type(module).__name__,
+                stored=_stored(module, own),
+                loaded=_listed(origins.get(own_name) for own_name, _ in own),
+                computes=_computes(module, own, policy, products, module in in_float32),
+                gradient=_listed(tensor.dtype for _, tensor in own if tensor.requires_grad),
+                bytes=sum(_local(tensor).numel() * tensor.element_size() for tensor in counted),
+                numbers=sum(_numbers(module, tensor) for tensor in counted if isinstance(tensor, nn.Parameter)),
+            )
+        )
+    return Description(type(inner).__name__, "" if precision is None else type(precision).__name__, tuple(rows))
+
+
+def _boosted(model: nn.Module) -> PrecisionModule | None:
+    while not isinstance(model, PrecisionModule):
+        inside = getattr(model, "_modules", {}).get("_orig_mod")
+        if inside is None:
+            return None
+        model = inside
+    return model
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; no communication."""
+    local = tensor.detach()
+    return local.to_local() if hasattr(local, "to_local") else local
+
+
+def _numbers(module: nn.Module, param: torch.Tensor) -> int:
+    local = _local(param)
+    if isinstance(module, FrozenLinear) and module.form is not None and param is module.weight:
+        return local.shape[0] * module.in_features
+    return local.numel()
+
+
+def _stored(module: nn.Module, own: list[tuple[str, torch.Tensor]]) -> str:
+    form = module.form if isinstance(module, FrozenLinear) else None
+    packed = module.weight if isinstance(module, FrozenLinear) and form is not None else None
+    return _listed(str(form) if tensor is packed else tensor.dtype for _, tensor in own)
+
+
+def _computes(
+    module: nn.Module, own: list[tuple[str, torch.Tensor]], policy: DtypePolicy, products: str | None, in_float32: bool
+) -> str:
+    floating = [tensor.dtype for _, tensor in own if tensor.is_floating_point()]
+    wide = _listed(floating) if policy.param is None else _listed([policy.param])
+    multiplying = isinstance(module, FrozenLinear) or multiplies(module)
+    if in_float32:
+        return "float32"
+    if isinstance(module, LowPrecisionLinear):
+        return module.recipe.name
+    if isinstance(module, FrozenLinear) and module.compute_dtype is not None:
+        return _listed([module.compute_dtype])
+    if multiplying and policy.compute is not None:
+        return _listed([policy.compute])
+    if multiplying and products is not None:
+        return products
+    if policy.compute is not None or (isinstance(module, FrozenLinear) and policy.param is None):
+        return "as its input"
+    return wide
+
+
+def _listed(values: Iterable[torch.dtype | str | None]) -> str:
+    """The different ones, in order, with commas."""
+    return ", ".join(dict.fromkeys(str(value).removeprefix("torch.") for value in values if value is not None))

@@ -1,0 +1,153 @@
+"""Steps under torch's profiler, one trace for each rank.
+
+A bar of progress on one rank.
+
+The largest batch that memory holds, found by trying.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from booster.ground import arguments
+from booster.ranks.coordinator import is_main
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def profiled(
+    folder: str | os.PathLike[str],
+    device: torch.device,
+    *,
+    skip: int,
+    steps: int,
+    shapes: bool,
+    memory: bool,
+    stacks: bool,
+) -> Iterator[profile]:
+    """`Booster.profile`, which says what this does."""
+    target = arguments.path("folder", folder)
+    arguments.count("skip", skip, least=1)
+    arguments.count("steps", steps)
+    for name, value in (("shapes", shapes), ("memory", memory), ("stacks", stacks)):
+        arguments.flag(name, value)
+    from torch import profiler
+
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / f"rank_{rank}.json"
+    written = False
+
+    def write(finished: Any) -> None:
+        nonlocal written
+        finished.export_chrome_trace(str(path))
+        written = True
+        _logger.info("wrote %s; drop it on https://ui.perfetto.dev, or open it in chrome://tracing", path)
+
+    activities = [profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(profiler.ProfilerActivity.CUDA)
+    with profiler.profile(
+        activities=activities,
+        # The last step that is skipped warms the profiler up.
+        schedule=profiler.schedule(wait=skip - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=write,
+        record_shapes=shapes,
+        profile_memory=memory,
+        with_stack=stacks,
+        # There is one cycle; torch 2.12 warns, whatever their number, that all but the last would be lost.
+        acc_events=True,
+    ) as running:
+        yield running
+    if not written:
+        raise RuntimeError(
+            f"profile: no step was recorded; call .step() of what `with` gave after each of the {skip + steps} steps that "
+            f"skip={skip} and steps={steps} need"
+        )
+
+
+T = TypeVar("T")
+
+
+def progress(items: Iterable[T], description: str = "", total: int | None = None) -> Iterator[T]:
+    """`Booster.progress`, which says what this does."""
+    arguments.instance("items", items, Iterable, "a loader, or anything that a `for` goes through")
+    arguments.instance("description", description, str, "a string")
+    if total is not None:
+        arguments.count("total", total, least=0, also="None")
+    if not is_main():
+        return iter(items)
+    try:
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError("the bar is drawn by rich: pip install 'booster-amp[report]'") from error
+
+    known = len(items) if total is None and isinstance(items, Sized) else total
+    return iter(track(items, description, total=known, transient=False))
+
+
+# What allocators say on devices that raise a plain RuntimeError.
+_REFUSALS = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+def find_batch_size(trial: Callable[[int], Any], start: int, least: int = 1) -> int:
+    """Call `trial(size)` with `start`, and with half of it after each call that runs out of memory; return what fits.
+
+    trial: a forward and a backward pass, better two steps, on a batch of `size` that it makes. What it leaves behind, such
+    as gradients and states, is not undone: clear them, or make model and optimizer in it. Between trials the memory that
+    is no longer used is given back. Without trials, `booster estimate` says what fits.
+
+    On several ranks all call it alike, and the size is one that fits on each: one MAX all-reduce of a number after every
+    trial. A trial must then exchange nothing with other ranks, as inside `Booster.no_sync`: a rank without memory leaves
+    a collective to the others. Raises MemoryError where not even `least` fits; any other error of `trial` as it is.
+    """
+    arguments.function("trial", trial, "a function of the batch size")
+    arguments.count("start", start)
+    arguments.count("least", least, most=start, what="the smallest batch size to try")
+    size = start
+    while True:
+        reason = _tried(trial, size)
+        if not _on_any_rank(reason is not None):
+            return size
+        if size == least:
+            raise MemoryError(f"find_batch_size: not even least={least} fits ({reason or 'on another rank'})")
+        smaller = max(size // 2, least)
+        _logger.info("a batch of %d does not fit (%s); trying %d", size, reason or "on another rank", smaller)
+        size = smaller
+
+
+def _tried(trial: Callable[[int], Any], size: int) -> str | None:
+    """Call it; return why memory did not suffice, or None. The error, whose frames hold tensors, is gone then."""
+    reason = None
+    try:
+        trial(size)
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(r in text for r in _REFUSALS):
+            raise
+        reason = text.splitlines()[0] if text else type(error).__name__
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return reason
+
+
+def _on_any_rank(failed: bool) -> bool:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return failed
+    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+    flag = torch.tensor([float(failed)], dtype=torch.float32, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())

@@ -1,0 +1,118 @@
+"""One forward and backward pass over a batch in micro-batches, whether the model lies on one rank or on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from booster.interface.model import CriterionWrapper, ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.mixed_precision import MixedPrecision
+from booster.plugin import Pipeline, Plugin
+from booster.tensors.cast_regions import outside, region
+from booster.tensors.micro_batch import MicroBatch, divide
+from booster.tensors.trees import join, map_tensors
+from booster.update.backward import abandon_backward, begin_backward, end_backward
+
+INSIDE_ACCUMULATE = (
+    "execute_pipeline accumulates the gradients of its {count} micro-batches by itself, so it cannot run inside accumulate(); "
+    "pass one larger batch, and HybridParallelPlugin(num_microbatches=...)"
+)
+Criterion = Callable[[Any, Any], torch.Tensor]
+
+
+def execute(
+    batch: Any,
+    model: ModelWrapper,
+    criterion: Criterion,
+    optimizers: Sequence[OptimizerWrapper],
+    *,
+    plugin: Plugin,
+    precision: MixedPrecision,
+    device: torch.device,
+    accumulating: bool,
+    accumulate: Callable[[int], AbstractContextManager[Any]],
+    backward: Callable[[torch.Tensor], None],
+    return_loss: bool,
+    return_outputs: bool,
+) -> dict[str, Any]:
+    """Run `Booster.execute_pipeline`; without `optimizers` there is no backward.
+
+    accumulating: whether an `accumulate` of these optimizers is open around the call. accumulate: opens one, of so many
+    micro-batches. backward: that of a loss for these optimizers. Both are asked only where one rank computes the model whole.
+    """
+    micro_batches = divide(batch, plugin.num_micro_batches)
+    pipeline = plugin.pipeline(model.module)
+    if accumulating and (pipeline is not None or len(micro_batches) > 1):
+        raise RuntimeError(INSIDE_ACCUMULATE.format(count=len(micro_batches)))
+    with nullcontext() if optimizers else torch.no_grad():
+        if pipeline is None:
+            opened = accumulate(len(micro_batches)) if optimizers and not accumulating else nullcontext()
+            with opened:
+                losses, outputs = _run_whole(
+                    model, criterion, micro_batches, backward if optimizers else None, return_outputs
+                )
+        else:
+            losses, outputs = _run_stages(
+                pipeline, precision, model, criterion, optimizers, micro_batches, return_outputs
+            )
+    loss = torch.stack([part.detach().reshape(()) for part in losses]).mean() if losses else None
+    if return_loss and pipeline is not None:
+        loss = pipeline.share(loss, device)
+    return {"loss": loss if return_loss else None, "outputs": join(outputs) if outputs else None}
+
+
+def _run_whole(
+    model: ModelWrapper,
+    criterion: Criterion,
+    micro_batches: list[MicroBatch],
+    backward: Callable[[torch.Tensor], None] | None,
+    return_outputs: bool,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    losses, outputs = [], []
+    for part in micro_batches:
+        output = model(*part.args, **part.kwargs)
+        loss = criterion(output, part.target)
+        if return_outputs:
+            outputs.append(map_tensors(torch.Tensor.detach, output))
+        del output  # logits take more than a layer does
+        if backward is not None:
+            backward(loss)
+        losses.append(loss.detach())
+    return losses, outputs
+
+
+def _run_stages(
+    pipeline: Pipeline,
+    precision: MixedPrecision,
+    model: ModelWrapper,
+    criterion: Criterion,
+    optimizers: Sequence[OptimizerWrapper],
+    micro_batches: list[MicroBatch],
+    return_outputs: bool,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    cast = [
+        MicroBatch(model.cast_inputs(part.args), model.cast_inputs(part.kwargs), part.target) for part in micro_batches
+    ]
+    boosted = isinstance(criterion, (ModelWrapper, CriterionWrapper))
+
+    def computed(output: Any, target: Any) -> torch.Tensor:
+        # A criterion that was not boosted runs outside of the precision, as it does without a pipeline.
+        with nullcontext() if boosted else outside():
+            return criterion(model.cast_outputs(output), target)
+
+    # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
+    this, seed = begin_backward(updates_of(optimizers)) if optimizers else (None, None)
+    try:
+        with region(precision.forward_context), precision.backward_context():
+            losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)
+    except BaseException:
+        if this is not None:
+            abandon_backward(this)
+        raise
+    if this is not None:
+        end_backward(this, torch.stack([loss.reshape(()) for loss in losses]).mean() if losses else None)
+    return losses, [model.cast_outputs(output) for output in outputs]

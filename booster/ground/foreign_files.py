@@ -1,0 +1,108 @@
+"""Files that somebody else may have written: regular ones alone, opened without waiting, and JSON of a bounded size."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+ROOM = 48 * 2**20
+"""Bytes of memory that a small file may take, whatever its size is compared with."""
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+# Bytes that a Python object takes for each character that begins one, or ends an entry of one, at most.
+_COSTS = ((b"{", 190), (b"[", 64), (b",", 40), (b":", 40), (b'"', 26))
+
+
+def names_a_regular_file(path: Path) -> bool:
+    """Return whether `path` is a regular file, or a link to one; False where nothing can be seen."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (OSError, ValueError):  # a name with a NUL byte
+        return False
+
+
+def open_regular(path: Path, *, buffered: bool = True) -> IO[bytes]:
+    """Open a regular file, or a link to one, for reading.
+
+    Raises OSError for whatever else has that name: opening a named pipe would wait for a writer, and a device never ends.
+    """
+    _refuse(path, os.stat(path).st_mode)
+    # Whoever puts something else there meanwhile does not make this wait either.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    try:
+        _refuse(path, os.fstat(descriptor).st_mode)
+        return open(descriptor, "rb", buffering=-1 if buffered else 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """Return what a regular file holds; raises OSError where it is none, or has more than `most` bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        parts, left = [], most + 1
+        while size <= most and left and (part := file.read(min(left, 2**20))):
+            parts.append(part)
+            left -= len(part)
+        if size > most or not left:
+            raise OSError(f"{path} has {max(size, most + 1)} bytes, more than the {most} that it may have here")
+        return b"".join(parts)
+
+
+def json_cost(data: bytes) -> int:
+    """Return the bytes of memory that reading a JSON text takes at most: the text, what it is decoded to, and its values.
+
+    Counted by the characters that begin and end values, before anything is made of them. A character that is not ASCII, or
+    written as \\u, makes a text of four bytes each.
+    """
+    decoded = 1 if data.isascii() else 4
+    values = decoded if b"\\u" not in data else 4
+    return sum(data.count(char) * cost for char, cost in _COSTS) + len(data) * (1 + decoded + values)
+
+
+def parse_json(data: bytes, most: int = ROOM) -> Any:
+    """Return what a JSON text says; raises ValueError for what is none, and where reading it would take over `most` bytes.
+
+    As a million empty lists would. Numbers are finite, and no key stands twice in an object.
+    """
+    takes = json_cost(data)
+    if takes > most:
+        raise ValueError(f"its {len(data)} bytes would take {takes} in memory, and may take {most}")
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_object, parse_int=_integer, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for holds, name in _KINDS if holds(mode)), "something else")
+        raise OSError(f"{path} is {kind}, and no regular file")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has a key twice")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _integer(text: str) -> int:
+    if text == "-0":  # a float to other readers
+        raise ValueError("-0 is no whole number")
+    return int(text)

@@ -1,0 +1,260 @@
+"""Who is missing where ranks wait for each other: ranks tell it through the store of the process group, by no collective."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.ground.torch_internals import default_store
+
+PATIENCE = 30.0  # seconds
+_PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
+_INTERVAL = 1.0  # seconds between looks
+_ANSWERS = 3  # looks that the others have to answer
+_COUNT = "booster/roll_call/asked"  # how many questions were asked
+
+_PACKAGE, _TORCH, _STANDARD = (
+    f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, logging.__path__[0])
+)
+# Where waiting is what was asked for, or is for data; and what started the script, whose frames lie below all of its own.
+_WAITS_ON_PURPOSE = tuple(_PACKAGE + name for name in ("coordinator.py", "launch.py", "data/"))
+_STARTERS = tuple(_PACKAGE + name for name in ("cli/", "notebook.py"))
+
+_logger = logging.getLogger(__name__)
+
+
+def watch(patience: float | None) -> None:
+    """Have this process watched, if it is one of several ranks; a watch that there is already takes over `patience`."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    store = default_store()
+    for thread in threading.enumerate():
+        if isinstance(thread, RollCall) and thread.watches(store):
+            thread.patience = patience
+            return
+    call = RollCall(store, dist.get_rank(), dist.get_world_size(), patience)
+    atexit.register(call.stop)  # a thread that meets the end of the interpreter inside the store may abort the process
+    call.start()
+
+
+class RollCall(threading.Thread):
+    """Looks where the main thread is, and asks the other ranks where they are when it waits for them in one call.
+
+    The call is the library's, such as `save`, or a collective of torch's own. Once it has stood still for `_PROMPT` seconds,
+    ranks are named that live on after an exception, or stand still in the script's own code; after `patience` seconds all that
+    are not in the same call (None: never). Each is a WARNING, once for a wait, which goes on: what ends it is the process
+    group's timeout.
+
+    Nothing is noted in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, patience: float | None) -> None:
+        super().__init__(name="booster-roll-call", daemon=True)
+        self.patience = patience
+        self._watched = store
+        # A client of its own: a wait of another thread would hold it.
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=5))
+        self._rank, self._size = rank, size
+        self._stopped = threading.Event()
+        self._main = threading.main_thread().ident
+        self._stand: tuple[Any, ...] = ()
+        self._since = time.monotonic()
+        self._number = 0  # of the last question that this rank has seen; the store counts them
+        self._asked: tuple[int, int] | None = None  # the number of this rank's own, and how many looks ago
+        self._last = 0  # the number of the last one of its own, whose answers are in the store still
+        self._told: set[int] = set()  # the ranks that this wait has named
+
+    def watches(self, store: dist.Store) -> bool:
+        """Say whether this is the watch of the process group that met by `store`."""
+        return self._watched is store and not self._stopped.is_set()
+
+    def stop(self) -> None:
+        """End the watch; returns when its thread has ended."""
+        self._stopped.set()
+        if self.is_alive():
+            self.join(10.0)  # a store whose host is gone without a word answers nobody
+
+    def run(self) -> None:
+        try:
+            self._begin()
+            while not self._stopped.wait(min(_INTERVAL, self._prompt / 4)):
+                if not dist.is_initialized() or default_store() is not self._watched:
+                    break
+                self.look()
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # the store has gone with the rank that served it, or the group just now
+            _logger.debug("the roll call ends: %s", error)
+        self._stopped.set()
+        del self._store, self._watched
+
+    def look(self) -> None:
+        """Look where the main thread is, answer who asks, and ask or conclude where it waits."""
+        word = self._word()
+        last = int(self._store.get(_COUNT))
+        for number in range(max(self._number, last - self._size) + 1, last + 1):  # no rank asks two at once
+            if number != self._last:
+                self._store.set(self._key(number, self._rank), json.dumps(word))
+        self._number = last
+        if word["call"] is None or word["still"] < self._prompt:
+            self._asked = None
+        elif self._asked is None:
+            self._ask()
+        else:
+            number, looks = self._asked
+            keys = {rank: self._key(number, rank) for rank in range(self._size) if rank != self._rank}
+            answers = {rank: key for rank, key in keys.items() if self._store.check([key])}
+            if len(answers) == len(keys) or looks >= _ANSWERS:
+                self._asked = None  # and again at the next look
+                self._conclude(word, {rank: json.loads(self._store.get(key)) for rank, key in answers.items()})
+            else:
+                self._asked = number, looks + 1
+
+    def _begin(self) -> None:
+        self._number = self._store.add(_COUNT, 0)  # a group that met in this store before may have asked
+
+    def _ask(self) -> None:
+        if self._last:
+            for rank in range(self._size):
+                self._store.delete_key(self._key(self._last, rank))
+        self._last = self._store.add(_COUNT, 1)  # atomic: two that ask at once have a number each
+        self._asked = self._last, 0
+
+    @property
+    def _prompt(self) -> float:
+        return _PROMPT if self.patience is None else min(_PROMPT, self.patience)
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"booster/roll_call/{number}/{rank}"
+
+    def _word(self) -> dict[str, Any]:
+        """Return where this rank is, in words that the others can tell."""
+        every = _frames(sys._current_frames().get(self._main or 0))
+        frames = [frame for frame in every if not frame.f_code.co_filename.startswith(_STARTERS)]  # the innermost first
+        stand = tuple((id(frame), frame.f_lasti) for frame in frames)
+        if stand != self._stand:
+            self._stand, self._since = stand, time.monotonic()
+            self._told.clear()
+        error = _error(self._main)
+        return {
+            "call": _call(frames),
+            "still": time.monotonic() - self._since,
+            "where": _where(frames),
+            "is_outside": not any(frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)) for frame in frames),
+            "error": error,
+        }
+
+    def _conclude(self, word: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
+        apart = {rank: other for rank, other in others.items() if other["call"] != word["call"]}
+        if self.patience is not None and word["still"] >= self.patience:
+            silent = set(range(self._size)) - {self._rank} - set(others)
+        else:
+            silent = set()
+            apart = {
+                rank: other
+                for rank, other in apart.items()
+                if other["error"] or (other["is_outside"] and other["still"] >= self._prompt)
+            }
+        absent = {rank: other for rank, other in apart.items() if rank not in self._told}
+        silent -= self._told
+        if absent or silent:
+            self._told |= {*absent, *silent}
+            self._tell(word, absent, sorted(silent))
+
+    def _tell(
+        self, word: Mapping[str, Any], absent: Mapping[int, Mapping[str, Any]], silent: Sequence[int] = ()
+    ) -> None:
+        told = []
+        for rank, other in sorted(absent.items()):
+            told.append(
+                f"rank {rank} "
+                + (f"raised {other['error']}, and " if other["error"] else "")
+                + f"is at {other['where']}"
+            )
+        told += [f"rank {rank} does not answer: it has ended, or is held up outside of Python" for rank in silent]
+        _logger.warning(
+            "rank %d has waited %.0f s in %s (%s) for ranks %s, which have not called it: %s. It goes on waiting, until "
+            "the timeout of the process group; all ranks must make this call",
+            self._rank,
+            word["still"],
+            word["call"],
+            word["where"],
+            sorted({*absent, *silent}),
+            "; ".join(told),
+        )
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _call(frames: Sequence[FrameType]) -> str | None:
+    """Return the outermost call in which ranks may wait for each other: of the library, or of torch.distributed."""
+    codes = [frame.f_code for frame in reversed(frames)]
+    for code in codes:
+        if code.co_filename.startswith(_WAITS_ON_PURPOSE):
+            return None
+        if code.co_filename.startswith(_PACKAGE):
+            return f"{_shown(code)}()"
+    if codes and codes[-1].co_filename.startswith(f"{_TORCH}distributed/"):
+        own = [
+            code for code in codes if code.co_filename.startswith(f"{_TORCH}distributed/") and code.co_name != "wrapper"
+        ]
+        return f"torch.distributed's {(own or codes)[0].co_name}()"
+    return None
+
+
+def _shown(code: CodeType) -> str:
+    return "the model's forward" if code.co_name == "forward" else code.co_name
+
+
+def _where(frames: Sequence[FrameType]) -> str:
+    """Return file, line and function of the innermost frame that is the script's own, or somebody's it calls."""
+    own = (frame for frame in frames if _is_own(frame.f_code))
+    frame = next(own, frames[0] if frames else None)
+    return "its end" if frame is None else _place(frame.f_code, frame.f_lineno)
+
+
+def _is_own(code: CodeType) -> bool:
+    name = code.co_filename
+    is_installed = "site-packages" in name or "dist-packages" in name
+    return not name.startswith((_PACKAGE, _TORCH, "<frozen")) and (is_installed or not name.startswith(_STANDARD))
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def _error(thread: int | None) -> str | None:
+    """Return what exception the script handles now in `thread`, or an interactive session showed last, and where it rose."""
+    error: Any = sys._current_exceptions().get(thread or 0)
+    if isinstance(error, tuple):  # before Python 3.12
+        error = error[1]
+    caught = error.__traceback__ if isinstance(error, BaseException) else None
+    if caught is None or not _is_own(caught.tb_frame.f_code):  # as Path.exists handles its own
+        error = getattr(sys, "last_value", None)
+    if error is None:
+        return None
+    trace, place = error.__traceback__, ""
+    while trace is not None:
+        if _is_own(trace.tb_frame.f_code) or not place:
+            place = f" at {_place(trace.tb_frame.f_code, trace.tb_lineno)}"
+        trace = trace.tb_next
+    text = str(error).partition("\n")[0][:300]
+    return f"{type(error).__name__}: {text}{place}"

@@ -1,0 +1,589 @@
+"""Every private name of torch that booster uses and that has no public twin; an upgrade of torch is this file.
+
+Checked on torch 2.11 to 2.15 (`tests/unit/test_torch_internals.py` says which names are missing elsewhere). Not here:
+`torch._foreach_*`, which torch documents in its optimizers, and the dictionaries of a module, `_parameters`, `_modules`,
+`_buffers` and those of hooks, which are as old as modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import filterfalse
+from operator import attrgetter
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as RunningNorm
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from booster.ground.guards import OwnStep
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "SWAPS_TENSORS",
+    "BatchNorm",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "RunningNorm",
+    "StridedShard",
+    "TorchDispatchMode",
+    "pytree",
+]
+
+_LATE = {
+    "DataDependentOutputException": ("torch._subclasses.fake_tensor", "DataDependentOutputException"),
+    "DynamicOutputShapeException": ("torch._subclasses.fake_tensor", "DynamicOutputShapeException"),
+    "FakeTensor": ("torch._subclasses.fake_tensor", "FakeTensor"),
+    "FakeTensorMode": ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
+}
+
+
+def __getattr__(name: str) -> Any:  # what would make `import booster` slow is imported where it is used
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, own = _LATE[name]
+    return getattr(importlib.import_module(module), own)
+
+
+SWAPS_TENSORS = "torch.nn.utils._named_member_accessor"  # the module that sets tensors for torch.func.functional_call
+
+# ---------------------------------------------------------------------- the autograd engine
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a call of `module` runs what torch.compile made of it."""
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
+
+
+def compiled_like(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return `function` compiled by the options with which torch.compile wrapped `module`; None where it did not."""
+    options: Any = getattr(module, "dynamo_ctx", None) if "_orig_mod" in module._modules else None
+    return None if options is None else options(function)
+
+
+def graph_task() -> int:
+    """Return the number of the backward pass that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether what autograd saves goes through hooks of the thread, as inside a checkpoint that is not reentrant."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def when_backward_ends(action: Callable[[], None]) -> None:
+    """Call `action` once, after the backward pass that runs now has filled all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def engine_backward(*args: Any, **kwargs: Any) -> Any:
+    """Run autograd as `torch.autograd.backward` does, in the torch function modes of the caller, which that leaves."""
+    return torch.autograd.Variable._execution_engine.run_backward(*args, **kwargs)
+
+
+def running_node() -> tuple[str, int, Any] | None:
+    """Return the autograd node that runs in this thread: its class's name, its number, and of one that fills `.grad` the leaf.
+
+    None outside a backward pass.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr(), getattr(node, "variable", None))
+
+
+def newest_node_number() -> int:
+    """Return the number of the autograd node that was made last in this thread: inside an operator, if it records, its own."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def engine_starts() -> frozenset[CodeType]:
+    """Return the code on Python's stack by which a backward pass is handed to the engine."""
+    return frozenset({torch.autograd.graph._engine_run_backward.__code__, engine_backward.__code__})
+
+
+# ---------------------------------------------------------------------- torch function modes
+
+
+def function_modes() -> list[Any]:
+    """Return the torch function modes of this thread, outermost first."""
+    return [torch._C._get_function_stack_at(index) for index in range(num_function_modes())]
+
+
+num_function_modes = torch._C._len_torch_function_stack  # of this thread; itself, because every pass asks it
+
+
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Return a context in which torch functions go to no torch function mode and no subclass's `__torch_function__`."""
+    return torch._C.DisableTorchFunction()
+
+
+def with_function_modes() -> AbstractContextManager[Any]:
+    """Return a context, for use inside `without_function_modes`, in which functions go to the modes around that."""
+    return torch._C._EnableTorchFunction()
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """Return a context in which torch functions go to no subclass's `__torch_function__`, but to modes."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def uninterceptable(function: Any) -> Any:
+    """Return a copy of a function of torch written in Python that hands itself to no torch function mode, but what it calls."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+
+def in_transform() -> bool:
+    """Return whether a transform of `torch.func`, such as vmap or grad, runs around."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def default_device_mode() -> Any | None:
+    """Return the mode by which `torch.set_default_device` acts, or None."""
+    return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+
+# ---------------------------------------------------------------------- tensors and kernels
+
+
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a sparse tensor that need not be coalesced; a view."""
+    return tensor._values()
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is a view in the eyes of autograd."""
+    return tensor._is_view()
+
+
+def default_store() -> dist.Store:
+    """Return the store by which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often `tensor` was written in place; writes through `.data` do not count."""
+    return tensor._version
+
+
+def writes(tensors: Sequence[Any]) -> int:
+    """Return how often DTensors `tensors` and what this rank holds of them were written in place, in sum."""
+    return sum(map(_VERSION, tensors)) + sum(map(_VERSION, map(_LOCAL, tensors)))
+
+
+def of_same_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context inside which `tensors` are written the very bits that they hold, so that graphs may go on with them."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def is_fake_kind(kind: type) -> bool:
+    """Return whether `kind` is torch's FakeTensor, which has shapes and no numbers. Imports nothing."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and issubclass(kind, module.FakeTensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells the memory of `tensor` from that of all others, as long as it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def multiply_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, ratio: torch.Tensor) -> None:
+    """Multiply `grads` in place and set `found_inf` to 1 where any was not finite; one kernel, no host sync."""
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, ratio)
+
+
+def has_kernel(operator: str, dispatch_key: str) -> bool:
+    """Return whether `operator` ("aten::...") has a kernel of its own for "CPU" or "CUDA"."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+def set_fused_flags(optimizer: Optimizer, fused: bool) -> None:
+    """Note in `optimizer`, as its constructor does, whether it is stepped by torch's fused kernels."""
+    optimizer._step_supports_amp_scaling = fused  # type: ignore[attr-defined]
+    optimizer._need_device_dtype_check_for_fused = fused  # type: ignore[attr-defined]
+
+
+# Module and name of what `torch.save` has its tensors and parameters rebuilt by.
+REBUILDERS = tuple(f"torch._utils _rebuild_{what}" for what in ("tensor", "tensor_v2", "tensor_v3", "parameter"))
+_VERSION, _LOCAL = attrgetter("_version"), attrgetter("_local_tensor")  # asked without a Python call
+_PLAIN = frozenset((torch.Tensor,))
+_IS_GUARD = OwnStep.__instancecheck__  # asked without a Python call
+
+
+def step_hooks(optimizer: Optimizer) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Return what is called before and after every step: torch's global hooks and the optimizer's own, in order.
+
+    Without the guard of this library, which is not the user's.
+    """
+    module: Any = sys.modules[Optimizer.__module__]
+    own = filterfalse(_IS_GUARD, optimizer._optimizer_step_pre_hooks.values())
+    return (
+        [*module._global_optimizer_pre_hooks.values(), *own],
+        [*optimizer._optimizer_step_post_hooks.values(), *module._global_optimizer_post_hooks.values()],
+    )
+
+
+def leave_guards(optimizer: Optimizer) -> None:
+    """Have the guards of this library on `optimizer` let every step pass."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        if isinstance(hook, OwnStep):
+            hook.leave()
+
+
+def exchange_step_hooks(optimizer: Optimizer, hooks: tuple[Any, Any] | None) -> tuple[Any, Any]:
+    """Give `optimizer` the step hooks `hooks` (None: none) and return those that it had. The global ones are not touched."""
+    before = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    pre, post = (OrderedDict(), OrderedDict()) if hooks is None else hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre, post
+    return before
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Tell LR schedulers, which warn otherwise, that a step was taken."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+_OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
+
+
+def told_found_inf(kind: _OptimizerClass) -> _OptimizerClass:
+    """Have torch's GradScaler set `found_inf` on optimizers of class `kind` before it calls their `step`; returns `kind`."""
+    kind._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return kind
+
+
+def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `step` of an optimizer without torch's profiling around it, which calls the hooks too."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------- the compiler
+
+
+def unwrapped(function: Any) -> Any:
+    """Return a function of an optimizer without what torch puts around it.
+
+    Torch hides `_init_group` from the compiler, and puts around `step` what calls hooks and what sets the grad mode between
+    graph breaks.
+    """
+    while True:
+        if hasattr(function, "_torchdynamo_orig_callable"):
+            function = function._torchdynamo_orig_callable
+        elif function.__dict__.get("hooked", False) or function.__code__.co_name == "_use_grad":
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def int_mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product of two int8 matrices, in int32."""
+    return torch._int_mm(a, b)
+
+
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the product of two fp8 matrices, in `dtype`; on the CPU too, where the public `F.scaled_mm` does not run."""
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether anything can have been compiled: whether somebody has imported the compiler, which takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def compile_graph() -> Callable[..., Any]:
+    """Return inductor's `compile(graph, example_inputs)`; imports it, which torch.compile does anyway."""
+    import torch._inductor
+
+    return torch._inductor.compile
+
+
+# ---------------------------------------------------------------------- modules
+
+
+def module_call() -> CodeType:
+    """Return the code on Python's stack by which a module, its local `self`, is called, hooks included."""
+    return nn.Module._call_impl.__code__
+
+
+def add_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Call `hook(module, state_dict, prefix, local_metadata)` after `module.state_dict()`, once however often this is asked."""
+    if all(entry is not hook for entry in module._state_dict_hooks.values()):
+        module._register_state_dict_hook(hook)
+
+
+# ---------------------------------------------------------------------- DistributedDataParallel
+
+
+def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence[int] = ()) -> list[list[int]]:
+    """Return the buckets, of at most `limit` bytes and one dtype and device, that `DistributedDataParallel` makes of `tensors`.
+
+    indices: the numbers that stand for them, where buckets are to come as they fill; else by the first tensor in each.
+    """
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [limit], [False] * len(tensors), list(indices))
+    return [list(bucket) for bucket in buckets]
+
+
+# ---------------------------------------------------------------------- DTensors
+
+
+def own_part(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a DTensor, itself; not differentiable. `to_local` makes a view, by way of autograd."""
+    local: torch.Tensor = tensor._local_tensor
+    if type(local) is not torch.Tensor:  # on its way; to_local waits for it
+        with torch.no_grad():
+            local = tensor.detach().to_local()
+    return local
+
+
+def own_parts(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return `own_part` of each of `tensors`."""
+    found = list(map(_LOCAL, tensors))
+    if not _PLAIN.issuperset(map(type, found)):
+        found = list(map(own_part, tensors))
+    return found
+
+
+def placed_unlike(tensors: Iterable[Any]) -> list[Any]:
+    """Return those of DTensors `tensors` whose gradient, which is a DTensor of the same mesh, is divided otherwise."""
+    found = []
+    for tensor in tensors:
+        if tensor.grad._spec is not tensor._spec and tensor.grad.placements != tensor.placements:
+            found.append(tensor)
+    return found
+
+
+# ---------------------------------------------------------------------- fully_shard
+
+_HELD_BACK = "unsharded_accumulated_grad"
+
+
+def fsdp_states(modules: Iterable[Any]) -> Iterator[Any]:
+    """Yield torch's state of each module that `fully_shard` was applied to."""
+    for module in modules:
+        yield module._get_fsdp_state()
+
+
+def fsdp_groups(modules: Iterable[Any]) -> list[Any]:
+    """Return the groups of parameters that are gathered together, of modules that `fully_shard` was applied to."""
+    found: list[Any] = []
+    for module in modules:
+        state = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            found += state._fsdp_param_groups
+        elif state._fsdp_param_group is not None:  # in torch 2.11 a state has one group, or None
+            found.append(state._fsdp_param_group)
+    return found
+
+
+def fsdp_params(modules: Iterable[Any]) -> list[Any]:
+    """Return torch's record of every parameter of such modules."""
+    found: list[Any] = []
+    for group in fsdp_groups(modules):
+        found += group.fsdp_params
+    return found
+
+
+def is_in_forward(state: Any) -> bool:
+    """Return whether a state of `fsdp_states` is in its forward pass, or was left there by an exception."""
+    return state._training_state.name == "FORWARD"
+
+
+def has_run(state: Any) -> bool:
+    """Return whether a state of `fsdp_states` was set up, which torch does in the first forward pass."""
+    return hasattr(state._comm_ctx, "all_gather_stream")  # which has no value before, in any torch
+
+
+def run_hooks_outside_modes(module: nn.Module) -> None:
+    """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
+
+    They gather and free; a mode that sees what a user's forward calls need not see each of the some hundred functions that a
+    group takes for that.
+    """
+    (state,) = fsdp_states([module])
+    tables: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
+    for hooks in tables:
+        for key, hook in hooks.items():
+            if getattr(hook, "__self__", None) is state:
+                hooks[key] = _outside_modes(hook)
+
+
+def _outside_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_function_modes():
+            return hook(*args, **kwargs)
+
+    return torch.compiler.disable(run)  # as the hook itself is
+
+
+def settle_dtypes(group: Any) -> None:
+    """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
+    if getattr(group, "_orig_dtype", True) is None:
+        group._init_mp_dtypes()
+
+
+def gathered(param: Any) -> Any | None:
+    """Return the whole parameter of a record of `fsdp_params`; None before it was ever gathered."""
+    return getattr(param, "_unsharded_param", None)
+
+
+def all_gathered(params: Iterable[Any]) -> list[Any]:
+    """Return `gathered` of each of `params`."""
+    found = []
+    for param in params:
+        found.append(getattr(param, "_unsharded_param", None))
+    return found
+
+
+def drop_unreduced(params: Sequence[Any]) -> None:
+    """Drop what records of `fsdp_params` hold back, and the gradients of their whole parameters."""
+    apart = bool(params) and _keeps_apart(params[0])
+    for param in params:
+        if apart:
+            param.unsharded_accumulated_grad = None
+        whole = getattr(param, "_unsharded_param", None)
+        if whole is not None:
+            whole.grad = None
+
+
+def held_back(param: Any) -> torch.Tensor | None:
+    """Return the unreduced gradient that torch keeps in a record of `fsdp_params`, beside that of the gathered parameter.
+
+    torch 2.15 and above keep none there: what backward passes leave without synchronisation is the gathered one's `.grad`.
+    """
+    return param.unsharded_accumulated_grad if _keeps_apart(param) else None
+
+
+def hold_back(param: Any, grad: torch.Tensor | None) -> None:
+    """Keep `grad` as what `held_back` returns; None drops it."""
+    if _keeps_apart(param):
+        param.unsharded_accumulated_grad = grad
+
+
+def _keeps_apart(param: Any) -> bool:
+    return not isinstance(getattr(type(param), _HELD_BACK, None), property)
+
+
+def is_gathered(group: Any) -> bool:
+    """Return whether the modules of a group of `fsdp_groups` have whole parameters at present."""
+    return bool(group.is_unsharded)
+
+
+def set_gather(module: Any, gather: Any) -> None:
+    """Make the group of a module that `fully_shard` was applied to all-gather by `gather`."""
+    module.set_custom_all_gather(gather)
+
+
+def has_workers(loader: Any) -> bool:
+    """Return whether the workers of a loader with `persistent_workers=True` run."""
+    return getattr(loader, "_iterator", None) is not None
+
+
+def end_workers(loader: Any) -> None:
+    """Have the next iteration of a DataLoader begin with new workers, as its first one did."""
+    if has_workers(loader):
+        loader._iterator = None
+
+
+def gather_of(group: Any) -> Any:
+    """Return what a group of `fsdp_groups` all-gathers by."""
+    return group._all_gather_comm
+
+
+def padded_length(param: Any) -> int:
+    """Return how many numbers of a record of `fsdp_params` each rank brings to an all-gather."""
+    return int(param.padded_sharded_param_size.numel())
+
+
+def dtype_in_gather(param: Any) -> torch.dtype:
+    """Return the dtype in which a record of `fsdp_params` is gathered; after the first forward pass has begun."""
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
+
+
+def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return of `whole`, a plain tensor of the shape that is gathered, what this rank's shard of a record is gathered from."""
+    dim, length = param.fsdp_placement.dim, whole.shape[param.fsdp_placement.dim]
+    size = -(-length // param.mesh_info.shard_mesh_size)  # the last ranks may have less, or nothing
+    start = min(param.mesh_info.shard_mesh_rank * size, length)
+    return whole.narrow(dim, start, min(size, length - start))
+
+
+# ---------------------------------------------------------------------- what the tests look at
+
+NAMES: Mapping[str, Callable[[], Any]] = {
+    "torch._C._current_graph_task_id": lambda: torch._C._current_graph_task_id,
+    "torch._C._autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks,
+    "torch.autograd.Variable._execution_engine": lambda: torch.autograd.Variable._execution_engine,
+    "torch._C._current_autograd_node": lambda: torch._C._current_autograd_node,
+    "Node._sequence_nr": lambda: torch.ones(1, dtype=torch.float32, requires_grad=True).exp().grad_fn._sequence_nr,  # type: ignore[union-attr]
+    "torch.autograd._get_sequence_nr": lambda: torch.autograd._get_sequence_nr,
+    "torch.autograd.graph._engine_run_backward": lambda: torch.autograd.graph._engine_run_backward.__code__,
+    "torch._C.DisableTorchFunction": lambda: torch._C.DisableTorchFunction,
+    "torch._C._EnableTorchFunction": lambda: torch._C._EnableTorchFunction,
+    "Module._compiled_call_impl": lambda: nn.Module._compiled_call_impl,
+    "UntypedStorage._cdata": lambda: torch.zeros(1, dtype=torch.float32).untyped_storage()._cdata,
+    "Module._call_impl": lambda: nn.Module._call_impl.__code__.co_varnames.index("self"),
+    "torch._C._get_function_stack_at": lambda: torch._C._get_function_stack_at,
+    "torch._C._len_torch_function_stack": lambda: torch._C._len_torch_function_stack,
+    "torch._GLOBAL_DEVICE_CONTEXT": lambda: torch._GLOBAL_DEVICE_CONTEXT,
+    "Tensor._values": lambda: torch.Tensor._values,
+    "Tensor._is_view": lambda: torch.Tensor._is_view,
+    "torch.distributed.distributed_c10d._get_default_store": lambda: dist.distributed_c10d._get_default_store,
+    "torch.distributed._compute_bucket_assignment_by_size": lambda: dist._compute_bucket_assignment_by_size,
+    "Tensor._version": lambda: torch.Tensor._version,
+    "torch.autograd._unsafe_preserve_version_counter": lambda: torch.autograd._unsafe_preserve_version_counter,
+    "torch._amp_foreach_non_finite_check_and_unscale_": lambda: torch._amp_foreach_non_finite_check_and_unscale_,
+    "torch._int_mm": lambda: torch._int_mm,
+    "torch._scaled_mm": lambda: torch._scaled_mm,
+    "torch._dynamo": lambda: importlib.util.find_spec("torch._dynamo").name,  # type: ignore[union-attr]
+    "torch._C._dispatch_has_kernel_for_dispatch_key": lambda: torch._C._dispatch_has_kernel_for_dispatch_key,
+    "optimizer._global_optimizer_pre_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_pre_hooks,
+    "optimizer._global_optimizer_post_hooks": lambda: sys.modules[Optimizer.__module__]._global_optimizer_post_hooks,
+    "Optimizer._optimizer_step_pre_hooks": lambda: _an_optimizer()._optimizer_step_pre_hooks,
+    "Optimizer._optimizer_step_post_hooks": lambda: _an_optimizer()._optimizer_step_post_hooks,
+    "Adam(fused)._step_supports_amp_scaling": lambda: _an_optimizer()._step_supports_amp_scaling,
+    "SGD(fused)._need_device_dtype_check_for_fused": lambda: (
+        _an_optimizer(torch.optim.SGD)._need_device_dtype_check_for_fused
+    ),
+    "Optimizer.step.hooked": lambda: type(_an_optimizer()).step.hooked,
+    "Optimizer.step.__wrapped__": lambda: type(_an_optimizer()).step.__wrapped__,
+    **{f"{module}.{name}": functools.partial(__getattr__, key) for key, (module, name) in _LATE.items()},
+    "torch.utils._pytree": lambda: (pytree.tree_flatten, pytree.tree_unflatten, pytree.tree_leaves, pytree.TreeSpec),
+    "Adam.step unwrapped": lambda: unwrapped(torch.optim.Adam.step).__code__.co_varnames.index("closure"),
+    "Module._state_dict_hooks": lambda: nn.Module()._state_dict_hooks,
+    "Module._register_state_dict_hook": lambda: nn.Module._register_state_dict_hook,
+    "DataLoader._iterator": lambda: DataLoader([0])._iterator,  # type: ignore[arg-type]
+    "DataLoader._index_sampler": lambda: DataLoader.__dict__["_index_sampler"].fget,
+}
+"""How to reach every name above that needs no process group, for the test that says which are missing."""
+
+
+def _an_optimizer(kind: type[Any] = torch.optim.Adam) -> Any:
+    return kind([nn.Parameter(torch.zeros(1, dtype=torch.float32))], lr=0.1, fused=True)

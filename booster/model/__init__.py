@@ -1,0 +1,1 @@
+"""What is known of a user's modules, parameters and optimizers."""

@@ -1,0 +1,67 @@
+"""This rank's part of tensors that are DTensors, as weights of optimizers that need whole tensors are, and handles of them.
+
+Buckets see plain memory. Whatever an optimizer of whole tensors steps is again a DTensor around it, so that its products and
+norms are those of the whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether `tensor` is a DTensor, without importing them: where they are not imported there is none."""
+    return isinstance(tensor, dtensor_types())
+
+
+def is_part(tensor: Any) -> bool:
+    """Return whether `tensor` is a DTensor of which other ranks hold other parts."""
+    return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and any(each.is_shard() for each in tensor.placements)
+
+
+def dtensor_types() -> tuple[type, ...]:
+    """Return the class DTensor for `isinstance`, or nothing where it is not imported, so that there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else (module.DTensor,)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of `tensor`, detached, in the memory of `tensor`; of no DTensor, `tensor` itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    held: Any = tensor.detach()
+    local: torch.Tensor = held.to_local()
+    return local
+
+
+def around(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return a tensor laid out as `whole`, of which this rank holds `local`; where `whole` is no DTensor, `local`."""
+    if not is_dtensor(whole):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    like: Any = whole
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def empty_handle(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a float32 leaf of the shape and layout of `like`, without storage of its own: a parameter, or a DTensor."""
+    empty = torch.zeros((), dtype=torch.float32, device=device).expand(local_part(like).shape)
+    # Not as a parameter, of which `to_local` gives a tensor of its own.
+    return around(empty, like).requires_grad_() if is_dtensor(like) else nn.Parameter(empty)
+
+
+def filled(handle: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that is given data for `handle`: the handle itself, or what is inside of a DTensor."""
+    if not is_dtensor(handle):
+        return handle
+    divided: Any = handle
+    with torch.no_grad():  # else torch gives a view of it
+        inner: torch.Tensor = divided.to_local()
+    return inner

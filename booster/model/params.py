@@ -1,0 +1,162 @@
+"""Parameters by name, and optimizers that must follow when a plugin moves or replaces them.
+
+Loading an optimizer's state without rounding it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.model.modules import PlacedModule, bare
+
+
+def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter of `model` by its qualified name; a tied parameter has one entry, its first name."""
+    return dict(model.named_parameters())
+
+
+def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter that this rank has of a placed model, by the name that it has in the whole model."""
+    return placed.own_parameters() if isinstance(placed, PlacedModule) else named_parameters(bare(placed))
+
+
+def no_optimizer(given: Any) -> str:
+    """Describe a wrapper around an optimizer that was given for one, and say what to do; "" for anything else."""
+    name = type(given).__name__
+    held = (getattr(given, key, None) for key in ("optim", "optimizer"))
+    inner = next((value for value in held if isinstance(value, Optimizer)), None)
+    if inner is None:
+        return ""
+    advice = f"pass the {type(inner).__name__} inside it"
+    if name == "LARC":
+        advice = (
+            f"pass the {type(inner).__name__} inside it, or an optimizer that takes the trust ratio itself, such as "
+            "timm.optim.Lars(params, lr, trust_coeff=0.02, trust_clip=True)"
+        )
+    return (
+        f"{name}, a wrapper around {type(inner).__name__} that is no Optimizer itself: what it does to gradients before the "
+        f"step would meet scaled or divided ones. Instead {advice}"
+    )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had.
+
+    elsewhere: the names of the model's parameters that it did not keep, in a group or in none yet.
+    """
+
+    positions: list[list[int]]
+    sizes: list[int]
+    elsewhere: frozenset[str]
+
+    def of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The part of a torch state dict that is this rank's, if it is one of the whole model; else `state_dict`."""
+        groups = state_dict.get("param_groups") or []
+        if [len(group["params"]) for group in groups] != self.sizes:
+            return state_dict
+        own = [
+            {**group, "params": [group["params"][position] for position in positions]}
+            for group, positions in zip(groups, self.positions, strict=True)
+        ]
+        held = {key for group in own for key in group["params"]}
+        gone = {key for group in groups for key in group["params"]} - held
+        return {
+            **state_dict,
+            "param_groups": own,
+            "state": {key: value for key, value in state_dict["state"].items() if key not in gone},
+        }
+
+
+def rebind(
+    optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], *, partial: bool = False
+) -> Kept | None:
+    """Make `optimizer` hold `new[name]` wherever it held `old[name]`, and move its state along.
+
+    Groups are edited in place, because LR schedulers hold them. State of the parameter's shape goes to the new
+    parameter's device. Parameters in neither mapping stay. partial: those without a counterpart are on other ranks, and
+    leave the optimizer, and what stays is returned. Otherwise raises RuntimeError, with nothing changed, if a parameter
+    has no counterpart.
+    """
+    names = {id(param): name for name, param in old.items()}
+    held = (names.get(id(param)) for group in optimizer.param_groups for param in group["params"])
+    missing = [name for name in held if name is not None and name not in new]
+    if missing and not partial:
+        raise RuntimeError(
+            f"after placing the model there is no parameter named {missing}; its optimizer would not train it. A plugin keeps "
+            "names, and wraps a model in a subclass of booster.plugin.PlacedModule only"
+        )
+    kept: list[list[int]] = []
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        gone = {id(p): p for p in group["params"] if id(p) in names and names[id(p)] not in new}
+        for param in gone.values():
+            optimizer.state.pop(param, None)
+        kept.append([index for index, p in enumerate(group["params"]) if id(p) not in gone])
+        group["params"][:] = [p for p in group["params"] if id(p) not in gone]
+        for index, param in enumerate(group["params"]):
+            if id(param) not in names:
+                continue
+            replacement = new[names[id(param)]]
+            if replacement is not param:
+                group["params"][index] = replacement
+                if param in optimizer.state:
+                    optimizer.state[replacement] = optimizer.state.pop(param)
+            _move_state(optimizer, replacement)
+    return Kept(kept, sizes, frozenset(old.keys() - new.keys())) if partial else None
+
+
+def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:
+    state: dict[str, Any] = optimizer.state.get(param) or {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device != param.device:
+            state[key] = value.to(param.device)
+
+
+def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Run `optimizer.load_state_dict`, then give single numbers, such as NAdam's product of momenta, their dtype back.
+
+    Torch casts every floating state to the dtype of its parameter. A number that stands beside a half parameter is no
+    part of it, and half precision would change it. Linear in the number of parameters, which torch's is not by itself.
+    """
+    if type(optimizer).load_state_dict is Optimizer.load_state_dict:
+        groups = [{**group, "params": _Keys(group["params"])} for group in state_dict["param_groups"]]
+        state_dict = {**state_dict, "param_groups": groups}
+    optimizer.load_state_dict(state_dict)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    saved = [(param, state_dict["state"].get(key, {})) for param, key in zip(params, keys, strict=True)]
+    # Of a parameter without dimensions every state is a single number: what they are is known from the others.
+    numbers = {
+        name
+        for param, own in saved
+        if param.dim()
+        for name, value in own.items()
+        if name != "step" and _is_number(value)
+    }
+    for param, own in saved:
+        loaded = optimizer.state.get(param, {})
+        for name in numbers & own.keys() & loaded.keys():
+            if _is_number(loaded[name]) and _is_number(own[name]) and loaded[name].dtype != own[name].dtype:
+                loaded[name] = own[name].to(loaded[name].device)
+
+
+class _Keys(list[Any]):
+    """The keys of a group's parameters. Torch looks for each tensor's parameter among them."""
+
+    _known: frozenset[Any] | None = None
+
+    def __contains__(self, key: object) -> bool:
+        if self._known is None:  # when first asked: a hook may have changed them before
+            self._known = frozenset(self)
+        return key in self._known
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0

@@ -1,0 +1,1 @@
+"""Precisions measured beside each other, and modules to pin."""

@@ -1,0 +1,230 @@
+"""A model that trains on one batch under one precision, to be measured.
+
+How far the gradients of one precision are from those of another: as a whole, and layer by layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.ground import arguments
+from booster.interface.optimizer import updates_of
+from booster.memory import Measured, measure
+from booster.memory.tracker import StorageTracker
+from booster.mixed_precision import MixedPrecision
+from booster.plugin import SingleDevice
+from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import map_tensors, tensors
+from booster.update.outcome import UpdateOptions
+
+_MOST_SCALES = 48  # that are tried until gradients are finite
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained; the arguments are those of `advise`. begin: seeds all generators."""
+
+    model_fn: Callable[[], nn.Module]
+    batch: Any
+    criterion: Callable[..., Any]
+    optimizer_fn: Callable[[nn.Module], Optimizer]
+    device: torch.device
+    seed: int
+    begin: Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The loss of one pass and its gradients, in float32 and without their loss scale, by the name of the parameter.
+
+    finite: of all of them. Where they never were, the last ones are here, at the last loss scale that was tried.
+    """
+
+    loss: float
+    grads: Mapping[str, torch.Tensor]
+    loss_scale: float
+    finite: bool
+
+
+class Subject:
+    """`task` under `precision`, which is bound to the device, from seeded weights or from `weights`, a state dict.
+
+    Raises what `boost` would: ValueError or RuntimeError where this model cannot train under this precision.
+    """
+
+    def __init__(self, task: Task, precision: MixedPrecision, weights: Mapping[str, Any] | None = None) -> None:
+        task.begin(task.seed)
+        legal = "a function that makes a torch.nn.Module that is not boosted"
+        model = arguments.instance(
+            "what model_fn() returned", task.model_fn(), nn.Module, "a torch.nn.Module", fix=legal
+        )
+        if weights is not None:
+            model.load_state_dict(weights)
+        optimizer = arguments.instance(
+            "what optimizer_fn(model) returned", task.optimizer_fn(model), Optimizer, "a torch.optim.Optimizer"
+        )
+        criterion = copy.deepcopy(task.criterion) if isinstance(task.criterion, nn.Module) else task.criterion
+        self._task = task
+        self._batch = MicroBatch.of(map_tensors(lambda tensor: tensor.detach().to(task.device, copy=True), task.batch))
+        self._criterion: Any
+        self.model, self.optimizer, self._criterion = precision.configure(
+            model, optimizer, criterion, placement=SingleDevice(), options=UpdateOptions(max_consecutive_skips=None)
+        )
+        self.num_skipped = 0
+
+    def backward(self) -> torch.Tensor:
+        """Run forward and backward; returns the loss, without its graph."""
+        loss = self._criterion(self.model(*self._batch.args, **self._batch.kwargs), self._batch.target)
+        self.optimizer.backward(loss)
+        return loss.detach()
+
+    def step(self) -> torch.Tensor:
+        """Make one training step; returns the loss."""
+        loss = self.backward()
+        self.num_skipped += not self.optimizer.step().applied
+        self.optimizer.zero_grad()
+        return loss
+
+    def timed_step(self) -> float:
+        """Make one training step; returns its seconds."""
+        start = clock(self._task.device)
+        self.step()
+        return clock(self._task.device) - start
+
+    def gradients(self) -> Gradients:
+        """Return the gradients at the weights of now, with the random numbers of the seed.
+
+        Under a loss scaler, steps that overflow are made, which change nothing but the scale, until none does.
+        """
+        (update,) = updates_of([self.optimizer])
+        for _ in range(_MOST_SCALES):
+            self._task.begin(self._task.seed + 1)
+            loss, scale = float(self.backward()), self.optimizer.loss_scale
+            grads = {
+                name: param.grad.detach().float().div_(scale)
+                for name, param in self.model.named_parameters()
+                if param.grad is not None
+            }
+            finite = all(bool(grad.isfinite().all()) for grad in grads.values())
+            if finite or not update.scaler.enabled or not math.isfinite(loss):
+                break
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.optimizer.zero_grad()
+        return Gradients(loss, grads, scale, finite and math.isfinite(loss))
+
+    def memory(self) -> tuple[int, Measured]:
+        """Make one training step; returns the highest bytes of tensors in it, and what is held at its end.
+
+        The highest point is counted by storages, as operations make and free them; see `StorageTracker`.
+        """
+        known = [*self.model.parameters(), *self.model.buffers(), *self.optimizer.master_tensors()]
+        known += [tensor for state in self.optimizer.unwrap().state.values() for tensor in tensors(state)]
+        known += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
+        before = sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in known}.values())
+        with StorageTracker(known) as tracker:
+            self.backward()
+            self.optimizer.step()
+        held = measure(self.model, self.optimizer)
+        self.optimizer.zero_grad()
+        return before + tracker.highest, held
+
+
+def clock(device: torch.device) -> float:
+    """Seconds that steps are timed by, once `device` has done what it was told.
+
+    On a CPU with one thread they are those that the processor spent on it, which other programs do not lengthen.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def product_ratio(dtype: torch.dtype, device: torch.device) -> float:
+    """Return how long a matrix product takes in `dtype`, relative to float32: whether the processor has the format."""
+    size = 256 if device.type == "cpu" else 4096
+    best = {}
+    for each in (torch.float32, dtype):
+        a = torch.ones(size, size, device=device, dtype=each)
+        times = []
+        for _ in range(4):
+            start = clock(device)
+            a @ a
+            times.append(clock(device) - start)
+        best[each] = min(times)
+    return best[dtype] / best[torch.float32]
+
+
+_FLOOR = 1e-6  # of the norm of all gradients: a layer whose own norm is below it has gradients of rounding alone
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The gradients of the parameters that one module holds itself, taken together.
+
+    relative: the norm of the difference over that of the reference; inf where one is not finite. cosine: of the angle between
+    them. norm: of the reference.
+    """
+
+    name: str
+    relative: float
+    cosine: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """The same of all gradients together; layers: the worst first."""
+
+    relative: float
+    cosine: float
+    layers: tuple[LayerError, ...]
+
+
+def gradient_error(
+    found: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], *, whole: str = "model"
+) -> GradientError:
+    """Compare gradients by the names of their parameters; one that is missing is zero. whole: the name of the model itself.
+
+    Sums are in float64. The error of a layer with hardly any gradient is taken relative to a millionth of all.
+    """
+    sums: dict[str, list[float]] = {}
+    for name in reference.keys() | found.keys():
+        mine, exact = found.get(name), reference.get(name)
+        layer = sums.setdefault(name.rpartition(".")[0] or whole, [0.0, 0.0, 0.0, 0.0])
+        for place, value in enumerate(_sums(mine, exact)):
+            layer[place] += value
+    total = [math.fsum(layer[place] for layer in sums.values()) for place in range(4)]
+    floor = _FLOOR * math.sqrt(total[1])
+    layers = [LayerError(name, *_ratios(layer, floor), math.sqrt(layer[1])) for name, layer in sums.items()]
+    layers.sort(key=lambda layer: (-layer.relative, layer.name))
+    return GradientError(*_ratios(total, 0.0), tuple(layers))
+
+
+def _sums(mine: torch.Tensor | None, exact: torch.Tensor | None) -> tuple[float, float, float, float]:
+    """Sums of squares of the difference, of the reference, of what was found, and of the product of the last two."""
+    known = mine if mine is not None else exact
+    assert known is not None
+    a = torch.zeros_like(known, dtype=torch.float64) if mine is None else mine.double()
+    b = torch.zeros_like(known, dtype=torch.float64) if exact is None else exact.double()
+    return tuple(float(value) for value in ((a - b).square().sum(), b.square().sum(), a.square().sum(), (a * b).sum()))  # type: ignore[return-value]
+
+
+def _ratios(sums: list[float], floor: float) -> tuple[float, float]:
+    difference, exact, found, product = sums
+    if not math.isfinite(difference):
+        return math.inf, math.nan
+    if difference == 0.0:
+        return 0.0, 1.0
+    below = max(math.sqrt(exact), floor)
+    lengths = math.sqrt(exact * found)
+    return (math.sqrt(difference) / below if below else math.inf), (product / lengths if lengths else 0.0)

@@ -1,0 +1,1 @@
+"""A bad step, replayed under watch."""

@@ -1,0 +1,202 @@
+"""Where an operation comes from: the modules that are being called, and the line of the user's code.
+
+What is in a tensor, in a few numbers that outlive it and travel between ranks.
+
+Which parameter or buffer a tensor is part of, also where many share one memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.ground.installed import is_users
+from booster.ground.torch_internals import (
+    engine_starts,
+    graph_task,
+    module_call,
+    newest_node_number,
+    running_node,
+    storage_key,
+)
+from booster.tensors.micro_batch import at_stage
+
+
+@dataclass(frozen=True)
+class Place:
+    """modules: names of those called, the outermost first. inside: whether one of them is of the boosted model. source:
+    "file:line in function" of the user's code, "" if there is none. backward: inside autograd's engine, and not a forward
+    pass that it computes again. node: the class of the autograd node then. of: the operation that made the node. stage,
+    micro_batch: of a pipeline. is_loss: a pipeline's criterion computes."""
+
+    modules: tuple[str, ...] = ()
+    inside: bool = False
+    source: str = ""
+    backward: bool = False
+    node: str = ""
+    of: str = ""
+    stage: int | None = None
+    micro_batch: int | None = None
+    is_loss: bool = False
+
+
+class Places:
+    """Tells where each operation of one replay comes from.
+
+    Python's own stack says which modules are being called, in order and with what their hooks do, so nothing is hooked. Of a
+    backward pass it says nothing: there, the number of the autograd node leads back to the operation that made it.
+
+    names: of the modules of boosted models. criteria: of those of boosted criteria. params: of parameters, with the module that
+    has each. end: the code that starts the replay; what called it is not part of it.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Module, str],
+        criteria: Mapping[nn.Module, str],
+        params: Mapping[torch.Tensor, tuple[str, str]],
+        end: CodeType,
+    ) -> None:
+        self._names = {id(module): name for module, name in names.items()}
+        self._criteria = {id(module): name for module, name in criteria.items()}
+        self._params = params
+        self._forward_ends = frozenset({end})
+        self._backward_ends = frozenset({end, *engine_starts()})
+        self._call = module_call()
+        self._made: dict[int, tuple[Place, str]] = {}  # by number of the autograd node
+
+    def of(self, operation: str) -> Place:
+        """Return the place of the operation that runs now, which is called `operation`; to be asked once for every one."""
+        node = running_node() if graph_task() != -1 else None
+        place = self._of_stack(self._forward_ends if node is None else self._backward_ends)
+        if node is None or place.modules:
+            # An operation without a node reads the number of an older one, which has its maker already.
+            self._made.setdefault(newest_node_number(), (place, operation))
+        if node is None or place.modules:  # with modules, activations are computed again
+            return place
+        name, number, leaf = node
+        made, of = self._made.get(number, (Place(), ""))
+        if leaf is not None and leaf in self._params:
+            of, owner = self._params[leaf]
+            made = Place((owner,), not owner.startswith("criterion"))
+        made = dataclasses.replace(made, source=place.source or made.source)
+        if torch.is_grad_enabled():  # activations are computed again outside of a module, or gradients have a graph
+            self._made.setdefault(newest_node_number(), (made, operation))
+        return dataclasses.replace(made, backward=True, node=name, of=of)
+
+    def _of_stack(self, ends: frozenset[CodeType]) -> Place:
+        modules: list[str] = []
+        inside, source = False, ""
+        at: dict[str, Any] = {}
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            if code is self._call:
+                name, of_model = self._name(frame.f_locals["self"])
+                inside = inside or of_model
+                if not modules or modules[-1] != name:
+                    modules.append(name)
+            elif code is at_stage.__code__:
+                at = {name: frame.f_locals[name] for name in ("stage", "micro_batch", "is_loss")}
+            elif code in ends:
+                break
+            elif not source and is_users(code):
+                source = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+            frame = frame.f_back
+        return Place(tuple(reversed(modules)), inside, source, **at)
+
+    def _name(self, module: nn.Module) -> tuple[str, bool]:
+        name = self._names.get(id(module))
+        if name is not None:
+            return name, True
+        return self._criteria.get(id(module)) or type(module).__name__, False
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The range of one tensor. low, high: of its finite elements, 0 where there are none. dtype: without "torch."."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: float
+    high: float
+    num_nan: int
+    num_inf: int
+
+    @property
+    def num_bad(self) -> int:
+        return self.num_nan + self.num_inf
+
+    def __str__(self) -> str:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        bad = [f"{count} {what}" for count, what in ((self.num_nan, "NaN"), (self.num_inf, "inf")) if count]
+        finite = f"{self.low:.3g} to {self.high:.3g}" if self.num_bad < numel else "nothing finite"
+        return f"{self.dtype} {list(self.shape)}: {', '.join([finite, *bad])}"
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Numbers:
+        """Return the inverse of `dataclasses.asdict`, also after a passage through JSON."""
+        return cls(**{**data, "shape": tuple(data["shape"])})
+
+
+def numbers_of(tensor: torch.Tensor) -> Numbers:
+    """Read all of a real floating `tensor`; waits for its device."""
+    values = tensor.detach()
+    finite = values.isfinite()
+    good = values[finite].double()
+    low, high = (float(good.min()), float(good.max())) if good.numel() else (0.0, 0.0)
+    num_nan = int(values.isnan().sum())
+    num_inf = int(values.numel() - int(finite.sum())) - num_nan
+    return Numbers(tuple(tensor.shape), dtype_name(tensor.dtype), low, high, num_nan, num_inf)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def bad_rows(tensor: torch.Tensor, most: int = 8) -> list[int]:
+    """Return where along its first dimension `tensor` holds an inf or NaN, at most so many places; none where all do."""
+    if tensor.dim() == 0 or tensor.shape[0] < 2:
+        return []
+    bad = tensor.detach().isfinite().logical_not().flatten(1).any(1) if tensor.dim() > 1 else ~tensor.isfinite()
+    return [] if bool(bad.all()) else bad.nonzero().flatten()[:most].tolist()
+
+
+class MemoryNames:
+    """Names of tensors by where in memory they are on this rank; of two in one place, the first."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, list[tuple[int, int, str]]] = {}
+
+    def add(self, tensor: torch.Tensor, name: str) -> None:
+        """Give the memory of a plain `tensor` a name."""
+        if tensor.numel():
+            start = tensor.storage_offset()
+            length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            size = tensor.element_size()
+            self._spans.setdefault(storage_key(tensor), []).append(
+                (int(start) * size, int(start + length) * size, name)
+            )
+
+    def of(self, tensor: torch.Tensor) -> str:
+        """Return the name of what holds the first inf or NaN of a plain `tensor`; "" where nothing has one."""
+        spans = self._spans.get(storage_key(tensor), [])
+        if len(spans) < 2:  # the usual case, without a search
+            return spans[0][2] if spans else ""
+        bad = tensor.detach().isfinite().logical_not().nonzero()
+        if not len(bad):
+            return ""
+        place = tensor.storage_offset() + sum(
+            int(i) * stride for i, stride in zip(bad[0], tensor.stride(), strict=True)
+        )
+        byte = place * tensor.element_size()
+        return next((name for start, end, name in spans if start <= byte < end), "")

@@ -1,0 +1,307 @@
+"""A training step run once more under watch, with nothing left changed.
+
+A region after which everything is as it was: weights, buffers, gradients, random states, and what an update knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.ground import arguments
+from booster.ground.randomness import random_state, set_random_state
+from booster.ground.torch_internals import compiler_is_loaded, storage_key
+from booster.interface.model import ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.model.dtensors import is_dtensor
+from booster.model.modules import bare
+from booster.numerics.diagnosis.places import MemoryNames, Places
+from booster.numerics.diagnosis.watch import Event, Leaf, Watch
+from booster.tensors.cast_regions import region
+from booster.tensors.trees import HALF_DTYPES, tensors
+from booster.update.base import Update
+
+
+class Memory:
+    """Memory that existed before a replay, kept when the replay is about to write to it, and written back."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Copy all of the memory of `tensor`, unless that was done."""
+        storage = tensor.untyped_storage()
+        if storage_key(tensor) not in self._kept and storage.nbytes():
+            self._kept[storage_key(tensor)] = (storage, storage.clone())
+
+    def write_back(self) -> None:
+        # On storages, because no version counter tells of it: graphs that saved these tensors stay valid.
+        for storage, copy in self._kept.values():
+            if storage.nbytes() == copy.nbytes():
+                storage.copy_(copy)
+        self._kept.clear()
+
+
+_OF_TORCH = frozenset(nn.Module().__dict__)  # children, parameters and hooks: nobody adds one while it computes
+
+
+class _Containers:
+    """Lists, dicts and sets, and those inside of them, with what was in them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def keep(self, value: Any) -> None:
+        if type(value) not in (list, dict, set) or id(value) in self._kept:
+            return
+        self._kept[id(value)] = (value, value.copy())
+        for inner in value.values() if type(value) is dict else value:
+            self.keep(inner)
+
+    def write_back(self) -> None:
+        for value, before in self._kept.values():
+            if type(value) is list:
+                value[:] = before
+            else:
+                value.clear()
+                value.update(before)
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module], updates: Iterable[Update], scale: float) -> Iterator[Memory]:
+    """Inside there are no gradients; afterwards, gradients and all else are what and where they were.
+
+    scale: that `updates` multiply losses by inside.
+    modules: those that compute: their buffers come back, and plain attributes such as counters, with what is in lists, dicts
+    and sets among them. Other memory comes back where
+    the `Memory` that this yields was told of it before it was written.
+    """
+    modules, updates = list(modules), list(updates)
+    memory, random = Memory(), random_state()
+    for module in modules:
+        for buffer in module.buffers():
+            if type(buffer) is torch.Tensor:
+                memory.keep(buffer)
+    inner = {child: None for module in modules for child in module.modules()}
+    containers = _Containers()
+    for child in inner:
+        for name, value in child.__dict__.items():
+            if name not in _OF_TORCH:
+                containers.keep(value)
+    attributes = [(child, dict(child.__dict__), dict(child._buffers)) for child in inner]
+    with ExitStack() as gradients:
+        params = {param: None for module in modules for param in module.parameters()}
+        held = [param for update in updates for group in update.optimizer.param_groups for param in group["params"]]
+        gradients.enter_context(_without_gradients([*params, *(param for param in held if param not in params)]))
+        for update in updates:
+            gradients.enter_context(update.shards.without_gradients())
+            gradients.enter_context(update.set_aside(scale))
+        try:
+            yield memory
+        finally:
+            for child, own, buffers in attributes:
+                child.__dict__.clear()
+                child.__dict__.update(own)
+                child._buffers.clear()
+                child._buffers.update(buffers)
+            containers.write_back()
+            memory.write_back()
+            torch.clear_autocast_cache()
+            set_random_state(random)
+
+
+@contextmanager
+def _without_gradients(params: Iterable[Any]) -> Iterator[None]:
+    held = [(param, param.grad) for param in params]
+    for param, _ in held:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in held:
+            param.grad = grad
+
+
+Forward = Callable[[], Any]
+
+
+@dataclass
+class Outcome:
+    """What one replay found.
+
+    sinks: what made the inf or NaN in the loss, or, where that is finite, in gradients. bad: whether either holds one. loss:
+    None where this rank has none. largest_gradient: of this rank, with its loss scale.
+    """
+
+    watch: Watch
+    sinks: list[Event | Leaf]
+    bad: bool
+    loss: float | None
+    largest_gradient: float
+
+
+class StoppedElsewhere(Exception):
+    """A forward or backward pass raised on another rank."""
+
+
+class Replay:
+    """Runs `forward` and its backward pass under `Watch`, as often as asked, each time from the same state.
+
+    forward: computes and returns the loss; or runs backward passes too, by boosted optimizers, and returns the loss, the
+    dictionary of `execute_pipeline`, or in place of the loss what it is computed from. models: boosted ones, by the label that
+    tells them apart, "" for a single one. criteria: boosted modules. scale: of the loss. is_partial: whether a model lies on
+    several ranks, in stages.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        optimizers: Sequence[OptimizerWrapper],
+        models: Mapping[str, ModelWrapper],
+        criteria: Sequence[nn.Module],
+        scale: float,
+    ) -> None:
+        self.scale = scale
+        self.modules: dict[str, nn.Module] = {}
+        self.roots = [bare(model.unwrap()) for model in models.values()]
+        self.is_partial = any(getattr(model.module, "is_partial", False) for model in models.values())
+        self._forward = forward
+        self._context = optimizers[0].backward_context
+        self._updates = updates_of(optimizers)
+        self._wrappers: list[nn.Module] = [*models.values(), *criteria]
+        self._names: dict[nn.Module, str] = {}
+        self._params: dict[torch.Tensor, tuple[str, str]] = {}
+        for label, model in models.items():
+            inner = bare(model.unwrap())
+            own = label or _class_name(inner)
+            layer: nn.Module = model
+            while layer is not inner:  # what this library, plugins and torch.compile wrap around it
+                self._names[layer] = own
+                layer = layer._modules.get("_orig_mod") or layer.module  # type: ignore[assignment]
+            named = {(f"{label}.{name}" if label else name) if name else own: m for name, m in inner.named_modules()}
+            self._names |= {module: name for name, module in named.items()}
+            self.modules |= named
+            for module_name, module in named.items():
+                prefix = "" if module is inner else f"{module_name}."
+                for name, param in module.named_parameters(recurse=False):
+                    self._params.setdefault(param, (f"{prefix}{name}", module_name))
+        self._criteria = {
+            module: ".".join(filter(None, ("criterion", name)))
+            for criterion in criteria
+            for name, module in bare(getattr(criterion, "module", criterion)).named_modules()
+        } | dict.fromkeys(criteria, "criterion")
+        self._memory_names = _names_of_memory([*models.items(), *(("criterion", each) for each in criteria)])
+
+    def run(
+        self,
+        *,
+        scale: float | None = None,
+        repair: Collection[int] = (),
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        agree: Callable[[bool], bool] = bool,
+    ) -> Outcome:
+        """Replay the step. scale: of the loss; None means its own. repair: see `Watch`. within: what it is computed in.
+
+        agree: called after the forward pass, and again after the backward pass, with whether it raised; returns whether it did
+        on any rank.
+        """
+        scale = self.scale if scale is None else scale
+        with unchanged(self._wrappers, self._updates, scale) as memory, within():
+            return self._run(scale, repair, memory, agree)
+
+    def _run(self, scale: float, repair: Collection[int], memory: Memory, agree: Callable[[bool], bool]) -> Outcome:
+        counted = self._updates[0]
+        watch = Watch(
+            Places(self._names, self._criteria, self._params, _call.__code__),
+            self._memory_names,
+            memory.keep,
+            repair=repair,
+            micro_batch=lambda: counted.num_backwards,
+        )
+        loss = _together(lambda: _call(watch, self._forward), agree)
+        if isinstance(loss, Mapping):
+            loss = loss.get("loss")
+        if not counted.num_backwards:
+            _together(lambda: _call(watch, lambda: self._backward(loss, scale)), agree)
+        value = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+        bad_roots = [root.detach() for root in tensors(loss) if not bool(root.isfinite().all())]
+        gradients = self._gradients()
+        bad = [grad for grad in gradients if not bool(grad.isfinite().all())]
+        largest = max((float(grad.abs().max()) for grad in gradients if grad.numel()), default=0.0)
+        made_by = [watch.origin_of(tensor) for tensor in (bad_roots or bad)]
+        sinks = [origin for origin in made_by if origin is not None]
+        if not sinks and (bad_roots or bad):  # it reached them by ways that no operation shows
+            sinks = [event for event in watch.events if event.place.backward is not bool(bad_roots)] or [*watch.events]
+        return Outcome(watch, sinks, bool(bad_roots or bad), value, largest)
+
+    def _backward(self, loss: Any, scale: float) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            legal = "the loss, a tensor of one element that requires gradients, unless it runs backward passes itself"
+            raise TypeError(arguments.refusal("what forward() returned", loss, legal))
+        loss = loss.float() if loss.dtype in HALF_DTYPES else loss
+        gradient = None if scale == 1.0 else torch.full_like(loss, scale, requires_grad=False)
+        with region(self._context):
+            torch.autograd.backward(loss, gradient)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for update in self._updates:
+            with update.shards.local():
+                found += [grad.detach() for grad in update.gradients()]
+        return [_local(grad) for grad in found]
+
+
+def replayed_scale(optimizers: Sequence[OptimizerWrapper]) -> float:
+    """The loss scale to replay at: that of the last step where it was skipped, else the next one's; the smallest of them."""
+    scales = []
+    for optimizer in optimizers:
+        optimizer.settle()
+        last = optimizer.last_step
+        scales.append(optimizer.loss_scale if last is None or last.applied else last.loss_scale)
+    return min(scales)
+
+
+def _together(function: Callable[[], Any], agree: Callable[[bool], bool]) -> Any:
+    """Return what `function` returns. If it raises on any rank, raise on all: its own error, elsewhere `StoppedElsewhere`."""
+    try:
+        result = function()
+    except Exception:
+        agree(True)
+        raise
+    if agree(False):
+        # What comes next has collectives, in which this rank would wait for the one that is not there.
+        raise StoppedElsewhere
+    return result
+
+
+def _call(watch: Watch, function: Callable[[], Any]) -> Any:
+    """Call `function` under `watch`; what is above this on Python's stack is not the user's computation."""
+    # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
+    eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
+    with watch, eager:
+        return function()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def _names_of_memory(modules: Sequence[tuple[str, nn.Module]]) -> MemoryNames:
+    names = MemoryNames()
+    for label, module in modules:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            name = name.replace("_orig_mod.", "")  # of what torch.compile wraps around a module
+            names.add(_local(tensor), f"{label}.{name}" if label else name)
+    return names
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the user's class; `fully_shard` makes another one of it."""
+    kind = type(module)
+    own = kind.__bases__[-1]
+    return own.__name__ if kind.__name__ == f"FSDP{own.__name__}" else kind.__name__

@@ -1,0 +1,269 @@
+"""Skipped steps that are diagnosed by themselves: replayed from what the step's tape kept.
+
+`keep_fp32="auto"`: skipped steps are diagnosed, and a module that several begin in is pinned to float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.ground import arguments
+from booster.interface.model import CriterionWrapper, ModelWrapper, pins_of
+from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.tape import Call, Pass, Tape
+from booster.logging import get_dist_logger
+from booster.mixed_precision.keep_fp32 import SKIPS, WINDOW
+from booster.numerics.diagnosis.diagnose import diagnose
+from booster.numerics.diagnosis.diagnosis import Diagnosis
+from booster.numerics.diagnosis.meeting import RanksApart
+from booster.numerics.diagnosis.replay import Replay
+from booster.ranks import agreement
+from booster.ranks.communicate import exchange
+from booster.tensors.cast_regions import region
+from booster.update.backward import begin_backward, end_backward, run_backward
+from booster.update.outcome import StepResult
+
+_ADVICE = "To see all of it, pass the criterion to boost(), or call booster.diagnose(lambda: loss, optimizer)."
+_logger = get_dist_logger("booster.numerics")
+
+
+class SkipWatcher:
+    """Diagnoses steps that were skipped, the "first", "every" one or so many, and logs each as one WARNING.
+
+    make_replay: of a function that runs the passes of a step, for so many optimizers, at a loss scale. group: ranks that skip
+    together, and replay together. Whatever goes wrong in a replay is logged, and never ends the training, unless ranks were
+    left waiting for one another.
+    """
+
+    def __init__(
+        self,
+        diagnose: int | str,
+        make_replay: Callable[[Callable[[], Any], Sequence[OptimizerWrapper], float], Replay],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self.tape = Tape(device)
+        self.diagnoses: list[Diagnosis] = []
+        if isinstance(diagnose, str):
+            self._left = {"first": 1, "every": None}[arguments.choice("diagnose", diagnose, ("first", "every"))]
+        else:
+            self._left = arguments.count("diagnose", diagnose, what="of skipped steps", also="'first', 'every' or None")
+        self._make_replay, self._group, self._device = make_replay, group, device
+        self._waiting: dict[OptimizerWrapper, Callable[[], None]] = {}
+
+    def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
+        """Keep the calls of a boosted model and criterion, and diagnose the skipped steps of `optimizers`."""
+        for each in (model, criterion):
+            if isinstance(each, (ModelWrapper, CriterionWrapper)):
+                each.keep_calls(self.tape)
+        for optimizer in optimizers:
+            optimizer.listen(_Steps(self, optimizer))
+            if not optimizer.always_looks:
+                _logger.warning(
+                    "diagnose replays steps that are skipped, and without a loss scaler a step is skipped only where "
+                    "something looks at its gradients: after a clip, or with Booster(skip_nonfinite=True). A step on NaN "
+                    "that was not clipped is applied, and not diagnosed"
+                )
+
+    def keep_pipeline(self, run: Callable[[], Any], optimizers: Sequence[OptimizerWrapper]) -> Any:
+        """Return `run()`, the forward and backward passes of a pipeline, which can be run again as a whole."""
+        state = self.tape.random_state()
+        with self.tape.paused():
+            result = run()
+        self.tape.end_pipeline(run, optimizers, state)
+        return result
+
+    def after_step(self, optimizer: OptimizerWrapper, result: StepResult, decides_on_device: bool) -> None:
+        """A step is made or skipped; which of them may be known later."""
+        passes = self.tape.take(optimizer)
+        if not passes or result.decision is True:
+            return
+        if self._group is not None and decides_on_device:
+            # Whoever reads a counter settles the step, maybe one rank alone, and a replay is a collective.
+            self._waiting[optimizer] = lambda: self._settled(passes, result)
+        else:
+            optimizer.when_settled(lambda: self._settled(passes, result))
+
+    def before_step(self, optimizer: OptimizerWrapper) -> None:
+        """The next step of `optimizer` begins, on all ranks."""
+        if optimizer in self._waiting:
+            self._waiting.pop(optimizer)()
+
+    # ------------------------------------------------------------------ inside
+
+    def _settled(self, passes: list[Pass], result: StepResult) -> None:
+        if result.applied or self._left == 0:
+            return
+        if self._left is not None:
+            self._left -= 1
+            if self._left == 0:
+                self.tape.stop()
+        try:
+            found = self._diagnose(passes, result.loss_scale)
+        except RanksApart:
+            raise
+        except Exception as error:
+            _logger.warning(f"a skipped step could not be replayed: {type(error).__name__}: {error}")
+            return
+        self.diagnoses.append(found)
+        _logger.warning(f"a step was skipped. {found}", ranks=[0])
+
+    def _diagnose(self, passes: list[Pass], scale: float) -> Diagnosis:
+        whole = all(each.run is not None or (each.link is not None and not _is_cut(each)) for each in passes)
+        whole = not agreement.largest(float(not whole), self._group)
+        written = any(call.was_written_to for each in passes for call in each.calls)
+        written = bool(agreement.largest(float(written), self._group))
+        notes = ["An input was written to in place since, so the replay may differ from the step."] if written else []
+        with self.tape.paused():
+            replay = self._make_replay(lambda: _again(passes, whole, scale), passes[0].optimizers, scale)
+            found = diagnose(replay, group=self._group, device=self._device)
+        if not whole:
+            notes.append(f"What computes the loss is not in the replay. {_ADVICE}")
+            if found.kind is None:
+                found = dataclasses.replace(found, **_outside(passes))
+        certain = found.certain and not written
+        return dataclasses.replace(found, certain=certain, notes=(*found.notes, *notes))
+
+
+class _Steps:
+    """Tells the watcher of one optimizer's steps; see `StepListener`."""
+
+    def __init__(self, watcher: SkipWatcher, optimizer: OptimizerWrapper) -> None:
+        self._watcher, self._optimizer = watcher, weakref.ref(optimizer)
+
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        pass
+
+    def before_step(self, update: Any, number: int) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._watcher.before_step(optimizer)
+
+    def after_step(self, update: Any, number: int, result: StepResult) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self._watcher.after_step(optimizer, result, update.decides_on_device)
+
+
+def _is_cut(of: Pass) -> bool:
+    """Return whether something outside of the calls lies between them."""
+    return any(call.loose for call in of.calls)
+
+
+def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
+    """Run the passes of a step once more. Returns the last loss, or, where losses are not known, what the models returned."""
+    result: Any = None
+    for each in passes:
+        updates = updates_of(each.optimizers)
+        context = each.optimizers[0].backward_context
+        if each.run is not None:
+            result = each.run()
+            continue
+        made: dict[Call, list[torch.Tensor]] = {}
+        for call in each.calls:
+            made[call] = call.again(made, linked=whole)
+        if whole and each.link is not None:
+            result = each.link.of(made[each.link.call])
+            run_backward(result, updates, context, divisor=each.divisor)
+            continue
+        roots = [(made[call][number], grad) for call in each.calls for number, grad in call.grads.items()]
+        this, now = begin_backward(updates)
+        with region(context):
+            torch.autograd.backward(
+                [root for root, _ in roots],
+                [torch.nan_to_num(grad * (now / scale), 0.0, 0.0, 0.0) for _, grad in roots],
+            )
+        end_backward(this, None)
+        result = [root for root, _ in roots]
+    return result
+
+
+def _outside(passes: list[Pass]) -> dict[str, Any]:
+    """What can be said of a step whose models and criteria made nothing bad."""
+    for index, each in enumerate(passes):
+        loss = None if each.loss is None else each.loss.double()
+        if loss is not None and not bool(loss.isfinite().all()):
+            text = f"What the model returned is finite; what computes the loss from it made it {float(loss):g}."
+            return {"kind": "loss", "direction": "loss", "loss": float(loss), "micro_batch": index, "notes": (text,)}
+        if any(not bool(grad.isfinite().all()) for call in each.calls for grad in call.grads.values()):
+            text = "The loss is finite, and the gradient that came back from it to the model's output is not."
+            return {"kind": "loss", "direction": "backward", "micro_batch": index, "notes": (text,)}
+    return {}
+
+
+_COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model
+
+
+class PinningWatcher(SkipWatcher):
+    """Diagnoses every skipped step, as `SkipWatcher` does, and tells the pins of the model in which it began.
+
+    models: the boosted ones by label, as diagnoses name their modules. All ranks of `group` pin alike: where they do not
+    name one and the same module, none does.
+    """
+
+    def __init__(
+        self,
+        models: Callable[[], Mapping[str, ModelWrapper]],
+        make_replay: Callable[[Callable[[], Any], Sequence[OptimizerWrapper], float], Replay],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__("every", make_replay, group, device)
+        self._models = models
+
+    def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
+        """As `SkipWatcher.follow`. Raises ValueError for a second model of one class, which names would not tell apart."""
+        kinds = [type(each.unwrap()).__name__ for each in self._models().values()]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(
+                f"keep_fp32='auto' names modules of models by the class of the model, and two of these are alike: {kinds}; use "
+                "a Booster for each"
+            )
+        super().follow(model, criterion, optimizers)
+
+    # ------------------------------------------------------------------ inside
+
+    def _settled(self, passes: list[Pass], result: StepResult) -> None:
+        before = len(self.diagnoses)
+        super()._settled(passes, result)
+        if result.applied:
+            return
+        own = culprit(self.diagnoses[-1]) if len(self.diagnoses) > before else ""
+        own = own.replace(_COMPILED, "")
+        told = {data.decode() for data in exchange(own.encode(), self._group)}
+        if len(told) > 1 or not own:
+            return
+        optimizer = passes[0].optimizers[0]
+        step = optimizer.num_applied + optimizer.num_skipped
+        for label, model in self._models().items():
+            name = own.removeprefix(f"{label}.") if label else own
+            if label and name == own:
+                continue
+            pins = pins_of(model)
+            if pins is not None and pins.note(name, step):
+                _logger.warning(
+                    f"{own} computes in float32 from now on (keep_fp32='auto'): {SKIPS} skipped steps within {WINDOW}, the "
+                    f"last of them {step}, began there. Checkpoints keep it; a new run has it from the start with "
+                    f"keep_fp32=[{name!r}, 'auto']",
+                    ranks=[0],
+                )
+
+
+def culprit(found: Diagnosis) -> str:
+    """Return the module that `found` blames and float32 would help; "" where there is none.
+
+    The innermost module with which, computed in float32, the replay was finite; where no single module was enough, because
+    several overflow, that of the first overflow. None for bad data or weights, and where a smaller loss scale is enough.
+    """
+    if found.kind not in ("overflow", "operation"):
+        return ""
+    for name in reversed(found.modules):
+        if f"finite with keep_fp32={name!r}" in found.remedies:
+            return name
+    return found.module if found.kind == "overflow" else ""

@@ -1,0 +1,383 @@
+"""Writing down what a run does, step by step, without making it wait.
+
+The records that one Booster is writing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from booster.ground import arguments
+from booster.ground.device import HostCopy
+from booster.ground.installed import version_of
+from booster.interface.model import ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper
+from booster.mixed_precision import MixedPrecision
+from booster.numerics.record.activations import Activations, Taken, check_patterns
+from booster.numerics.record.run import SCHEMA, LineFile
+from booster.numerics.record.samples import Sample
+from booster.plugin import Plugin
+from booster.ranks.coordinator import DistCoordinator
+from booster.update.base import Update
+from booster.update.outcome import StepResult
+
+_logger = logging.getLogger(__name__)
+Line = dict[str, Any]
+Tracker = Callable[[dict[str, float], int], Any]
+
+_MOST_WAITING = 64
+
+
+class Record:
+    """A record that is being written: `Booster.record` makes it, and every optimizer step adds to it.
+
+    Nothing in a step waits for a device: numbers that live on one are copied while training goes on, and their lines are
+    written some steps later. The reasons for a skip are read from the device when its line is written. A context manager:
+    leaving it closes the record.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        precision: MixedPrecision,
+        plugin: Plugin,
+        device: torch.device,
+        every: int | None = None,
+        activations: Sequence[str] = (),
+        tracker: Tracker | None = None,
+    ) -> None:
+        self.folder = folder
+        self.every = every
+        self.activations = Activations(activations) if activations and every is not None else None
+        self._sampled_next: dict[str, bool] = {}
+        self._policy = precision.policy
+        self._group = plugin.group
+        ranks = DistCoordinator()
+        self._file = LineFile(folder, ranks.rank)
+        self._file.write([_header(ranks, precision, plugin, device)])
+        self._tracker = tracker
+        self._number = 0
+        self._waiting: deque[_Waiting] = deque()
+        self.latest: dict[str, float] = {}
+        """The numbers of the last step written, by name, as a tracker gets them."""
+        self._close = weakref.finalize(self, _finish, self._file, self._waiting)
+
+    def attach(self, optimizer: OptimizerWrapper) -> None:
+        """Write down what `optimizer` does from now on, under its number, from 0."""
+        optimizer.listen(_Track(self, str(self._number)))
+        self.expect(str(self._number), self.every is not None)
+        self._number += 1
+
+    def attach_model(self, model: ModelWrapper) -> None:
+        """Count what the modules of `model` that were asked for return from now on."""
+        if self.activations is not None:
+            self.activations.attach(model)
+
+    def expect(self, name: str, sampled: bool) -> None:
+        """Whether the next step of the optimizer `name` is sampled."""
+        self._sampled_next[name] = sampled
+        if self.activations is not None:
+            self.activations.on = any(self._sampled_next.values())
+
+    def looks_at(self, update: Update, number: int, first: bool) -> bool:
+        """Whether gradients and weights are sampled in this step. Where all ranks hold the same, one of them does it."""
+        if self.closed or self.every is None or not (first or number % self.every == 0):
+            return False
+        return update.shards.sharded or self._group is None or dist.get_rank(self._group) == 0
+
+    def format_of(self, update: Update, param: torch.Tensor) -> torch.dtype:
+        """The dtype in which backward passes compute the gradient of `param`, as far as the precision tells."""
+        policy = self._policy
+        if param.dtype != torch.float32:
+            return param.dtype
+        if policy.compute is not None:
+            return policy.compute
+        if (
+            policy.param is not None
+        ):  # a float32 weight under it is a kept one, or the shard of one that is gathered in half
+            return policy.param if update.shards.sharded else param.dtype
+        return torch.float16 if update.scaler.enabled else param.dtype
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
+    def flush(self) -> None:
+        """Write all steps made so far. Waits for the device."""
+        self._settle(wait=True)
+
+    def close(self) -> None:
+        """Write all steps made so far and close the file; later steps are not written. Waits for the device."""
+        if not self.closed:
+            self.flush()
+            self._close()
+        if self.activations is not None:
+            self.activations.close()
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def add(self, waiting: _Waiting) -> None:
+        """Write what is `waiting` as soon as its numbers are there."""
+        if self.closed:
+            return
+        self._waiting.append(waiting)
+        self._settle(wait=False)
+
+    def _settle(self, *, wait: bool) -> None:
+        while self._waiting and (wait or len(self._waiting) > _MOST_WAITING or self._waiting[0].ready()):
+            lines = self._waiting.popleft().lines()
+            try:
+                self._file.write(lines)
+            except OSError as error:  # as of a full disk
+                self._stop(error)
+                return
+            for line in lines:
+                if line["kind"] == "step":
+                    self.latest = flat(line)
+                    if self._tracker is not None:
+                        self._tracker(dict(self.latest), line["step"])
+
+    def _stop(self, error: OSError) -> None:
+        """Close the file, say why, and let the training go on."""
+        _logger.warning("the record in %s ends here, and training goes on: %s", self.folder, error)
+        self._close.detach()
+        self._waiting.clear()
+        self._file.close()
+        if self.activations is not None:
+            self.activations.close()
+
+
+class _Waiting:
+    """Lines of one step whose numbers may be on their way from a device.
+
+    line: what is known. numbers: 0-dim tensors by key. result: asked, once they are there, for what only a skip has.
+    sample: of this step, if there is one.
+    """
+
+    def __init__(
+        self, line: Line, numbers: Mapping[str, torch.Tensor], result: StepResult, sample: _Sampled | None
+    ) -> None:
+        self._line = line
+        self._keys = list(numbers)
+        self._copies = [HostCopy(packed) for packed in _packed(list(numbers.values()))]
+        self._result = result
+        self._sample = sample
+
+    def ready(self) -> bool:
+        return all(copy.ready() for copy in self._copies) and (self._sample is None or self._sample.ready())
+
+    def lines(self) -> list[Line]:
+        values = [value for copy in self._copies for value in copy.tensor().tolist()]
+        line = {**self._line, **dict(zip(self._keys, values, strict=True))}
+        result = self._result
+        line["applied"] = result.applied
+        for key in ("loss_scale", "grad_norm"):
+            if key not in line:
+                line[key] = getattr(result, key)
+        if result.num_zeros_in_grad is not None:
+            line["num_zeros_in_grad"] = result.num_zeros_in_grad
+        if not result.applied:
+            line["reason"], line["culprit"] = result.skipped_reason, list(result.culprit)
+        if line.get("clip") == 1.0:
+            del line["clip"]
+        if self._sample is None:
+            return [line]
+        place = {key: line[key] for key in ("optimizer", "step")}
+        return [line, *({**sample, **place} for sample in self._sample.lines(line["applied"]))]
+
+
+class _Sampled(NamedTuple):
+    """What was looked at in one step."""
+
+    gradients: Sample
+    activations: Taken | None
+
+    def ready(self) -> bool:
+        return self.gradients.ready() and (self.activations is None or self.activations.ready())
+
+    def lines(self, applied: bool) -> list[Line]:
+        return self.gradients.lines(applied) + ([] if self.activations is None else self.activations.lines())
+
+
+class _Track:
+    """What listens to one optimizer; see `StepListener`."""
+
+    def __init__(self, record: Record, name: str) -> None:
+        self._record = record
+        self._name = name
+        self._losses: list[torch.Tensor] = []
+        self._clip: Any = None
+        self._sample: _Sampled | None = None
+        self._first = True
+
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        if loss is not None and not self._record.closed:
+            self._losses.append(loss)
+
+    def before_step(self, update: Update, number: int) -> None:
+        self._clip = update.carried[1]
+        record = self._record
+        if record.looks_at(update, number, self._first):
+            sample = Sample(update, lambda param: record.format_of(update, param))
+            taken = None if record.activations is None else record.activations.take(update.carried[2])
+            self._sample = _Sampled(sample, taken)
+        self._first = False
+
+    def after_step(self, update: Update, number: int, result: StepResult) -> None:
+        losses, self._losses = self._losses, []
+        clip, self._clip = self._clip, None
+        sample, self._sample = self._sample, None
+        if self._record.closed:
+            return
+        if sample is not None:
+            sample.gradients.after(result.decision)
+        self._record.expect(self._name, self._record.looks_at(update, number + 1, False))
+        line: Line = {"kind": "step", "optimizer": self._name, "step": number, "time": time.time()}
+        numbers: dict[str, Any] = {**({} if clip is None else {"clip": clip}), **result.pending}
+        if len(losses) == 1:
+            numbers["loss"] = losses[0]
+        elif losses:
+            numbers["loss"] = _mean(losses)
+        elif isinstance(result.loss, (float, torch.Tensor)):  # that of a closure
+            numbers["loss"] = result.loss
+        for key, value in list(numbers.items()):
+            if not isinstance(value, torch.Tensor):
+                line[key] = float(numbers.pop(key))
+            elif value.numel() != 1:
+                del numbers[key]
+            elif value.is_cpu and key not in result.pending:  # which waits for nothing
+                line[key] = numbers.pop(key).item()
+        line["lr"] = [group.get("lr") for group in update.optimizer.param_groups]
+        if any(isinstance(rate, torch.Tensor) for rate in line["lr"]):
+            tensors = [rate for rate in line["lr"] if isinstance(rate, torch.Tensor)]
+            line["lr"] = [float(rate) for rate in line["lr"]] if not any(r.is_cuda for r in tensors) else None
+        self._record.add(_Waiting(line, numbers, result.without_loss(), sample))
+
+
+def _header(ranks: DistCoordinator, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> Line:
+    return {
+        "kind": "run",
+        "schema": SCHEMA,
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "time": time.time(),
+        "precision": repr(precision),
+        "plugin": type(plugin).__name__,
+        "format": str(precision.policy.compute or precision.policy.param or torch.float32).removeprefix("torch."),
+        "device": str(device),
+        "booster": version_of("booster-amp"),
+        "torch": str(torch.__version__),
+    }
+
+
+def flat(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a step's line by name, for trackers: no texts, no lists; `applied` is 1 or 0."""
+    numbers = {
+        key: float(line[key]) for key in ("loss", "loss_scale", "grad_norm", "clip") if line.get(key) is not None
+    }
+    numbers["applied"] = float(line["applied"])
+    rates = line.get("lr") or []
+    numbers.update({"lr" if len(rates) == 1 else f"lr/{index}": float(rate) for index, rate in enumerate(rates)})
+    prefix = "" if line["optimizer"] == "0" else f"optimizer {line['optimizer']}/"
+    return {f"{prefix}{key}": value for key, value in numbers.items()}
+
+
+def _packed(numbers: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`numbers` as few tensors, so that few copies leave a device."""
+    if not numbers:
+        return []
+    devices = {number.device for number in numbers}
+    if len(devices) > 1:
+        return [number.detach().double().reshape(1) for number in numbers]
+    return [torch.stack([number.detach().double().reshape(()) for number in numbers])]
+
+
+def _mean(losses: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([loss.double().reshape(()) for loss in losses]).mean()
+
+
+def _finish(file: LineFile, waiting: deque[_Waiting]) -> None:
+    """Write what waits and close, also where nobody closed the record before the interpreter ends."""
+    try:
+        while waiting:
+            file.write(waiting.popleft().lines())
+    except OSError as error:
+        _logger.warning("the last lines of the record in %s are not written: %s", file.path.parent, error)
+    file.close()
+
+
+class Records:
+    """Opens records, and attaches to each what is boosted before and after. See `Booster.record`."""
+
+    def __init__(self, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> None:
+        self._precision, self._plugin, self._device = precision, plugin, device
+        self._open: list[Record] = []
+
+    def open(
+        self,
+        folder: str | os.PathLike[str],
+        models: Sequence[ModelWrapper],
+        optimizers: Iterable[OptimizerWrapper],
+        *,
+        every: int | None,
+        activations: str | Sequence[str],
+        tracker: Tracker | None,
+    ) -> Record:
+        """Begin a record of `models` and `optimizers`."""
+        root = arguments.path("folder", folder)
+        every = None if every is None else arguments.count("every", every, what="of steps", also="None for never")
+        patterns = [activations] if isinstance(activations, str) else activations
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) and p.strip() for p in patterns):
+            raise TypeError(arguments.refusal("activations", activations, "a name of modules, or several in a list"))
+        if patterns and every is None:
+            raise ValueError(
+                f"activations={activations!r} are looked at in samples, and every=None takes none; pass a number"
+            )
+        if tracker is not None:
+            arguments.function("tracker", tracker, "a function of the numbers by name and of the step", also="None")
+        self._open = [record for record in self._open if not record.closed]
+        if any(record.folder.resolve() == root.resolve() for record in self._open):
+            raise ValueError(
+                f"this Booster records in {root} already; close that record first, or choose another folder"
+            )
+        if patterns and models:
+            check_patterns(patterns, models)
+        record = Record(
+            root,
+            precision=self._precision,
+            plugin=self._plugin,
+            device=self._device,
+            every=every,
+            activations=patterns,
+            tracker=tracker,
+        )
+        _attach(record, models, optimizers)
+        self._open.append(record)
+        return record
+
+    def follow(self, model: ModelWrapper, criterion: Any, optimizers: Iterable[OptimizerWrapper]) -> None:
+        """Write down what these do too, in every record that is open."""
+        for record in self._open:
+            _attach(record, [model], optimizers)
+
+
+def _attach(record: Record, models: Iterable[ModelWrapper], optimizers: Iterable[OptimizerWrapper]) -> None:
+    for optimizer in optimizers:
+        record.attach(optimizer)
+    for model in models:
+        record.attach_model(model)

@@ -1,0 +1,407 @@
+"""A record read back: the files of all ranks as one run.
+
+The files of a record: one for each rank, a JSON object on each line.
+
+Each line has a `kind`:
+
+- `run`: a process began to write. `schema`, `rank`, `world_size`, precision, plugin, versions; lines of this process follow.
+- `step`: one optimizer step. `optimizer`, `step` (from 1), `time` (seconds since 1970), `applied`, `loss_scale`, and where
+  known `loss`, `grad_norm`, `clip` (the factor of a clip, where it was not 1), `lr` of each group, and of a skip `reason`
+  and `culprit`.
+- `sample`: one tensor, looked at in one step; see `booster.numerics.record.samples`.
+
+Readers pass over kinds and keys that they do not know. `schema` counts up where old readers would misread a file.
+
+The form of a record's lines: what a reader may take for granted of each key, whoever wrote the file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from booster.ground import arguments
+from booster.ground.foreign_files import open_regular, parse_json
+from booster.model.modules import printable
+from booster.numerics.record.underflow import Underflow, merge
+
+_MOST = 2**63
+_LAST_YEAR = 2**37  # seconds since 1970: the year 6325
+_MOST_COUNTS = 256  # exponents of float32
+_LOWEST, _HIGHEST = -2400, 2400  # exponents of float64, times a loss scale
+_FORMATS = ("float16", "bfloat16", "float32", "float64")
+
+Check = Callable[[Any], bool]
+
+
+def held_to_form(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `line` without the lists and objects of keys that readers do not know.
+
+    Raises ValueError that names the key, where a known one is missing or holds what no line of its kind holds.
+    """
+    kind = line["kind"]
+    if not isinstance(kind, str):
+        raise ValueError(f"its kind is {_shown(kind)}, and no text")
+    required, optional = _FORMS.get(kind, ({}, {}))
+    missing = required.keys() - line.keys()
+    if missing:
+        raise ValueError(f"a line of the kind {kind} needs {', '.join(sorted(missing))}")
+    known = {**required, **optional}
+    for key, value in line.items():
+        if key in known and not known[key][0](value):
+            raise ValueError(f"{key} is {_shown(value)}, and not {known[key][1]}")
+    return {key: value for key, value in line.items() if key in known or not isinstance(value, (dict, list))}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value) if not isinstance(value, int) or abs(value) < 2**64 else "a number of more than 64 bits"
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _whole(least: int, most: int) -> tuple[Check, str]:
+    return lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}"
+
+
+def _number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= _MOST)
+
+
+def _finite(value: Any) -> bool:
+    return _number(value) and math.isfinite(value)
+
+
+def _counts(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > _MOST_COUNTS:
+        return False
+    return all(_COUNT[0](count) for count in value) and (not value or any(value))
+
+
+_TEXT: tuple[Check, str] = (lambda value: isinstance(value, str), "a text")
+_TEXTS: tuple[Check, str] = (
+    lambda value: isinstance(value, list) and all(isinstance(entry, str) for entry in value),
+    "a list of texts",
+)
+_NUMBER: tuple[Check, str] = (_number, "a number")
+_STEP = _whole(0, 2**53)
+_COUNT = _whole(0, _MOST)
+_TIME: tuple[Check, str] = (lambda value: _finite(value) and 0 <= value <= _LAST_YEAR, "a time in seconds since 1970")
+_RATES: tuple[Check, str] = (
+    lambda value: isinstance(value, list) and all(rate is None or _finite(rate) for rate in value),
+    "a list of numbers",
+)
+_BINS: tuple[Check, str] = (_counts, f"a list of at most {_MOST_COUNTS} counts that are not all zero")
+_FORMAT: tuple[Check, str] = (lambda value: value in _FORMATS, f"one of {', '.join(_FORMATS)}")
+
+_FORMS: dict[str, tuple[dict[str, tuple[Check, str]], dict[str, tuple[Check, str]]]] = {
+    "run": (
+        {},
+        {
+            "schema": _whole(0, 2**31),
+            "rank": _whole(0, 2**31),
+            "world_size": _whole(1, 2**31),
+            "time": _TIME,
+            **dict.fromkeys(("precision", "plugin", "format", "device", "booster", "torch"), _TEXT),
+        },
+    ),
+    "step": (
+        {"optimizer": _TEXT, "step": _STEP, "time": _TIME, "applied": (lambda value: type(value) is bool, "a boolean")},
+        {
+            **dict.fromkeys(("loss", "loss_scale", "grad_norm", "clip"), _NUMBER),
+            "lr": _RATES,
+            "reason": _TEXT,
+            "culprit": _TEXTS,
+        },
+    ),
+    "sample": (
+        {
+            **dict.fromkeys(("optimizer", "of", "name"), _TEXT),
+            "step": _STEP,
+            "format": _FORMAT,
+            **dict.fromkeys(("scale", "largest"), _NUMBER),
+            **dict.fromkeys(("zeros", "nonfinite"), _COUNT),
+            "low": _whole(_LOWEST, _HIGHEST),
+            "counts": _BINS,
+        },
+        {
+            **dict.fromkeys(("place", "group", "still", "looked"), _COUNT),
+            "copies": _whole(1, 2**31),
+            "stored": _TEXT,
+            **dict.fromkeys(("norm", "update_norm", "weight_norm"), _NUMBER),
+        },
+    ),
+}
+
+
+SCHEMA = 1
+_LONGEST = 2**23  # bytes of a line
+_NONFINITE = {math.inf: "inf", -math.inf: "-inf"}
+_FROM_TEXT = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+NUMBERS = ("loss", "loss_scale", "grad_norm", "clip", "norm", "largest", "scale", "update_norm", "weight_norm")
+"""Keys whose value is a number, and a text where it is not finite, which JSON cannot say."""
+
+
+class Torn(NamedTuple):
+    """A line that a kill cut short."""
+
+    file: Path
+    line: int
+
+
+class LineFile:
+    """One rank's file, to append to. Each line is handed to the system at once, so that a kill of the process loses none."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"rank-{rank:05d}.jsonl"
+        # A link that somebody else put there would have its target written to.
+        links = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        if self.path.is_symlink():
+            raise OSError(f"{self.path} is a link, which a record does not write through; remove it")
+        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | links, 0o644)
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            self.close()
+            raise OSError(f"{self.path} is no regular file, so no record can be written to it")
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # the last line of a process that was killed
+            os.write(self._file, b"\n")
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append `lines`. Raises OSError where the disk is full."""
+        if self._file is None:
+            return
+        data = "".join(_encoded(line) + "\n" for line in lines).encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        """Close the file; what is written later is dropped."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """Return the files of a record, by rank."""
+    return sorted(folder.glob("rank-*.jsonl"))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any] | Torn]:
+    """Yield the lines of one file, with a `Torn` in place of each that a kill cut short.
+
+    Such a line is the last one, or followed by that of a new process. Raises ValueError for any other damage, and for a
+    schema of a later version. A line has at most 8 MiB, and is held to its form, so that what reads on need not ask.
+    """
+    torn: Torn | None = None
+    with open_regular(path) as file:
+        for number in itertools.count(1):
+            text = file.readline(_LONGEST + 1)
+            if not text:
+                break
+            if len(text) > _LONGEST:
+                raise ValueError(
+                    f"line {number} of {path} has more than {_LONGEST} bytes, which no line of a record has"
+                )
+            if not text.strip():
+                continue
+            line = _decoded(text)
+            if torn is not None and (line is None or line.get("kind") != "run"):
+                raise ValueError(
+                    f"line {torn.line} of {path} is not a line of a record, and others of the same process follow it, so the "
+                    "file was changed or damaged. Remove that line to read the rest"
+                )
+            torn = Torn(path, number) if line is None else None
+            if torn is not None:
+                yield torn
+                continue
+            assert line is not None
+            try:
+                line = held_to_form(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} of {path} is not as a record writes it: {error}") from error
+            if line["kind"] == "run" and line.get("schema", 0) > SCHEMA:
+                raise ValueError(
+                    f"{path} was written by a later version of booster (schema {line['schema']}, this one reads {SCHEMA}); "
+                    "upgrade booster to read it"
+                )
+            yield line
+
+
+def as_json(value: Any) -> Any:
+    """Return `value`, of plain containers, with texts in place of numbers that are not finite, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: as_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(entry) for entry in value]
+    return _plain(value)
+
+
+def _encoded(line: Mapping[str, Any]) -> str:
+    plain = {key: _plain(value) for key, value in line.items() if value is not None}
+    return json.dumps(plain, separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return _NONFINITE.get(value, "nan")
+    return value
+
+
+def _decoded(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = parse_json(text)
+        if b"\\" in text or not text.decode().rstrip("\r\n").isprintable():
+            line = _printable(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or "kind" not in line:
+        return None
+    for key in NUMBERS:
+        if isinstance(line.get(key), str):
+            line[key] = _FROM_TEXT.get(line[key], math.nan)
+    return line
+
+
+def _printable(value: Any) -> Any:
+    """`value` with its texts as a terminal may show them."""
+    if isinstance(value, dict):
+        return {printable(key): _printable(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_printable(entry) for entry in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+_MOST_RANKS = 16  # that are named
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, of all ranks together.
+
+    loss: the mean over the ranks that computed one; None where none did. grad_norm, clip: None where the step did not look at
+    its gradients, or nothing was clipped. culprit: parameters whose gradients were not finite, of all ranks.
+    """
+
+    number: int
+    applied: bool
+    time: float
+    loss: float | None
+    loss_scale: float
+    grad_norm: float | None
+    clip: float | None
+    lr: tuple[float, ...]
+    reason: str | None
+    culprit: tuple[str, ...]
+
+
+@dataclass
+class Run:
+    """What `read_run` found. steps, samples: by optimizer, in order. about: of the last process that wrote. notes: what is not
+    as it should be, such as a line that a kill cut short, as sentences."""
+
+    folder: Path
+    about: dict[str, Any]
+    steps: dict[str, list[Step]] = field(default_factory=dict)
+    samples: dict[str, list[Underflow]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def read_run(folder: Any) -> Run:
+    """Read the record in `folder`, all ranks merged; a step that was made again after a resume counts as made last.
+
+    Files of ranks on several machines are copied into one folder first. Raises FileNotFoundError where there is no record,
+    and ValueError for a damaged one; a last line that a kill cut short is left out and noted.
+    """
+    root = arguments.path("folder", folder)
+    files = rank_files(root)
+    if not files:
+        raise FileNotFoundError(f"there is no record in {root}; Booster.record(folder) writes files named rank-*.jsonl")
+    ranks = [_RankFile(path) for path in files]
+    about = ranks[0].about
+    run = Run(root, about)
+    for rank in ranks:
+        run.notes += rank.notes
+    num_ranks, here = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
+    missing = list(islice((rank for rank in range(num_ranks) if rank not in here), _MOST_RANKS))
+    if missing:
+        more = num_ranks - sum(0 <= rank < num_ranks for rank in here) - len(missing)
+        others = f" and {more} more" if more else ""
+        run.notes.append(f"the files of ranks {missing}{others} are not here; what follows is of the others")
+    for name in dict.fromkeys(name for rank in ranks for name in rank.steps):
+        lines: dict[int, list[Mapping[str, Any]]] = {}
+        for rank in ranks:
+            for number, line in rank.steps.get(name, {}).items():
+                lines.setdefault(number, []).append(line)
+        run.steps[name] = [_merged(number, lines[number]) for number in sorted(lines)]
+    parts: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for rank in ranks:
+        for key, line in rank.samples.items():
+            parts.setdefault(key, []).append(line)
+    for key in sorted(parts, key=lambda key: (*key[:3], parts[key][0].get("place", 0))):
+        run.samples.setdefault(key[0], []).append(merge(parts[key]))
+    return run
+
+
+class _RankFile:
+    """The lines of one rank's file; of steps made twice the later."""
+
+    def __init__(self, path: Path) -> None:
+        self.about: dict[str, Any] = {}
+        self.steps: dict[str, dict[int, dict[str, Any]]] = {}
+        self.samples: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self.notes: list[str] = []
+        again = processes = 0
+        for line in read_lines(path):
+            if isinstance(line, Torn):
+                self.notes.append(f"line {line.line} of {line.file.name} was cut short, as by a kill; it is left out")
+                continue
+            if line["kind"] == "run":
+                self.about, processes = line, processes + 1
+            elif line["kind"] == "step":
+                of = self.steps.setdefault(line["optimizer"], {})
+                again += line["step"] in of
+                of[line["step"]] = line
+            elif line["kind"] == "sample":
+                self.samples[line["optimizer"], line["step"], line["of"], line["name"]] = line
+        if not self.about:
+            raise ValueError(f"{path} does not begin with the line of a run, so it is no file of a record")
+        if processes > 1 or again:
+            twice = f", and {again} steps were made again; the later ones count" if again else ""
+            self.notes.append(f"{path.name} was written by {processes} processes in turn{twice}")
+
+
+def _merged(number: int, lines: list[Mapping[str, Any]]) -> Step:
+    first = lines[0]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    return Step(
+        number=number,
+        applied=all(line["applied"] for line in lines),
+        time=first["time"],
+        loss=math.fsum(loss / len(losses) for loss in losses)
+        if losses and all(map(math.isfinite, losses))
+        else _odd(losses),
+        loss_scale=first.get("loss_scale", 1.0),
+        grad_norm=_first(line.get("grad_norm") for line in lines),
+        clip=_first(line.get("clip") for line in lines),
+        lr=tuple(rate for rate in first.get("lr") or () if rate is not None),
+        reason=_first(line.get("reason") for line in lines),
+        culprit=tuple(dict.fromkeys(name for line in lines for name in line.get("culprit", ()))),
+    )
+
+
+def _odd(losses: list[float]) -> float | None:
+    """The mean of `losses`, of which some are not finite."""
+    return sum(losses) / len(losses) if losses else None
+
+
+def _first(values: Iterable[Any]) -> Any:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,287 @@
+"""One look at the gradients of an optimizer before a step, and at what the step did to its weights.
+
+A line of kind `sample` has, for one parameter, or this rank's part of one:
+
+- `of` "gradient", `name`, `group`, `place` among all parameters of the optimizer, `copies` (ranks that hold the same), and
+  `format`, in which the backward pass computed;
+- `scale`: the loss scale of the backward pass; `zeros`, `nonfinite`, `low` and `counts` of the gradient times that scale, see
+  `Exponents`; `largest`: its largest magnitude; `norm`: of the gradient without the scale;
+- of an applied step `stored` (the format that keeps the weight), `weight_norm`, `update_norm`, and `still` of `looked`: of so
+  many elements, evenly spread, with a gradient that is not zero, so many did not change at all.
+
+How the magnitudes of numbers are spread: counts by binary exponent, taken on any device without waiting for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from booster.ground.device import HostCopy
+from booster.masters.formats import Kahan, Nearest
+from booster.masters.keeps import KeepsMasters
+from booster.tensors.flat import flat_like, is_dense
+from booster.update.base import Update
+
+_BIAS = 127  # of float32
+_CHUNK = 2**22  # elements; what is needed besides is 8 bytes for each, and counts of float32 are exact up to 2**24
+NUM_COUNTS = 257
+"""Elements of what `count_exponents` returns: 256 exponents of float32, and the zeros."""
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """Counts of numbers by magnitude: `counts[i]` of them lie from 2**(low + i) to below 2**(low + i + 1).
+
+    zeros and nonfinite ones are counted apart. Numbers below 2**-126 count as of 2**-127. Counts are whole unless ranks
+    that hold copies were merged.
+    """
+
+    zeros: float = 0
+    nonfinite: float = 0
+    low: int = 0
+    counts: tuple[float, ...] = ()
+
+    @property
+    def total(self) -> float:
+        return self.zeros + self.nonfinite + sum(self.counts)
+
+    @property
+    def highest(self) -> int | None:
+        """The exponent of the largest finite number; None where all are zero."""
+        return self.low + len(self.counts) - 1 if self.counts else None
+
+    def below(self, bound: float) -> float:
+        """How many are smaller than 2**bound and not zero. A bin that `bound` divides counts in proportion."""
+        found = 0.0
+        for place, count in enumerate(self.counts):
+            found += count * min(1.0, max(0.0, bound - self.low - place))
+        return found
+
+    def __add__(self, other: Exponents) -> Exponents:
+        if not self.counts or not other.counts:
+            low, counts = (self.low, self.counts) if self.counts else (other.low, other.counts)
+        else:
+            low = min(self.low, other.low)
+            summed = [0.0] * (max(self.low + len(self.counts), other.low + len(other.counts)) - low)
+            for each in (self, other):
+                for place, count in enumerate(each.counts):
+                    summed[each.low - low + place] += count
+            counts = tuple(summed)
+        return Exponents(self.zeros + other.zeros, self.nonfinite + other.nonfinite, low, counts)
+
+    def __mul__(self, weight: float) -> Exponents:
+        if weight == 1:
+            return self
+        return Exponents(self.zeros * weight, self.nonfinite * weight, self.low, tuple(c * weight for c in self.counts))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for a line of a record."""
+        return {"zeros": self.zeros, "nonfinite": self.nonfinite, "low": self.low, "counts": list(self.counts)}
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> Exponents:
+        """Read what `as_dict` gave."""
+        return cls(line["zeros"], line["nonfinite"], line["low"], tuple(line["counts"]))
+
+
+def count_exponents(values: torch.Tensor) -> torch.Tensor:
+    """Count `values`, of any real floating dtype, by exponent as float32; shape (NUM_COUNTS,), int64, on their device.
+
+    Waits for no device. Cost: on CPU about 2 ns an element, on one core.
+    """
+    counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device=values.device)
+    for chunk in values.detach().reshape(-1).split(_CHUNK):
+        bits = chunk.float().view(torch.int32)
+        exponents = (bits >> 23) & 0xFF
+        if values.is_cpu:
+            counts[:256] += torch.bincount(exponents, minlength=256)
+        else:  # bincount would wait, to learn the largest
+            counts[:256] += torch.histc(exponents.float(), 256, 0, 256).long()
+        counts[256] += chunk.numel() - chunk.count_nonzero()
+    return counts
+
+
+def exponents_of(counts: list[float]) -> Exponents:
+    """Return what the numbers of `count_exponents` say."""
+    zeros = counts[256]
+    by_exponent = [int(count) for count in counts[:255]]
+    by_exponent[0] -= int(zeros)
+    present = [place for place, count in enumerate(by_exponent) if count]
+    if not present:
+        return Exponents(int(zeros), int(counts[255]))
+    first, last = present[0], present[-1]
+    return Exponents(int(zeros), int(counts[255]), first - _BIAS, tuple(by_exponent[first : last + 1]))
+
+
+Line = dict[str, Any]
+_MOST_WEIGHTS = 2**16  # elements of a parameter whose weights are compared before and after
+
+
+class Sample:
+    """Gradients of `update` as they are now, counted; then, by `after`, what the step did.
+
+    format: says in which dtype the backward pass computed the gradient of a parameter, None for its own. Waits for no
+    device; a collective is not needed: where ranks hold parts, each counts its own. Scratch: 8 bytes for each of at most
+    2**22 elements, 4 for each element of the largest bucket of masters, and 8 for each weight that is compared.
+    """
+
+    @torch.no_grad()
+    def __init__(self, update: Update, format: Callable[[torch.Tensor], torch.dtype]) -> None:
+        self._update = update
+        self._lines: list[Line] = []
+        self._params: list[torch.Tensor] = []
+        self._nonzero: dict[torch.Tensor, torch.Tensor] = {}
+        carried, _, loss_scale = update.carried
+        rows = []
+        with update.shards.local():
+            params, values = update.params(), update.gradients()
+            held = [(param, i) for i, group in enumerate(update.optimizer.param_groups) for param in group["params"]]
+            places = {param: {"group": group, "place": place} for place, (param, group) in enumerate(held)}
+            for param, value in zip(params, values, strict=True):
+                if not value.numel():
+                    continue
+                self._params.append(param)
+                line: Line = {"kind": "sample", "of": "gradient", "name": update.name_of(param), **places[param]}
+                copies = update.shards.copies(param)
+                self._lines.append({**line, "copies": copies if copies != 1 else None, "format": _name(format(param))})
+                rows.append(_row(value, carried, loss_scale))
+                if value.shape == param.shape and is_dense(param):
+                    self._nonzero[param] = _spread_out(flat_like(value, param)) != 0
+            self._before = _stored(update, self._nonzero)
+        self._rows = [HostCopy(packed) for packed in _stacked(rows)]
+        self._after: list[HostCopy] = []
+
+    @torch.no_grad()
+    def after(self, decision: bool | torch.Tensor) -> None:
+        """Look at the weights after the step. decision: whether it was applied, as `StepResult.decision`."""
+        if decision is False:
+            self._before, self._nonzero = {}, {}
+            return
+        rows = []
+        update = self._update
+        with update.shards.local():
+            now = _stored(update, self._nonzero)
+            for param in self._params:
+                before, after = self._before.get(param), now.get(param)
+                if before is None or after is None or before.values.shape != after.values.shape:
+                    rows.append(torch.full((4,), math.nan, dtype=torch.float64, device=param.device))
+                    continue
+                nonzero = self._nonzero[param]
+                change = after.values.double() - before.values.double()
+                still = ((change == 0) & nonzero).sum()
+                # Of the elements looked at; the others are taken to be like them.
+                share = param.numel() / max(1, change.numel())
+                moved = torch.linalg.vector_norm(change) * math.sqrt(share)
+                weight = torch.linalg.vector_norm(after.values.double()) * math.sqrt(share)
+                rows.append(torch.stack([still.double(), nonzero.sum().double(), moved, weight]))
+        for line, param in zip(self._lines, self._params, strict=True):
+            line["stored"] = now[param].format if param in now else None
+        self._after = [HostCopy(packed) for packed in _stacked(rows)]
+        self._before, self._nonzero = {}, {}
+
+    def ready(self) -> bool:
+        """Whether `lines` would not wait for a device."""
+        return all(copy.ready() for copy in (*self._rows, *self._after))
+
+    def lines(self, applied: bool) -> list[Line]:
+        """The lines of the record, without optimizer and step."""
+        rows = [row for copy in self._rows for row in copy.tensor().tolist()]
+        after = [row for copy in self._after for row in copy.tensor().tolist()]
+        found = []
+        for index, (line, row) in enumerate(zip(self._lines, rows, strict=True)):
+            norm, largest, scale, shift = row[NUM_COUNTS:]
+            spread = exponents_of(row[:NUM_COUNTS])
+            # Gradients that were unscaled already are counted as they came out of the backward pass.
+            moved = round(math.log2(shift)) if shift > 0 and math.isfinite(shift) else 0
+            own = {**spread.as_dict(), "low": spread.low + moved, "scale": scale, "largest": largest * shift}
+            own["norm"] = norm * shift / scale
+            if applied and after and not math.isnan(after[index][1]):
+                still, looked, update_norm, weight_norm = after[index]
+                own |= {
+                    "still": int(still),
+                    "looked": int(looked),
+                    "update_norm": update_norm,
+                    "weight_norm": weight_norm,
+                }
+            else:
+                line = {**line, "stored": None}
+            found.append({**line, **own})
+        return found
+
+
+class _Stored:
+    """What keeps the weights of one parameter: the format's name, and evenly spread elements, float32 or wider."""
+
+    def __init__(self, format: str, values: torch.Tensor) -> None:
+        self.format = format
+        self.values = values
+
+
+def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, _Stored]:
+    """Evenly spread elements of what keeps each of the parameters `wanted`. Inside `local()`."""
+    found: dict[torch.Tensor, _Stored] = {}
+    if isinstance(update, KeepsMasters):
+        update.masters.adopt()
+        pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
+        formats: dict[torch.Tensor, str] = {}
+        for bucket in update.masters.buckets:
+            if wanted.keys().isdisjoint(bucket.params):
+                continue
+            for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                stride = _stride(piece.param.numel())
+                own = values[-piece.start % stride :: stride].clone()
+                pieces.setdefault(piece.param, []).append((piece.start, own))
+                formats[piece.param] = _name_of_format(bucket.format, piece.param.dtype)
+        for param, own_pieces in pieces.items():
+            ordered = [values for _, values in sorted(own_pieces, key=lambda piece: piece[0])]
+            found[param] = _Stored(formats[param], torch.cat(ordered))
+    for param in wanted:
+        if param not in found:
+            found[param] = _Stored(_name(param.dtype), _spread_out(flat_like(param.detach(), param)).clone())
+    return found
+
+
+def _row(value: torch.Tensor, carried: Any, loss_scale: Any) -> torch.Tensor:
+    """Counts, norm, largest magnitude, loss scale, and what brings the values to it; float64."""
+    device = value.device
+    finite = value.detach().reshape(-1)
+    norm = torch.linalg.vector_norm(finite, dtype=torch.float32 if finite.dtype != torch.float64 else None)
+    largest = torch.linalg.vector_norm(finite, math.inf)
+    scale = torch.as_tensor(loss_scale, dtype=torch.float64, device=device)
+    shift = scale / torch.as_tensor(carried, dtype=torch.float64, device=device)
+    numbers = torch.stack([norm.double(), largest.double(), scale, shift])
+    return torch.cat([count_exponents(value).double(), numbers])
+
+
+def _stacked(rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`rows` in order, as few tensors, each of one device."""
+    found: list[torch.Tensor] = []
+    start = 0
+    for stop in range(1, len(rows) + 1):
+        if stop == len(rows) or rows[stop].device != rows[start].device:
+            found.append(torch.stack(rows[start:stop]))
+            start = stop
+    return found
+
+
+def _stride(size: int) -> int:
+    return -(-size // _MOST_WEIGHTS)
+
+
+def _spread_out(values: torch.Tensor) -> torch.Tensor:
+    return values[:: _stride(values.numel())]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _name_of_format(format: Any, dtype: torch.dtype) -> str:
+    if isinstance(format, Kahan):
+        return f"{_name(dtype)} and its error"
+    return _name(dtype) if isinstance(format, Nearest) else "float32"

@@ -1,0 +1,1 @@
+"""What was recorded, summed up and drawn."""

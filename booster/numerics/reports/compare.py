@@ -1,0 +1,271 @@
+"""Two records of what should be the same training: where they part by more than their formats explain, and by what."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from booster.ground import arguments
+from booster.numerics.record.run import Run, Step
+from booster.numerics.record.underflow import Underflow
+
+Kind = Literal["alike", "weights", "forward", "gradient", "update", "skip", "drift"]
+
+# Unit roundoffs, and how many of them rounding may make in a loss, and in the norm of a gradient, in the first step. Errors
+# of many steps add up as a random walk.
+_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
+_IN_LOSS = 8
+_IN_NORM = 32
+_JUMP = 10  # times the largest difference so far: less is that difference, amplified
+_DRIFT = 0.05  # relative difference of losses at the end that is worth a word
+_SHOWN = 5
+
+_MEANING: dict[Kind, str] = {
+    "alike": "The runs are alike: what differs is explained by their formats.",
+    "weights": "The weights differ from the first step on: another initialisation, seed or checkpoint.",
+    "forward": "The losses part while gradients and updates were alike before: other data, another forward pass or criterion.",
+    "gradient": "Gradients part: another backward pass, clip, loss weight, frozen layer or averaging.",
+    "update": "Updates part while gradients are alike: another learning rate, weight decay or optimizer.",
+    "skip": "One run skipped the step and the other did not.",
+    "drift": "The losses drift apart without a step where they part: rounding errors that the training amplifies.",
+}
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A number of both runs. relative: their difference, to the larger of them; explained: what their formats explain."""
+
+    name: str
+    a: float | None
+    b: float | None
+    relative: float
+    explained: float
+
+
+@dataclass
+class Comparison:
+    """What `compare` found. step: where the runs part first; None where they are alike. optimizer: whose step it is.
+
+    losses: of that step. parameters: those that part there, the furthest first. last_common: the last step both recorded.
+    """
+
+    kind: Kind
+    optimizer: str
+    step: int | None
+    losses: Parted | None
+    parameters: list[Parted] = field(default_factory=list)
+    last_common: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def alike(self) -> bool:
+        return self.kind in ("alike", "drift")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain containers."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [_MEANING[self.kind] if self.step is None else f"Step {self.step}. {_MEANING[self.kind]}"]
+        if self.losses is not None:
+            lines.append(_line(self.losses))
+        lines += [_line(parted) for parted in self.parameters[:_SHOWN]]
+        if len(self.parameters) > _SHOWN:
+            lines.append(f"  and {len(self.parameters) - _SHOWN} more parameters")
+        lines.append(f"Compared: {self.last_common} steps.")
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+
+def compare(a: Run, b: Run) -> Comparison:
+    """Compare two records step by step; of several optimizers, the first that parts counts.
+
+    Explained is a relative difference of 8 unit roundoffs of the coarser format in a loss, and of 32 in the norm of a
+    parameter's gradient or update, times the square root of the step; and one of up to 10 times the largest so far, which
+    training amplifies. Beyond that the runs part. Losses are compared in every step, parameters in those that both sampled:
+    record with `every=1` to have each parameter's first step. Raises TypeError for what is no
+    run, and ValueError where the runs have no step in common.
+    """
+    for name, run in (("a", a), ("b", b)):
+        arguments.instance(name, run, Run, "what booster.numerics.read_run returned")
+    roundoff = max(_roundoff(a), _roundoff(b))
+    found: list[Comparison] = []
+    notes = [f"{side.folder.name}: {note}" for side in (a, b) for note in side.notes]
+    for name in a.steps.keys() & b.steps.keys():
+        found.append(_of_optimizer(name, a, b, roundoff))
+    found = [each for each in found if each.last_common]
+    if not found:
+        raise ValueError(f"the records in {a.folder} and {b.folder} have no step in common")
+    others = sorted(a.steps.keys() ^ b.steps.keys())
+    if others:
+        notes.append(f"only one of the runs has the optimizers {', '.join(others)}")
+    first = min(found, key=lambda each: (each.alike, each.step if each.step is not None else math.inf, each.optimizer))
+    first.notes = notes + first.notes
+    return first
+
+
+def _of_optimizer(name: str, a: Run, b: Run, roundoff: float) -> Comparison:
+    ours, theirs = ({step.number: step for step in run.steps[name]} for run in (a, b))
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        return Comparison("alike", name, None, None)
+    samples = [_by_step(run.samples.get(name, [])) for run in (a, b)]
+    sampled = sorted(samples[0].keys() & samples[1].keys() & set(common))
+    notes = []
+    rates = next((n for n in common if ours[n].lr != theirs[n].lr), None)
+    if rates is not None:
+        notes.append(f"learning rates differ from step {rates} on: {_rates(ours[rates])} and {_rates(theirs[rates])}")
+    losses, norms = _Watch(roundoff * _IN_LOSS), _Watches(roundoff * _IN_NORM)
+    kind: Kind = "alike"
+    at: int | None = None
+    parted: list[Parted] = []
+    for number in common:
+        one, other = ours[number], theirs[number]
+        pairs = list(_pairs(samples[0][number], samples[1][number])) if number in sampled else []
+        if number == common[0]:
+            parted = _weights_apart(pairs, roundoff * _IN_NORM)
+            kind = "weights" if parted else kind
+        if kind == "alike" and losses.look("loss", one.loss, other.loss, number) is not None:
+            kind, parted = "forward", norms.look("norm", pairs, number)
+        if kind == "alike":
+            parted = norms.look("norm", pairs, number)
+            kind = "gradient" if parted else kind
+        if kind == "alike" and one.applied != other.applied:
+            kind = "skip"
+            folder, skipped = (b.folder, other) if one.applied else (a.folder, one)
+            notes.append(f"{folder.name} skipped it: {skipped.reason}, {', '.join(skipped.culprit[:_SHOWN])}")
+        if kind == "alike" and one.applied:
+            parted = norms.look("update_norm", pairs, number)
+            kind = "update" if parted else kind
+        if kind != "alike":
+            at = number
+            break
+    if at is not None and at > common[0] and not {at, common[common.index(at) - 1]} <= set(sampled):
+        notes.append(
+            f"parameters were not sampled in each step up to {at}; record with every=1 to see which part first"
+        )
+    shown = None
+    if at is not None:
+        shown = losses.difference("loss", ours[at].loss, theirs[at].loss, at)
+    elif _ends_apart(ours, theirs, common):
+        kind, at = "drift", losses.first_beyond
+        shown = losses.difference("loss", ours[common[-1]].loss, theirs[common[-1]].loss, common[-1])
+    return Comparison(kind, name, at, shown, parted, last_common=len(common), notes=notes)
+
+
+class _Watch:
+    """One number of both runs over steps. share: what rounding explains in the first step, relative."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._largest = 0.0
+        self.first_beyond: int | None = None
+
+    def difference(self, name: str, a: float | None, b: float | None, step: int, floor: float = 0.0) -> Parted | None:
+        if a is None and b is None:
+            return None
+        explained = max(self._share * math.sqrt(step), _JUMP * self._largest)
+        if a is None or b is None or math.isfinite(a) != math.isfinite(b):
+            return Parted(name, a, b, math.inf, explained)
+        if not math.isfinite(a):
+            return Parted(name, a, b, 0.0, explained)
+        relative = abs(a - b) / (max(abs(a), abs(b)) + floor) if a != b else 0.0
+        return Parted(name, a, b, relative, explained)
+
+    def look(self, name: str, a: float | None, b: float | None, step: int, floor: float = 0.0) -> Parted | None:
+        """The difference where it is more than explained; otherwise it is what later ones may grow from."""
+        found = self.difference(name, a, b, step, floor)
+        if found is None:
+            return None
+        if found.relative > found.explained:
+            return found
+        if found.relative > self._share * math.sqrt(step) and self.first_beyond is None:
+            self.first_beyond = step
+        self._largest = max(self._largest, found.relative)
+        return None
+
+
+class _Watches:
+    """A `_Watch` for each norm of each parameter."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._watches: dict[tuple[str, str], _Watch] = {}
+
+    def look(self, norm: str, pairs: Sequence[_Pair], step: int) -> list[Parted]:
+        """The parameters whose `norm` parts in this step, the furthest first."""
+        # A gradient that is zero but for rounding, as of a bias before a BatchNorm, is noise in both runs.
+        floor = self._share * math.hypot(*(value for pair in pairs for value in pair.values(norm) if value is not None))
+        found = []
+        for pair in pairs:
+            watch = self._watches.setdefault((norm, pair.name), _Watch(self._share))
+            one, other = pair.values(norm)
+            parted = watch.look(pair.name, one, other, step, floor)
+            if parted is not None:
+                found.append(parted)
+        return sorted(found, key=lambda parted: -parted.relative)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    name: str
+    a: Underflow | None
+    b: Underflow | None
+
+    def values(self, norm: str) -> tuple[float | None, float | None]:
+        return tuple(None if side is None else getattr(side, norm) for side in (self.a, self.b))  # type: ignore[return-value]
+
+
+def _weights_apart(pairs: Sequence[_Pair], share: float) -> list[Parted]:
+    """The parameters whose weights after the first step differ by more than rounding and both updates can explain."""
+    found = []
+    for pair in pairs:
+        (a, b), updates = pair.values("weight_norm"), pair.values("update_norm")
+        if a is None or b is None or not max(a, b):
+            continue
+        explained = share + sum(update or 0.0 for update in updates) / max(a, b)
+        if abs(a - b) / max(a, b) > explained:
+            found.append(Parted(pair.name, a, b, abs(a - b) / max(a, b), explained))
+    return sorted(found, key=lambda parted: -parted.relative)
+
+
+def _pairs(a: dict[str, Underflow], b: dict[str, Underflow]) -> Iterator[_Pair]:
+    for name in dict.fromkeys([*a, *b]):
+        yield _Pair(name, a.get(name), b.get(name))
+
+
+def _by_step(samples: Sequence[Underflow]) -> dict[int, dict[str, Underflow]]:
+    found: dict[int, dict[str, Underflow]] = {}
+    for sample in samples:
+        if sample.of == "gradient":
+            found.setdefault(sample.step, {})[sample.name] = sample
+    return found
+
+
+def _ends_apart(ours: dict[int, Step], theirs: dict[int, Step], common: Sequence[int]) -> bool:
+    last = common[-max(1, len(common) // 10) :]
+    pairs = [(ours[number].loss, theirs[number].loss) for number in last]
+    finite = [(a, b) for a, b in pairs if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)]
+    apart = [abs(a - b) / max(abs(a), abs(b), 1e-300) for a, b in finite]
+    return bool(apart) and statistics.median(apart) > _DRIFT
+
+
+def _roundoff(run: Run) -> float:
+    formats = {sample.format for samples in run.samples.values() for sample in samples} | {
+        run.about.get("format", "float32")
+    }
+    if any(step.loss_scale != 1.0 for steps in run.steps.values() for step in steps):
+        formats.add("float16")
+    return max(_ROUNDOFF.get(format, 0.0) for format in formats)
+
+
+def _rates(step: Step) -> str:
+    return ", ".join(f"{rate:g}" for rate in step.lr) or "none"
+
+
+def _line(parted: Parted) -> str:
+    a, b = ("nothing" if value is None else f"{value:.6g}" for value in (parted.a, parted.b))
+    apart = f", {parted.relative:.2%} apart" if math.isfinite(parted.relative) else ""
+    return f"  {parted.name}: {a} and {b}{apart}; the formats explain {parted.explained:.2%}"

@@ -1,0 +1,151 @@
+"""What a record says, in numbers: the one source of the terminal's summary, the page and `--json`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from booster.numerics.record.run import Run, Step
+from booster.numerics.record.underflow import Underflow, best_scale
+
+
+@dataclass
+class OptimizerSummary:
+    """One optimizer's steps. seconds_per_step: the median between steps. clipped: the share of applied steps that were.
+
+    loss, grad_norm: (first, last, smallest, largest) of the finite ones, or None. scale: the same of the loss scale.
+    nonfinite_losses: steps whose loss was inf or NaN.
+    skips_by_culprit: how often each parameter's gradient was not finite when a step was skipped, most often first.
+    num_samples: steps in which gradients and weights were looked at. groups: norms of each parameter group in the last one.
+    tensors: each parameter (and activation) over all samples. best_scale: see `underflow.best_scale`, over all samples.
+    """
+
+    name: str
+    first_step: int
+    last_step: int
+    num_steps: int
+    num_skipped: int
+    seconds_per_step: float | None
+    loss: tuple[float, float, float, float] | None
+    grad_norm: tuple[float, float, float, float] | None
+    scale: tuple[float, float, float, float]
+    clipped: float | None
+    skips_by_reason: dict[str, int]
+    skips_by_culprit: dict[str, int]
+    num_samples: int = 0
+    groups: list[dict[str, float | None]] = field(default_factory=list)
+    tensors: list[TensorSummary] = field(default_factory=list)
+    best_scale: float | None = None
+    nonfinite_losses: int = 0
+
+
+@dataclass
+class TensorSummary:
+    """One tensor over the samples of a run. Shares are means; headroom: the smallest, in bits; best_scale: of this tensor.
+
+    wider: kept in a wider format than `format`, so that nothing of it underflowed there.
+    """
+
+    name: str
+    of: str
+    format: str
+    stored: str | None
+    zeros: float
+    lost: float
+    subnormal: float
+    still: float | None
+    headroom: float | None
+    best_scale: float | None
+    wider: bool
+
+
+@dataclass
+class Summary:
+    """What `summarise` returns; `as_dict` is what `booster report --json` prints."""
+
+    folder: str
+    about: dict[str, Any]
+    optimizers: list[OptimizerSummary]
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain containers."""
+        return asdict(self)
+
+
+def summarise(run: Run) -> Summary:
+    """Summarise a record that was read back."""
+    optimizers = [_of_optimizer(name, steps, run.samples.get(name, [])) for name, steps in run.steps.items() if steps]
+    return Summary(str(run.folder), run.about, optimizers, list(run.notes))
+
+
+def by_tensor(samples: Sequence[Underflow]) -> dict[tuple[str, str], list[Underflow]]:
+    """Samples by what they are of and the name, each in the order of steps."""
+    found: dict[tuple[str, str], list[Underflow]] = {}
+    for sample in samples:
+        found.setdefault((sample.of, sample.name), []).append(sample)
+    return found
+
+
+def _of_tensor(samples: Sequence[Underflow]) -> TensorSummary:
+    last = samples[-1]
+    still = [sample.still for sample in samples if sample.still is not None]
+    return TensorSummary(
+        name=last.name,
+        of=last.of,
+        format=last.format,
+        stored=next((sample.stored for sample in samples if sample.stored is not None), None),
+        zeros=sum(sample.zeros for sample in samples) / len(samples),
+        lost=sum(sample.lost for sample in samples) / len(samples),
+        subnormal=sum(sample.subnormal for sample in samples) / len(samples),
+        still=sum(still) / len(still) if still else None,
+        headroom=min((sample.headroom for sample in samples if sample.headroom is not None), default=None),
+        best_scale=best_scale(samples),
+        wider=any(sample.wider for sample in samples),
+    )
+
+
+def _groups(samples: Sequence[Underflow]) -> list[dict[str, float | None]]:
+    """Norms of the parameters of each group, by those of its parameters."""
+    found = []
+    for group in sorted({sample.group for sample in samples if sample.group is not None}):
+        own = [sample for sample in samples if sample.group == group]
+        norms: dict[str, float | None] = {}
+        for name in ("norm", "update_norm", "weight_norm"):
+            values = [getattr(sample, name) for sample in own if getattr(sample, name) is not None]
+            norms["grad_norm" if name == "norm" else name] = math.hypot(*values) if values else None
+        found.append(norms)
+    return found
+
+
+def _of_optimizer(name: str, steps: Sequence[Step], samples: Sequence[Underflow]) -> OptimizerSummary:
+    applied = [step for step in steps if step.applied]
+    between = sorted(b.time - a.time for a, b in zip(steps, steps[1:], strict=False) if b.time > a.time)
+    looked = [step for step in applied if step.grad_norm is not None]
+    return OptimizerSummary(
+        name=name,
+        first_step=steps[0].number,
+        last_step=steps[-1].number,
+        num_steps=len(steps),
+        num_skipped=len(steps) - len(applied),
+        seconds_per_step=between[len(between) // 2] if between else None,
+        loss=_spread([step.loss for step in steps]),
+        grad_norm=_spread([step.grad_norm for step in steps]),
+        scale=_spread([step.loss_scale for step in steps]) or (1.0, 1.0, 1.0, 1.0),
+        clipped=sum(step.clip is not None for step in looked) / len(looked) if looked else None,
+        skips_by_reason=dict(Counter(step.reason or "unknown" for step in steps if not step.applied)),
+        skips_by_culprit=dict(Counter(name for step in steps for name in step.culprit).most_common()),
+        num_samples=len({sample.step for sample in samples}),
+        groups=_groups([sample for sample in samples if sample.step == samples[-1].step]),
+        tensors=[_of_tensor(own) for own in by_tensor(samples).values()],
+        best_scale=best_scale([sample for sample in samples if sample.of != "activation"]),
+        nonfinite_losses=sum(step.loss is not None and not math.isfinite(step.loss) for step in steps),
+    )
+
+
+def _spread(values: Sequence[float | None]) -> tuple[float, float, float, float] | None:
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return (finite[0], finite[-1], min(finite), max(finite)) if finite else None

@@ -1,0 +1,183 @@
+"""The summary of a record for a terminal, drawn by rich."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from booster.numerics.record.run import Run, Step
+from booster.numerics.reports.summary import OptimizerSummary, TensorSummary, summarise
+
+_BARS = "▁▂▃▄▅▆▇█"
+_WIDTH = 32
+_BESIDE = 61  # columns of a terminal, at most, that stand before the bars
+_MOST_ROWS = 8
+_WORTH_SAYING = 0.001
+_STILL = 0.05  # of a small parameter a weight or two always stand still
+_NEAR = 2.0  # bits below overflow, of an activation, whose loss scale nobody can lower
+
+
+def show(run: Run, console: Any = None) -> None:
+    """Print what `run` says. console: a `rich.console.Console`; None makes one for stdout.
+
+    Raises ImportError, with the line that installs it, where rich is missing.
+    """
+    try:
+        from rich.console import Console
+        from rich.markup import escape
+    except ImportError as error:
+        raise ImportError(
+            "the summary is drawn by rich: pip install 'booster-amp[report]'; or use --json or --html, which need nothing"
+        ) from error
+    console = console or Console()
+    summary = summarise(run)
+    about = run.about
+    console.print(f"[bold]{escape(summary.folder)}[/bold]")
+    ranks = about.get("world_size", 1)
+    told = [
+        about.get("precision"),
+        about.get("plugin"),
+        f"{ranks} rank" if ranks == 1 else f"{ranks} ranks",
+        about.get("device"),
+    ]
+    console.print(escape(", ".join(str(part) for part in told if part)), style="dim", highlight=False)
+    for note in summary.notes:
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
+    for each in summary.optimizers:
+        _show_optimizer(console, each, run.steps[each.name], several=len(summary.optimizers) > 1)
+    if not summary.optimizers:
+        console.print("no optimizer step was recorded")
+
+
+def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Step], *, several: bool) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+    from rich.text import Text
+
+    pace = "" if summary.seconds_per_step is None else f", {_seconds(summary.seconds_per_step)} a step"
+    skipped = f", {summary.num_skipped} skipped" if summary.num_skipped else ""
+    title = f"optimizer {escape(summary.name)}: " if several else ""
+    console.print()
+    console.print(
+        f"{title}steps {summary.first_step} to {summary.last_step}{skipped}{pace}", style="bold", highlight=False
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("", "first", "last", "smallest", "largest", "over time"):
+        table.add_column(heading, justify="left" if heading in ("", "over time") else "right")
+    rows: list[tuple[str, Any, list[float | None], bool]] = [
+        ("loss", summary.loss, [step.loss for step in steps], False),
+        ("gradient norm", summary.grad_norm, [step.grad_norm for step in steps], True),
+        ("loss scale", summary.scale if summary.scale[3] != 1.0 else None, [step.loss_scale for step in steps], True),
+    ]
+    for name, spread, values, logarithmic in rows:
+        known = [value for value in values if value is not None]
+        if spread is not None:
+            shown = [f"{value:.4g}" for value in spread]
+        elif known and not any(map(math.isfinite, known)):
+            shown = [f"{known[0]:.4g}", f"{known[-1]:.4g}", "", ""]
+        else:
+            continue
+        bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BESIDE)))
+        table.add_row(name, *shown, bars)
+    if table.row_count:
+        console.print(table)
+    if summary.clipped:
+        console.print(f"clipped in {summary.clipped:.1%} of the steps", highlight=False)
+    if summary.num_skipped:
+        reasons = ", ".join(f"{escape(reason)} {count}" for reason, count in summary.skips_by_reason.items())
+        console.print(f"[red]skipped steps[/red]: {reasons}", highlight=False)
+        culprits = Table(box=None, pad_edge=False, header_style="dim")
+        culprits.add_column("culprit")
+        culprits.add_column("skips", justify="right")
+        for name, count in list(summary.skips_by_culprit.items())[:_MOST_ROWS]:
+            culprits.add_row(Text(name), str(count))
+        if summary.skips_by_culprit:
+            console.print(culprits)
+            _rest(console, len(summary.skips_by_culprit))
+    if summary.num_samples:
+        _show_tensors(console, summary)
+
+
+def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
+    """What underflows, has little room or stands still, the worst first; a table of tensors without any of it says nothing."""
+    from rich.table import Table
+    from rich.text import Text
+
+    console.print()
+    rooms = [tensor.headroom for tensor in summary.tensors if tensor.headroom is not None and tensor.of != "activation"]
+    if rooms and summary.scale[3] != 1.0:
+        console.print(
+            f"In {summary.num_samples} samples gradients came within {min(rooms):.1f} bits of overflow. "
+            f"Of constant loss scales {summary.best_scale:g} would have lost least to underflow.",
+            highlight=False,
+        )
+    small = sorted(summary.tensors, key=lambda tensor: (-tensor.lost, -tensor.subnormal))
+    small = [tensor for tensor in small if max(tensor.lost, tensor.subnormal) >= _WORTH_SAYING or _near(tensor)]
+    if small:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading in ("underflow", "of", "format", "zero", "of it lost", "subnormal", "headroom"):
+            table.add_column(heading, justify="left" if heading in ("underflow", "of", "format") else "right")
+        for tensor in small[:_MOST_ROWS]:
+            room = "" if tensor.headroom is None else f"{tensor.headroom:.1f} bits"
+            shares = (f"{share:.2%}" for share in (tensor.zeros, tensor.lost, tensor.subnormal))
+            table.add_row(Text(tensor.name), Text(tensor.of), Text(tensor.format), *shares, room)
+        console.print(table)
+        _rest(console, len(small))
+    still = sorted((t for t in summary.tensors if (t.still or 0) >= _STILL), key=lambda t: -(t.still or 0))
+    if still:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        table.add_column("stands still")
+        table.add_column("stored as")
+        table.add_column("weights that steps did not change", justify="right")
+        for tensor in still[:_MOST_ROWS]:
+            table.add_row(Text(tensor.name), Text(tensor.stored or ""), f"{tensor.still:.1%}")
+        console.print(table)
+        _rest(console, len(still))
+    if summary.groups:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for heading in ("group", "gradient norm", "weight norm", "update norm", "update / weight"):
+            table.add_column(heading, justify="left" if heading == "group" else "right")
+        for index, norms in enumerate(summary.groups):
+            grad, weight, update = norms["grad_norm"], norms["weight_norm"], norms["update_norm"]
+            ratio = update / weight if update is not None and weight else None
+            numbers = ("" if value is None else f"{value:.3g}" for value in (grad, weight, update, ratio))
+            table.add_row(str(index), *numbers)
+        console.print(table)
+
+
+def _near(tensor: TensorSummary) -> bool:
+    return tensor.of == "activation" and tensor.headroom is not None and tensor.headroom < _NEAR
+
+
+def _rest(console: Any, count: int) -> None:
+    if count > _MOST_ROWS:
+        console.print(f"and {count - _MOST_ROWS} more", style="dim", highlight=False)
+
+
+def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, width: int = _WIDTH) -> str:
+    """Draw `values` as at most `width` bars of eight heights; each is the mean of its steps, `×` where all were inf or NaN.
+
+    What is none of the middle 90 % is drawn as the lowest or highest bar."""
+    size = max(1, math.ceil(len(values) / width))
+    means: list[float | None] = []
+    for start in range(0, len(values), size):
+        known = [value for value in values[start : start + size] if value is not None]
+        finite = [value for value in known if math.isfinite(value) and (value > 0 or not logarithmic)]
+        means.append(sum(finite) / len(finite) if finite else math.nan if known else None)
+    heights = [math.log(mean) if logarithmic and mean is not None and mean > 0 else mean for mean in means]
+    ordered = sorted(height for height in heights if height is not None and math.isfinite(height))
+    # A few far outliers, as the loss of a batch that overflowed, would make all others look alike.
+    low, high = (ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]) if ordered else (0.0, 0.0)
+    step = (high - low) / len(_BARS) or 1.0
+
+    def bar(height: float | None) -> str:
+        if height is None:
+            return " "
+        return "×" if math.isnan(height) else _BARS[max(0, min(len(_BARS) - 1, int((height - low) / step)))]
+
+    return "".join(map(bar, heights))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"

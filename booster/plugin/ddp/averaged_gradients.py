@@ -1,0 +1,132 @@
+"""Averages of gradients that lie whole on every rank, in memory that is there as long as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.ground.torch_internals import bucket_assignment
+from booster.plugin.ddp.gradient_reducer import GradientReducer
+from booster.tensors.flat import is_dense, shaped_like
+
+SPARSE = (
+    "{name} has a sparse gradient, which release_gradients does not average; build its module with sparse=False, or leave "
+    "release_gradients False"
+)
+UNREACHED = (
+    "backward reached no gradient of {names}; use find_unused_parameters=True, or let every parameter that trains take part in "
+    "the loss"
+)
+
+
+class AverageReducer(GradientReducer):
+    """Averages the gradients of `named` parameters over `group` as `DistributedDataParallel` does, but for two points: they
+    may be used, and freed, as soon as their bucket is reduced, and no bucket outlives them.
+
+    The buckets are those that torch would make, so that every sum rounds as there: the order in which ranks are added up
+    depends on where in a bucket an element lies. Torch sends all in one bucket in the first pass, and then makes new ones
+    in the order in which gradients came on rank 0. With finds_unused, and between two ranks, where any order gives the same
+    sum, buckets are of bucket_bytes from the beginning.
+
+    finds_unused: parameters may be left out of a loss; otherwise RuntimeError says so at the end of the pass. Collectives: one
+    all-reduce a bucket, with finds_unused another small one, and once a broadcast of the order.
+    """
+
+    keeps_apart = True
+
+    def __init__(
+        self,
+        named: Mapping[str, torch.Tensor],
+        *,
+        group: dist.ProcessGroup,
+        bucket_bytes: int,
+        finds_unused: bool,
+    ) -> None:
+        super().__init__(named.values(), group)
+        self._names = {param: name for name, param in named.items()}
+        self._bytes = bucket_bytes
+        self.tells_at_once = self._finds_unused = finds_unused
+        self._ratio = 1.0 / group.size()
+        self._is_settled = finds_unused or group.size() == 2
+        found = bucket_assignment(self._all, bucket_bytes if self._is_settled else sys.maxsize)
+        self._divided = [[self._all[index] for index in indices] for indices in reversed(found)]
+        self._order: list[int] = []  # of the first pass
+        self._coming: list[int] = []
+        self._flat: dict[int, torch.Tensor] = {}
+        self._places: dict[torch.Tensor, torch.Tensor] = {}
+
+    def before_forward(self) -> None:
+        super().before_forward()
+        if self._is_settled or not self._order or not torch.is_grad_enabled():
+            return
+        order = torch.tensor(self._order, dtype=torch.int64, device=self._all[0].device)
+        dist.broadcast(order, group=self._group, group_src=0)
+        indices = order.tolist()
+        found = bucket_assignment([self._all[index] for index in indices], self._bytes, indices)
+        self._divided = [[self._all[index] for index in own] for own in found]
+        self._is_settled = True
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._flat.clear()
+        self._places.clear()
+
+    def buckets(self) -> Sequence[Sequence[torch.Tensor]]:
+        self._coming = []
+        return self._divided
+
+    @torch.no_grad()
+    def fill(self, index: int, param: torch.Tensor) -> None:
+        grad: Any = self.gradient_here(param)
+        if grad.is_sparse:
+            raise RuntimeError(SPARSE.format(name=self._names[param]))
+        self._coming.append(self._index[param])
+        # Divided before the sum, as torch does: the sum of halves could overflow.
+        torch.mul(grad, self._ratio, out=self._place(index, param))
+        param.grad = None
+
+    def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        for param, place in zip(params, self._members[index], strict=True):
+            if not self._reached[place]:
+                self._place(index, param).zero_()
+        flat = self._flat.pop(index)
+        work = dist.all_reduce(flat, group=self._group, async_op=True)
+
+        def settle() -> torch.Tensor:
+            work.wait()
+            return flat
+
+        return settle
+
+    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+        for param, here in zip(self._params[index], reached, strict=True):
+            place = self._places.pop(param)
+            if here:
+                param.grad = place
+
+    def _place(self, index: int, param: torch.Tensor) -> torch.Tensor:
+        """Return the memory in the bucket for the gradient of `param`, in its shape and memory order."""
+        if index not in self._flat:
+            members = self._params[index]
+            size = sum(member.numel() for member in members)
+            flat = self._flat[index] = torch.empty(size, dtype=param.dtype, device=param.device)
+            start = 0
+            for member in members:
+                piece = flat[start : start + member.numel()]
+                self._places[member] = shaped_like(piece, member) if is_dense(member) else piece.view(member.shape)
+                start += member.numel()
+        return self._places[param]
+
+    def _finish(self) -> None:
+        if not self._finds_unused:
+            known = zip(self._all, self._reached, strict=True)
+            unreached = [self._names[p] for p, reached in known if not (reached or self.has_gradient_here(p))]
+            if unreached:
+                raise RuntimeError(UNREACHED.format(names=", ".join(unreached[:5])))
+        super()._finish()
+        if not self._is_settled:
+            self._order = self._order or self._coming

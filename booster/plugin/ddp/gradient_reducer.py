@@ -1,0 +1,293 @@
+"""Gradients that are averaged over ranks during backward, bucket by bucket, and may be used there as soon as they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from booster.ground.torch_internals import graph_task, when_backward_ends, without_function_modes
+
+# Buckets that are being reduced at one time: a work holds what it sends until it is waited for, so without a bound all whole
+# gradients are there when backward ends. Two follow each other without a gap; the third is being filled meanwhile.
+MOST_IN_FLIGHT = 2
+
+ALONE = (
+    "the loss reaches {name}, which none of its optimizers holds, and release_gradients goes through the graph twice, which "
+    "would count its gradient twice; name every optimizer of the loss, booster.backward(loss, [optimizer_a, optimizer_b]), or "
+    "freeze it by requires_grad_(False)"
+)
+
+
+class Reached:
+    """Which of some parameters got a gradient: on this rank, and on any. A small collective, which a rank that lacks one
+    reads on the host. here: a byte for each parameter, overwritten."""
+
+    def __init__(self, here: bytearray, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._all = all(here)
+        self._anywhere = torch.frombuffer(here, dtype=torch.uint8).to(device)
+        self._work: Any = dist.all_reduce(self._anywhere, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def anywhere(self) -> list[bool]:
+        """Return of each whether any rank has a gradient of it."""
+        self._work.wait()  # also where all is known, so that no message outlives its pass
+        return [True] * len(self._anywhere) if self._all else [found > 0 for found in self._anywhere.tolist()]
+
+
+@dataclass
+class _Sent:
+    """A bucket under way. settle: waits for it, and gives what this rank keeps. reached: None where it is told at the end."""
+
+    index: int
+    settle: Callable[[], torch.Tensor]
+    reached: Reached | None
+
+
+@dataclass(eq=False)
+class _Watch:
+    """Who is told of gradients that are complete. again: the graph is gone through once more, so that nothing may stay."""
+
+    reducer: GradientReducer
+    params: frozenset[torch.Tensor]
+    filled: Callable[[torch.Tensor], None]
+    held: Mapping[torch.Tensor, torch.Tensor]
+    again: bool
+
+    def remove(self) -> None:
+        self.reducer.watches.remove(self)
+        self.reducer.abandon()  # of a pass that raised
+
+
+class GradientReducer(ABC):
+    """Averages the gradients of `params` over `group`, bucket by bucket while backward goes on, a few at a time.
+
+    A bucket is sent once all its gradients are there and all buckets before it are sent, so that ranks send in one order;
+    what is left when backward ends, of parameters that it did not reach, is sent as zeros. A parameter that no rank reached
+    gets no gradient. Gradients that are in `.grad` from passes that were not synchronised are averaged along.
+    `left`: such passes have left gradients.
+
+    A subclass says what the buckets are, how one is sent, and where what arrives goes.
+    """
+
+    tells_at_once = False
+    """Whether ranks tell each other with each bucket which parameters were reached, also where nobody watches."""
+
+    keeps_apart = False
+    """Whether what a pass brings is in `.grad`, where it can be set aside."""
+
+    def __init__(self, params: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self.synchronises = True
+        self.left = False
+        self.watches: list[_Watch] = []
+        self._group = group
+        self._task: int | None = None  # of the autograd engine, while a backward is under way
+        self._all = list(params)
+        self._index = {param: index for index, param in enumerate(self._all)}
+        self._params: list[Sequence[torch.Tensor]] = []  # of each bucket
+        self._members: list[list[int]] = []  # the same by their place in `_all`
+        self._listen()
+
+    def _listen(self) -> None:
+        """See to it that gradients are noticed as they come."""
+        for index, param in enumerate(self._all):
+            param.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._index
+
+    def watch(
+        self,
+        params: Collection[torch.Tensor],
+        filled: Callable[[torch.Tensor], None],
+        held: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        again: bool,
+    ) -> _Watch:
+        """Call `filled` with each of `params` within backward once its average is there; `remove` what is returned.
+
+        held: gradients of before, which are added to those of the pass before they are averaged. again: the graph is gone
+        through once more; RuntimeError for a parameter here that nobody watches then.
+        """
+        watch = _Watch(self, frozenset(params), filled, held, again)
+        self.watches.append(watch)
+        return watch
+
+    def begin(self, *_: Any) -> None:
+        """Start the averaging of the backward pass that the engine is in, unless it has started."""
+        if self._task is None and self.synchronises:
+            self._task = graph_task()
+            self._start()
+            when_backward_ends(self._finish)
+
+    def abandon(self) -> None:
+        """Forget a backward pass that raised."""
+        if self._task is not None:
+            for sent in self._sent:
+                sent.settle()
+            self._sent.clear()
+            self._waiting.clear()
+            self._task = None
+
+    def before_forward(self) -> None:
+        """A forward pass follows."""
+        self.abandon()
+
+    # ------------------------------------------------------------------ what a subclass says
+
+    @abstractmethod
+    def buckets(self) -> Sequence[Sequence[torch.Tensor]]:
+        """Return the parameters of each bucket, in the order in which they are sent, for the pass that begins."""
+
+    def fill(self, index: int, param: torch.Tensor) -> None:
+        """The gradient of `param`, of the bucket at `index`, is there; see `gradient_here`."""
+
+    @abstractmethod
+    def send(self, index: int, params: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Start to reduce a bucket, zeros for what has no gradient; returns what waits for it, and gives what is kept here."""
+
+    @abstractmethod
+    def arrived(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+        """Put what is kept of a bucket where gradients belong. reached: of each of its parameters, whether it has one."""
+
+    def reached_anywhere(self) -> Callable[[], list[bool]]:
+        """Ask, at the end of a pass, which parameters any rank reached; returns what waits for it."""
+        return Reached(self._reached[:], self._all[0].device, self._group).anywhere
+
+    # ------------------------------------------------------------------ one backward
+
+    def gradient_here(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of `param` on this rank with what is held of before, without a graph; None if there is none."""
+        grad = param.grad
+        if grad is not None and grad.requires_grad:
+            grad = grad.detach()
+        if not self.watches:
+            return grad
+        held = next((watch.held[param] for watch in self.watches if param in watch.held), None)
+        return grad if held is None else held if grad is None else held + grad
+
+    def has_gradient_here(self, param: torch.Tensor) -> bool:
+        return param.grad is not None or (bool(self.watches) and any(param in watch.held for watch in self.watches))
+
+    def _start(self) -> None:
+        buckets = self.buckets()
+        if len(buckets) != len(self._params) or not all(map(is_, buckets, self._params)):
+            self._params = list(buckets)
+            self._members = [[self._index[param] for param in params] for params in self._params]
+            self._bucket = [0] * len(self._all)
+            for index, members in enumerate(self._members):
+                for member in members:
+                    self._bucket[member] = index
+        # By place in `_all`, and not by parameter: a tensor as a key costs a call of Python.
+        self._came = bytearray(len(self._all))
+        self._reached = bytearray(len(self._all))
+        self._missing = list(map(len, self._params))
+        self._next = 0
+        self._sent: deque[_Sent] = deque()
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # until it is known which were reached
+
+    def _on_gradient(self, place: int, param: torch.Tensor) -> None:
+        if not self.synchronises:
+            self.left = True
+            return
+        # In a mode that a precision keeps on in backward every look at a tensor would be a call of it.
+        with without_function_modes():
+            if self._task is None:
+                self.begin()
+            index = self._bucket[place]
+            if index < self._next:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} got a second gradient in one backward after the first was "
+                    "averaged, as reentrant activation checkpointing of a shared module does; use "
+                    "checkpoint(..., use_reentrant=False), or stage=1"
+                )
+            self._take(index, place, param)
+            self._note(index, place)
+            if not self._missing[index]:
+                self._send_full()
+
+    def _note(self, index: int, place: int) -> None:
+        """What is to come of the parameter at `place`, in the bucket at `index`, is there."""
+        if not self._came[place]:
+            self._came[place] = True
+            self._missing[index] -= 1
+
+    def _send_full(self) -> None:
+        """Send the buckets whose gradients are all there, in order."""
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._send(self._next)
+
+    def _take(self, index: int, place: int, param: torch.Tensor) -> None:
+        if self.has_gradient_here(param):
+            self._reached[place] = True
+            self.fill(index, param)
+
+    @torch.no_grad()
+    def _send(self, index: int) -> None:
+        self._next = index + 1
+        self._settle(MOST_IN_FLIGHT - 1)
+        params, members = self._params[index], self._members[index]
+        if self._missing[index]:
+            for place, param in zip(members, params, strict=True):
+                if not self._came[place]:  # not reached, but by passes before
+                    self._take(index, place, param)
+        settle = self.send(index, params)
+        reached = None
+        if self.tells_at_once or self.watches:
+            here = bytearray(self._reached[place] for place in members)
+            reached = Reached(here, params[0].device, self._group)
+        self._sent.append(_Sent(index, settle, reached))
+
+    def _settle(self, number: int) -> None:
+        """Wait for the oldest reductions until `number` are left."""
+        while len(self._sent) > number:
+            sent = self._sent.popleft()
+            index, told, reduced = sent.index, sent.reached, sent.settle()
+            del sent  # and what it was sent from
+            if told is None:
+                self._waiting.append((index, reduced))
+            else:
+                self._arrive(index, reduced, told.anywhere())
+
+    def _arrive(self, index: int, reduced: torch.Tensor, reached: list[bool]) -> None:
+        if not any(reached):
+            return
+        if not self.watches:
+            self.arrived(index, reduced, reached)
+            return
+        again = any(watch.again for watch in self.watches)
+        found = [param for param, here in zip(self._params[index], reached, strict=True) if here]
+        if again and (self.left or not self.keeps_apart):
+            for param in set(found).difference(*(watch.params for watch in self.watches)):
+                raise RuntimeError(ALONE.format(name=f"a parameter of shape {tuple(param.shape)}"))
+        self.arrived(index, reduced, reached)
+        del reduced
+        for param in found:
+            for watch in self.watches:
+                if param in watch.params:
+                    watch.filled(param)
+
+    def _finish(self) -> None:
+        with torch.no_grad(), without_function_modes():
+            self._complete()
+
+    def _complete(self) -> None:
+        while self._next < len(self._missing):
+            self._send(self._next)
+        told = None
+        if not (self.tells_at_once or self.watches):
+            told = self.reached_anywhere()
+        self._settle(0)
+        if told is not None:
+            anywhere = told()
+            for index, reduced in self._waiting:
+                self._arrive(index, reduced, [anywhere[place] for place in self._members[index]])
+        self._waiting.clear()
+        self.left = False
+        self._task = None

@@ -1,0 +1,82 @@
+"""A module whose gradients are averaged by hooks of ours.
+
+Modules of which the trainable parameters lie in the flat buckets of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from booster.ground.torch_internals import graph_task
+from booster.model.modules import PlacedModule
+from booster.plugin.ddp.gradient_reducer import GradientReducer
+from booster.shards.zero_buckets import Layout
+from booster.tensors.trees import tensors
+
+
+class LaidOut(nn.Module):
+    """Mixin before the base of a module, of which `layout` may hold the trainable parameters; None where it does not."""
+
+    layout: Layout | None = None
+
+    def wait_for_weights(self) -> None:
+        """Wait for weights that a step left on their way."""
+        if self.layout is not None:
+            self.layout.arriving.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self.layout is not None:
+            self.layout.clear_gradients(set_to_none)
+
+
+class ReducedModule(LaidOut, PlacedModule):
+    """A module whose gradients `reducer` averages over `group`.
+
+    layout: how ranks divide the parameters; None where they do not. synchronise_buffers: give rank 0's
+    buffers to all at every forward, except under `no_sync`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reducer: GradientReducer,
+        group: dist.ProcessGroup,
+        *,
+        layout: Layout | None = None,
+        synchronise_buffers: bool,
+    ) -> None:
+        super().__init__(module)
+        self.reducer, self.layout = reducer, layout
+        self._group = group
+        self._synchronise_buffers = synchronise_buffers
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if graph_task() == -1:  # not recomputed inside a backward
+            self._before_forward()
+        with nullcontext() if self.layout is None else self.layout.arriving.in_forward(self.module):
+            outputs = self.module(*args, **kwargs)
+        for output in tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(self.reducer.begin)
+        return outputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context whose backward passes leave gradients in `.grad`, to be averaged along with those of a later one."""
+        before, self.reducer.synchronises = self.reducer.synchronises, False
+        try:
+            yield
+        finally:
+            self.reducer.synchronises = before
+
+    def _before_forward(self) -> None:
+        self.reducer.before_forward()
+        if self._synchronise_buffers and self.reducer.synchronises:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer.detach(), group=self._group, group_src=0)

@@ -1,0 +1,357 @@
+"""Which parameters of a model are gathered and reduced together: the groups that `fully_shard` is to make.
+
+The blocks of a model: the modules whose parameters are gathered, and freed, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.ground import arguments
+from booster.model.modules import matcher
+from booster.model.tied import places_of
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Parameters that travel together.
+
+    modules: what `fully_shard` is called with. members: the modules whose own tensors belong to the group, children
+    first. pinned: kept in float32. gathered: in the dtype that the policy has for products alone.
+    stays: was the model's own group, or a part of it, which stays gathered from forward to backward.
+    """
+
+    modules: list[nn.Module]
+    members: list[nn.Module]
+    pinned: bool = False
+    gathered: bool = False
+    stays: bool = False
+
+
+def plan_groups(
+    model: nn.Module,
+    *,
+    blocks: Collection[str],
+    pinned: Collection[str],
+    dtype_of: Callable[[nn.Parameter, bool], torch.dtype],
+    gathered: Collection[str] = (),
+) -> list[Group]:
+    """Return the groups of `model`, in the order in which they are to be made; the last is that of the model itself.
+
+    blocks: names of modules that get a group of their own, unless they share a parameter with something outside, which
+    can belong to one group only: then they join the group around them. pinned: names of modules that share one group,
+    or, where blocks are inside them, several. dtype_of: dtype of a parameter at rest, given whether it is pinned.
+    gathered: names of modules whose parameters are gathered in another dtype than all others, so in groups of their own.
+
+    Raises ValueError for parameters without dimensions, for one that is both pinned and not, and where trainable
+    parameters of several dtypes cannot be told apart by their modules.
+    """
+    scalars = [name for name, param in model.named_parameters() if param.dim() == 0]
+    if scalars:
+        raise ValueError(
+            f"parameters without dimensions cannot be sharded: {scalars}; make each a tensor of shape (1,), e.g. "
+            "nn.Parameter(torch.ones(1))"
+        )
+    kept = {name: module for name, module in ((name, model.get_submodule(name)) for name in blocks) if _has(module)}
+    in_fp32 = {id(module): module for module in (model.get_submodule(name) for name in pinned) if _has(module)}
+    while True:
+        homes, inside = _homes(model, kept.values(), in_fp32)
+        torn = _torn(model, homes, in_fp32)
+        if not torn:
+            break
+        kept = {name: module for name, module in kept.items() if id(module) not in torn}
+    order = list(_children_first(model))
+    members: dict[int, list[nn.Module]] = {}
+    for module in order:
+        members.setdefault(homes[id(module)], []).append(module)
+    wrapped = {id(module) for module in kept.values()}
+    sequence = [module for module in order if id(module) in wrapped and id(module) in inside]
+    groups = [Group([module], members[id(module)], pinned=True) for module in sequence]
+    if _PINNED in members:
+        listed = [module for module in order if id(module) in in_fp32 and id(module) not in wrapped]
+        groups.append(Group(listed, members[_PINNED], pinned=True))
+    rest = [module for module in order if id(module) in wrapped and id(module) not in inside]
+    groups += [Group([module], members[id(module)]) for module in rest if id(module) in members]
+    groups.append(Group([model], members[id(model)], stays=True))
+    names = {id(module): name for name, module in model.named_modules()}
+    products = {model.get_submodule(name) for name in gathered}
+    groups = [part for group in groups for part in _by_gather(group, products)]
+    return [part for group in groups for part in _by_dtype(group, dtype_of, names)]
+
+
+_PINNED = 0  # no object has this id
+
+
+def _homes(
+    model: nn.Module, blocks: Collection[nn.Module], in_fp32: dict[int, nn.Module]
+) -> tuple[dict[int, int], set[int]]:
+    """Return, for each module by id, the block around it, `_PINNED` or the model; and the ids of those in a pinned one."""
+    wrapped = {id(module) for module in blocks}
+    homes: dict[int, int] = {}
+    inside: set[int] = set()
+
+    def visit(module: nn.Module, home: int, is_pinned: bool) -> None:
+        if id(module) in homes:
+            return
+        is_pinned = is_pinned or id(module) in in_fp32
+        if id(module) in wrapped:
+            home = id(module)
+        elif id(module) in in_fp32:
+            home = _PINNED
+        homes[id(module)] = home
+        if is_pinned:
+            inside.add(id(module))
+        for child in module.children():
+            visit(child, home, is_pinned)
+
+    visit(model, id(model), False)
+    return homes, inside
+
+
+def _torn(model: nn.Module, homes: dict[int, int], in_fp32: dict[int, nn.Module]) -> set[int]:
+    """Return the ids of blocks that hold a parameter which another group holds too."""
+    users: dict[torch.Tensor, dict[int, tuple[str, bool]]] = {}
+    # By path, because a module that stands in two blocks shares its parameters too.
+    for param, places in places_of(model).items():
+        for place in places:
+            inner = [module for module in place.path if homes[id(module)] == id(module) or id(module) in in_fp32]
+            home = homes[id(inner[-1])] if inner else id(model)
+            is_pinned = any(id(module) in in_fp32 for module in place.path)
+            users.setdefault(param, {}).setdefault(home, (place.name, is_pinned))
+    torn: set[int] = set()
+    for by_home in users.values():
+        if len(by_home) < 2:
+            continue
+        shown = {is_pinned: name for name, is_pinned in by_home.values()}
+        if len(shown) == 2:
+            raise ValueError(
+                f"{shown[True]} is in a module that is kept in float32, and is the same parameter as {shown[False]}, which is "
+                "not; keep both of its modules in float32, or neither"
+            )
+        torn |= by_home.keys() - {id(model), _PINNED}
+    return torn
+
+
+def _by_gather(group: Group, products: set[nn.Module]) -> Iterator[Group]:
+    """Yield the part of `group` that is in `products` and the rest. The part without the group's modules comes first.
+
+    That part is a list of leaves. fully_shard passes on the inputs of what it is called with as new tensors, and what has
+    children may ask which of its inputs are the same, as MultiheadAttention does, which computes otherwise then.
+    """
+    inside = [module for module in group.members if module in products]
+    owners = [module for module in group.members if module not in products and module._parameters]
+    leaves = [module for module in inside if not _has_children(module) and not _is_projection(module, inside)]
+    if group.pinned or not inside:
+        yield group
+    elif not owners:
+        yield replace(group, gathered=True)
+    elif not any(_has_children(module) or not _is_called(module) for module in owners):
+        # The group's modules stay with what is larger as a rule.
+        yield replace(group, modules=owners, members=owners)
+        yield replace(group, members=[module for module in group.members if module not in owners], gathered=True)
+    elif leaves:
+        yield replace(group, modules=leaves, members=leaves, gathered=True)
+        yield replace(group, members=[module for module in group.members if module not in leaves])
+    else:
+        yield group
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _is_projection(module: nn.Module, modules: list[nn.Module]) -> bool:
+    """Return whether `module` is read by one of `modules` that holds it, and not called."""
+    return any(module is not other and module in other.children() for other in modules)
+
+
+def _by_dtype(
+    group: Group, dtype_of: Callable[[nn.Parameter, bool], torch.dtype], names: dict[int, str]
+) -> Iterator[Group]:
+    """Yield one more group for each further dtype among the trainable parameters of `group`, then what is left of it."""
+    owners: dict[torch.dtype, list[nn.Module]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for module in group.members:
+        for param in module.parameters(recurse=False):
+            if param.requires_grad:
+                dtype = dtype_of(param, group.pinned)
+                sizes[dtype] = sizes.get(dtype, 0) + param.numel()
+                if module not in owners.setdefault(dtype, []):
+                    owners[dtype].append(module)
+    if len(sizes) < 2:
+        yield group
+        return
+    at_top = [dtype for dtype, modules in owners.items() if any(module in modules for module in group.modules)]
+    main = max(at_top or sizes, key=lambda dtype: sizes[dtype])
+    left = list(group.members)
+    for dtype in [dtype for dtype in owners if dtype != main]:
+        modules = owners[dtype]
+        below = [child for module in modules for child in module.modules() if child in group.members]
+        mixed = [m for other in owners if other != dtype for m in owners[other] if m in below]
+        never_called = [m for m in modules if not _is_called(m)]
+        for module in mixed or never_called:
+            raise ValueError(
+                f"the trainable parameters in {names[id(module)] or 'the model'!r} have several dtypes "
+                f"({', '.join(sorted(map(str, sizes)))}), and their gradients cannot be reduced together; cast them to one "
+                "dtype, or put those of each dtype into a module of their own that has a forward"
+            )
+        yield replace(group, modules=modules, members=[m for m in left if m in below])
+        left = [m for m in left if m not in below]
+    yield replace(group, members=left)
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _children_first(model: nn.Module) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        if id(module) not in seen:
+            seen.add(id(module))
+            for child in module.children():
+                yield from visit(child)
+            yield module
+
+    yield from visit(model)
+
+
+def _has(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+WrapPolicy = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
+
+# Containers are not called themselves, and torch's attention reads the parameters of its children without calling them.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_INDIVISIBLE = (nn.MultiheadAttention,)
+
+
+def check_wrap_policy(wrap_policy: Any) -> None:
+    """Raise TypeError or ValueError unless `wrap_policy` is one that `block_names` takes."""
+    legal = (
+        "a module class, a name pattern, several of these, a number of parameters, a predicate (name, module), or None"
+    )
+    if wrap_policy is None or isinstance(wrap_policy, str):
+        return
+    if isinstance(wrap_policy, int):
+        arguments.count("wrap_policy", wrap_policy, what="of parameters")
+        return
+    if isinstance(wrap_policy, Iterable) and not isinstance(wrap_policy, (type, nn.Module, Mapping, torch.Tensor)):
+        entries = list(wrap_policy)
+        if not entries:
+            raise ValueError(
+                "wrap_policy is empty; name a block class or pattern, or pass None for the repeated blocks"
+            )
+        wrong = [entry for entry in entries if not _is_class_or_pattern(entry)]
+        if wrong:
+            raise TypeError(
+                f"wrap_policy holds {arguments.shown(wrong[0])}; in a list each entry must be a module class or a name pattern"
+            )
+        return
+    if isinstance(wrap_policy, nn.Module):
+        raise TypeError(f"wrap_policy is a module object ({type(wrap_policy).__name__}); pass its class, or its name")
+    if not (_is_class_or_pattern(wrap_policy) or (callable(wrap_policy) and not isinstance(wrap_policy, type))):
+        raise TypeError(f"wrap_policy={arguments.shown(wrap_policy)} is not legal; pass {legal}")
+
+
+def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
+    """Return the qualified names of the blocks of `model`, in the order of its modules; the model itself is none.
+
+    wrap_policy: module classes; names or patterns, where `*` matches within one part of a name and `**` across parts;
+    a predicate `(name, module) -> bool`; a number of parameters, at which a module becomes a block, parameters of blocks
+    inside it not counted; None: see `repeated_blocks`. Raises ValueError for a class or pattern that selects nothing, not
+    even, for a class, the model, which is gathered as a whole with or without a policy.
+    """
+    if wrap_policy is None:
+        return repeated_blocks(model)
+    named = [(name, module) for name, module in model.named_modules() if name and not isinstance(module, _NEVER_CALLED)]
+    if isinstance(wrap_policy, int):
+        return _large_modules(model, wrap_policy)
+    if isinstance(wrap_policy, (type, str)):
+        entries: list[Any] = [wrap_policy]
+    elif isinstance(wrap_policy, Iterable):
+        entries = list(wrap_policy)
+    else:
+        return [name for name, module in named if wrap_policy(name, module)]
+    chosen: set[str] = set()
+    for entry in entries:
+        matches = {name for name, module in named if _matches(entry, name, module)}
+        if not matches and not (isinstance(entry, type) and isinstance(model, entry)):  # which is a block by itself
+            shown = entry if isinstance(entry, str) else entry.__name__
+            kinds = sorted({type(module).__name__ for _, module in named})
+            raise ValueError(
+                f"wrap_policy names {shown!r}, which selects no module of {type(model).__name__}; its top-level modules are "
+                f"{[name for name, _ in model.named_children()]}, its classes {kinds}"
+            )
+        chosen |= matches
+    return [name for name, _ in named if name in chosen]
+
+
+def repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the repeated blocks of `model`.
+
+    Those are what a transformers model lists as indivisible; of other models the outermost modules with children and
+    parameters that stand in a Sequential, ModuleList or ModuleDict beside another of their class.
+    """
+    listed = set(getattr(model, "_no_split_modules", None) or ())
+    names = [name for name, module in model.named_modules() if name and type(module).__name__ in listed]
+    return names or list(_repeated(model, ""))
+
+
+def _repeated(parent: nn.Module, path: str) -> Iterator[str]:
+    for name, child in parent.named_children():
+        here = f"{path}{name}"
+        is_listed = isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and _is_block(child)
+        if is_listed and sum(type(other) is type(child) for other in parent._modules.values()) > 1:
+            yield here
+        else:
+            yield from _repeated(child, f"{here}.")
+
+
+def _is_block(module: nn.Module) -> bool:
+    return (
+        not isinstance(module, _NEVER_CALLED)
+        and next(module.children(), None) is not None
+        and next(module.parameters(), None) is not None
+    )
+
+
+def _large_modules(model: nn.Module, minimum: int) -> list[str]:
+    """Return the modules with at least `minimum` parameters that are in no block inside them, innermost first."""
+    chosen: list[str] = []
+    seen: set[int] = set()
+
+    def uncovered(module: nn.Module, name: str) -> int:
+        """Choose inside `module`, then perhaps itself; return the number of parameters that are in no block yet."""
+        if isinstance(module, _INDIVISIBLE):
+            left = sum(param.numel() for param in module.parameters())
+        else:
+            own = [param for param in module.parameters(recurse=False) if id(param) not in seen]
+            seen.update(map(id, own))
+            children = module.named_children()
+            left = sum(param.numel() for param in own)
+            left += sum(uncovered(child, f"{name}.{part}" if name else part) for part, child in children)
+        if name and left >= minimum and not isinstance(module, _NEVER_CALLED):
+            chosen.append(name)
+            return 0
+        return left
+
+    uncovered(model, "")
+    return chosen
+
+
+def _is_class_or_pattern(entry: Any) -> bool:
+    return isinstance(entry, str) or (isinstance(entry, type) and issubclass(entry, nn.Module))
+
+
+def _matches(entry: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
+    if isinstance(entry, type):
+        return isinstance(module, entry)
+    return matcher(entry)(name)

@@ -1,0 +1,171 @@
+"""Fully sharded data parallelism with torch's `fully_shard` (FSDP2)."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from booster.ground import arguments
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
+from booster.model.meta import arrive
+from booster.model.modules import bare
+from booster.plugin.base import Plugin, check_joined, shared_mesh, world
+from booster.plugin.fsdp.fully_sharded import shard_module, without_reduction
+from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
+from booster.ranks.communicate import align
+from booster.shards import Shards
+from booster.shards.dtensor import check_steps_parts, local_of
+from booster.shards.fully_sharded import FullyShardedShards, LeftGathered
+
+_REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class TorchFSDPPlugin(Plugin):
+    """Every rank holds a share of each parameter, gradient and optimizer state, and a share of the batch.
+
+    Parameters are gathered block by block in the dtype that the precision computes in. Under `fp16_naive` and `bf16_naive`
+    the float32 shard is the master, unless they ask for split or no masters.
+
+    reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward; False
+    keeps them, which is faster and takes memory as ZeRO-2 does; a whole number keeps them sharded over that many ranks.
+    wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
+    parameters from which on a module is one; None means the repeated blocks of the model, see `blocks.block_names`.
+    cpu_offload: shards, gradients and optimizer states stay in the CPU's memory. reduce_dtype: in which gradients are
+    averaged; None means float32 for half-precision models, otherwise the dtype of the parameters. replicate_size: keep
+    this many copies of the model, each sharded over the world size divided by it; neighbouring ranks share a copy.
+
+    All ranks start from rank 0's weights. Parameters on the meta device get theirs from `reset_parameters()`. Construct
+    it after `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet. Without a
+    process group, outside a launched job, the model is trained whole, as on a single device.
+    """
+
+    is_whole = False
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool | int = True,
+        wrap_policy: WrapPolicy = None,
+        cpu_offload: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        replicate_size: int = 1,
+    ) -> None:
+        check_joined("TorchFSDPPlugin")
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        check_wrap_policy(wrap_policy)
+        arguments.flag("cpu_offload", cpu_offload)
+        if cpu_offload and not dist.is_initialized():
+            raise RuntimeError(
+                "cpu_offload=True needs a process group, also for a single process; start the job with "
+                "`booster run --nproc_per_node 1` and call booster.launch_from_torch() first, or leave it False"
+            )
+        if reduce_dtype is not None and reduce_dtype not in _REDUCE_DTYPES:
+            raise ValueError(
+                f"reduce_dtype={reduce_dtype!r} is not legal; choose one of {list(_REDUCE_DTYPES)}, or None"
+            )
+        if not arguments.is_whole(replicate_size) or replicate_size < 1 or world_size % replicate_size:
+            raise ValueError(
+                f"replicate_size={replicate_size!r} is not legal; it must be a whole number that divides the world size, "
+                f"which is {world_size}"
+            )
+        shard_size = world_size // replicate_size
+        if not isinstance(reshard_after_forward, bool) and not (
+            arguments.is_whole(reshard_after_forward)
+            and 1 < reshard_after_forward < shard_size
+            and shard_size % reshard_after_forward == 0
+        ):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward!r} is not legal; choose True, False, or a whole number above 1 "
+                f"that divides the {shard_size} ranks over which a parameter is sharded and is less than them"
+            )
+        # Without a process group nothing is sharded, and half-precision models need masters of their own.
+        self.stores_float32 = dist.is_initialized()
+        self._wrap_policy = wrap_policy if isinstance(wrap_policy, (type, str)) else _as_list(wrap_policy)
+        self._options: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "cpu_offload": cpu_offload,
+            "reduce_dtype": reduce_dtype,
+        }
+        self._replicate_size = replicate_size
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._placed: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._left = LeftGathered()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return world()
+
+    release_refusal = None
+
+    @property
+    def divides_as(self) -> str | None:
+        if not self.stores_float32:
+            return "single"
+        plain = {"reshard_after_forward": True, "cpu_offload": False, "reduce_dtype": None}
+        return "fsdp" if self._options == plain and self._wrap_policy is None and self._replicate_size == 1 else None
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            raise ValueError(
+                f"fully_shard works on the current CUDA device, which is cuda:{torch.cuda.current_device()}, not on {device}; "
+                "call booster.launch_from_torch(), or torch.cuda.set_device, first"
+            )
+
+    def synchronise(self, module: nn.Module) -> None:
+        align([*module.parameters(), *module.buffers()], self.group)
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        model = bare(module)
+        blocks = block_names(model, self._wrap_policy)
+        if not self.stores_float32:
+            return cast_parameters(arrive(module, device), policy)
+        placed = shard_module(
+            module,
+            policy,
+            mesh=self._mesh(device.type),
+            device=device,
+            blocks=blocks,
+            gathered=gathered_modules(model, policy),
+            synchronise=lambda tensors: align(map(local_of, tensors), self.group),
+            **self._options,
+            left=self._left,
+        )
+        self._placed[model] = None
+        return placed
+
+    def make_shards(self, optimizer: Optimizer) -> Shards:
+        if not self.stores_float32:
+            return Shards(optimizer)
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        modules = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
+        return FullyShardedShards(optimizer, modules, unreduced=self._unreduced, left=self._left, group=self.group)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if self.stores_float32:
+            check_steps_parts(optimizer)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return without_reduction(module, self._unsynchronised, self._unreduced)
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        if device_type not in self._meshes:
+            world_size = dist.get_world_size()
+            sizes = {"replicate": self._replicate_size, "shard": world_size // self._replicate_size}
+            if self._replicate_size == 1:
+                del sizes["replicate"]
+            self._meshes[device_type] = shared_mesh(device_type, sizes)
+        return self._meshes[device_type]
+
+
+def _as_list(wrap_policy: Any) -> Any:
+    """Return a list of what may give its entries only once."""
+    return list(wrap_policy) if hasattr(wrap_policy, "__iter__") else wrap_policy

@@ -1,0 +1,320 @@
+"""Tensor, pipeline and data parallelism at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from booster.ground import arguments
+from booster.launch import environment_world_size
+from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules, store_parameters
+from booster.model.meta import arrive, check_meta
+from booster.model.modules import bare
+from booster.plugin.base import Pipeline, Plugin, shared_mesh, world
+from booster.plugin.fsdp.fully_sharded import ShardLoaded, keep_whole, shard_module, without_reduction
+from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.pipeline import Pipeline as StagePipeline
+from booster.plugin.pipeline import PipelinePlan, plan_pipeline
+from booster.plugin.pipeline.layers_loaded import LayersLoaded
+from booster.plugin.pipeline.schedule import check_count, check_style
+from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
+from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
+from booster.ranks.communicate import align
+from booster.shards.dtensor import check_steps_parts
+from booster.shards.fully_sharded import FullyShardedShards, LeftGathered
+
+PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
+
+
+class HybridParallelPlugin(Plugin):
+    """Divides layers among `tp_size` ranks, the chain of layers among `pp_size` stages, and the batch among the rest.
+
+    Ranks are numbered with tensor parallelism innermost and stages outermost: neighbours share a layer. The world size
+    is a multiple of tp_size * pp_size; the quotient is the data-parallel size.
+
+    zero_stage: 0 keeps parameters, gradients and optimizer states whole on every data-parallel rank; 1 and 2 shard them:
+    torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
+    `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is 1
+    nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
+    num_microbatches, microbatch_size: how `booster.execute_pipeline` divides a batch; give one of them, or neither for one
+    micro-batch, or as many as stages in a pipeline. num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
+    pp_style: the schedule. sequence_parallelism: ranks of tensor parallelism keep a part of the sequence each between the
+    branches of blocks. tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the
+    plan that is known for it. split_points: names of the modules that begin the second and later stages, or None: evenly.
+    wrap_policy, reduce_dtype: those of `TorchFSDPPlugin`.
+
+    Construct it after `booster.launch_from_torch()`. Raises ValueError for sizes that do not fit the world.
+    """
+
+    is_whole = False
+
+    def __init__(
+        self,
+        tp_size: int,
+        pp_size: int,
+        *,
+        zero_stage: Literal[0, 1, 2] = 0,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+        num_model_chunks: int = 1,
+        pp_style: PipelineStyle = "1f1b",
+        sequence_parallelism: bool = False,
+        tp_plan: TPPlan = None,
+        split_points: Iterable[str] | None = None,
+        wrap_policy: WrapPolicy = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"HybridParallelPlugin needs a process group, and there is none (WORLD_SIZE={environment_world_size()}); "
+                "start the job with `booster run` and call booster.launch_from_torch() first"
+            )
+        world_size = dist.get_world_size()
+        for name, value in (("tp_size", tp_size), ("pp_size", pp_size), ("num_model_chunks", num_model_chunks)):
+            arguments.count(name, value)
+        if world_size % (tp_size * pp_size):
+            raise ValueError(
+                f"tp_size={tp_size} times pp_size={pp_size} is {tp_size * pp_size}, which does not divide the world size "
+                f"{world_size}; choose sizes whose product does"
+            )
+        arguments.choice("zero_stage", zero_stage, (0, 1, 2), fix="for 3 use TorchFSDPPlugin")
+        stages_per_rank = check_style(pp_style, pp_size, num_model_chunks, name="pp_style")
+        if pp_size == 1 and num_model_chunks > 1:
+            raise ValueError(f"num_model_chunks={num_model_chunks} divide a pipeline, and pp_size is 1")
+        if num_microbatches is not None and microbatch_size is not None:
+            raise ValueError(
+                f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} say the same; give one of them"
+            )
+        for name, size in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
+            if size is not None:
+                arguments.count(name, size, also="None")
+        if arguments.flag("sequence_parallelism", sequence_parallelism) and tp_size == 1:
+            raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
+        if split_points is not None:
+            split_points = _checked_names(split_points)
+        if reduce_dtype is not None:
+            arguments.floating_dtype("reduce_dtype", reduce_dtype)
+        check_tp_plan(tp_plan)
+        if num_microbatches is not None and pp_size > 1:
+            check_count(pp_style, pp_size, num_microbatches)
+        if split_points is not None and pp_size == 1:
+            raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
+        check_wrap_policy(wrap_policy)
+        self.tp_size, self.pp_size = tp_size, pp_size
+        self.zero_stage = zero_stage
+        self._num_microbatches = num_microbatches
+        self._microbatch_size = microbatch_size
+        self._num_model_chunks = stages_per_rank
+        self._pp_style = pp_style
+        self._sequence_parallelism = sequence_parallelism
+        self._tp_plan = tp_plan
+        self._split_points = split_points
+        self._wrap_policy = wrap_policy
+        self._reduce_dtype = reduce_dtype
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._placed: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._pipelines: weakref.WeakKeyDictionary[StagePipeline, None] = weakref.WeakKeyDictionary()
+        self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._left = LeftGathered()
+        self.bind(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
+
+    # ------------------------------------------------------------------ ranks
+
+    @property
+    def stores_float32(self) -> bool:  # type: ignore[override]
+        return self.data_parallel_size > 1
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        # All ranks construct the plugin, and the Booster, together: making a mesh is a collective.
+        self._mesh(device.type)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return world()
+
+    @property
+    def data_parallel_size(self) -> int:
+        return dist.get_world_size() // (self.tp_size * self.pp_size)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return dist.get_rank() // self.tp_size % self.data_parallel_size
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        mesh = next(iter(self._meshes.values()))
+        return (
+            mesh["replicate" if self.zero_stage == 0 else "shard"].get_group() if self.data_parallel_size > 1 else None
+        )
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Return this rank's place in the pipeline."""
+        return dist.get_rank() // (self.tp_size * self.data_parallel_size)
+
+    def _mesh(self, device_type: str) -> DeviceMesh:
+        if device_type not in self._meshes:
+            data = self.data_parallel_size
+            copies, parts = (data, 1) if self.zero_stage == 0 else (1, data)
+            self._meshes[device_type] = shared_mesh(
+                device_type, {"pp": self.pp_size, "replicate": copies, "shard": parts, "tp": self.tp_size}
+            )
+        return self._meshes[device_type]
+
+    # ------------------------------------------------------------------ models
+
+    def synchronise(self, module: nn.Module) -> None:
+        align([*module.parameters(), *module.buffers()], self.group)
+
+    @property
+    def release_refusal(self) -> str | None:
+        if self.pp_size == 1:
+            return None
+        return (
+            "the gradients of a pipeline's micro-batches come one after another and are complete with the last one only; use "
+            "pp_size=1"
+        )
+
+    def make_shards(self, optimizer: Optimizer) -> FullyShardedShards:
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        roots = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
+        pipelines = list(self._pipelines)
+
+        def num_holders(param: torch.Tensor) -> int:
+            return max((pipeline.num_copies(param) for pipeline in pipelines), default=1)
+
+        return FullyShardedShards(
+            optimizer,
+            roots,
+            unreduced=self._unreduced,
+            left=self._left,
+            group=self.group,
+            num_stages=self.pp_size,
+            num_holders=num_holders,
+        )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        check_steps_parts(optimizer)
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        mesh, model = self._mesh(device.type), bare(module)
+        tensor_parallel: dict[str, Any] = {
+            "mesh": mesh["tp"],
+            "tp_plan": self._tp_plan,
+            "sequence_parallelism": self._sequence_parallelism,
+            "policy": policy,
+        }
+        check_tensor_parallel(model, **tensor_parallel)
+        check_meta(model)
+        blocks, gathered = block_names(model, self._wrap_policy), gathered_modules(model, policy)
+        plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
+        arrive(module, device)
+        self.synchronise(model)
+        shards = self.data_parallel_size > 1 or policy.store not in (None, policy.param)
+        if not shards:
+            store_parameters(model, policy)
+        apply_tensor_parallel(model, **tensor_parallel)
+        whole = list(model.state_dict())
+        roots = [module] if plan is None else plan.cut(self.pipeline_rank)
+        for root in roots:
+            # What lies on other stages has stand-ins without parameters here.
+            own = dataclasses.replace(
+                policy,
+                keep_fp32=frozenset(_with_parameters(root, policy.keep_fp32)),
+                fp8_weights=frozenset(_with_parameters(root, policy.fp8_weights)),
+            )
+            if not shards:
+                keep_whole(root, own)  # a group of one rank has nothing to gather or to reduce
+                continue
+            shard_module(
+                root,
+                own,
+                mesh=mesh["replicate", "shard"],
+                device=device,
+                blocks=_with_parameters(root, blocks),
+                gathered=_with_parameters(root, gathered),
+                reshard_after_forward=False,
+                reduce_dtype=self._reduce_dtype,
+                shard_placement=fsdp_placement,
+                left=self._left if plan is None else None,
+            )
+            self._placed[bare(root)] = None
+        if plan is None:
+            return module
+        model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
+        if len(roots) > 1:  # the user loads into the model, of which the roots are copies
+            model.register_load_state_dict_pre_hook(ShardLoaded(policy))
+        pipeline = StagePipeline(
+            plan,
+            group=mesh["pp"].get_group(),
+            device=device,
+            boundary=self._boundary if self._sequence_parallelism else None,
+        )
+        self._pipelines[pipeline] = None
+        return pipeline
+
+    def _plan_pipeline(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> PipelinePlan:
+        # Stages compute in `param`, whatever their shards are stored in.
+        computed = dataclasses.replace(policy, store=None)
+        return plan_pipeline(
+            module,
+            pp_size=self.pp_size,
+            style=self._pp_style,
+            num_model_chunks=self._num_model_chunks,
+            split_points=self._split_points,
+            device=device,
+            prepare=lambda skeleton: cast_parameters(skeleton, computed),
+        )
+
+    def _boundary(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of an activation (batch, sequence, ...) that crosses between stages, divided along the sequence."""
+        return shape if len(shape) < 3 else (shape[0], shape[1] // self.tp_size, *shape[2:])
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        if isinstance(module, StagePipeline):
+            raise RuntimeError(
+                "a pipeline accumulates the gradients of its micro-batches inside execute_pipeline, reduced at its end; "
+                "instead of no_sync or accumulate, pass larger batches and HybridParallelPlugin(num_microbatches=...)"
+            )
+        return without_reduction(module, self._unsynchronised, self._unreduced)
+
+    # ------------------------------------------------------------------ micro-batches
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        if self._microbatch_size is None:
+            return self._num_microbatches or self.pp_size
+        if batch_size % self._microbatch_size:
+            raise ValueError(
+                f"a batch of {batch_size} samples does not divide into micro-batches of "
+                f"microbatch_size={self._microbatch_size}; make the batch size a multiple of it, and drop the last, smaller "
+                "batch of an epoch (drop_last=True)"
+            )
+        return batch_size // self._microbatch_size
+
+    def pipeline(self, module: nn.Module) -> Pipeline | None:
+        return module if isinstance(module, StagePipeline) else None
+
+
+def _with_parameters(root: nn.Module, names: Iterable[str]) -> list[str]:
+    model = bare(root)
+    return [name for name in names if next(model.get_submodule(name).parameters(), None) is not None]
+
+
+def _checked_names(split_points: Any) -> list[str]:
+    several = isinstance(split_points, Iterable) and not isinstance(split_points, (str, bytes, Mapping, torch.Tensor))
+    names = list(split_points) if several else []
+    if not several or not all(isinstance(name, str) for name in names):
+        legal = "a list of names of modules, one for each stage but the first"
+        raise TypeError(arguments.refusal("split_points", split_points, legal, "None"))
+    return names

@@ -1,0 +1,1 @@
+"""ZeRO 1 and 2: every rank holds the whole model and a slice of gradients and states."""

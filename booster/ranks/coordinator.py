@@ -1,0 +1,155 @@
+"""Who am I in the job, and who goes first."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from booster.ground import arguments
+from booster.launch import environment_local_rank
+from booster.ranks.communicate import exchange
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_main() -> bool:
+    """Say whether this process is rank 0 of the job, or a world of one; no collective."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def wait_for_all() -> None:
+    """Wait until every rank of the job has come here; nothing in a world of one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+class DistCoordinator:
+    """Rank, world size and the usual "only one process does this" patterns; without a process group, a world of one.
+
+    Make it after `booster.launch`: rank and world size are read once. It is an ordinary object; make as many as you
+    like. local_rank: index on this machine; None takes it from the launcher's environment. Only where no launcher
+    announced it, the ranks exchange host names (two small collectives over the world).
+    """
+
+    def __init__(self, local_rank: int | None = None) -> None:
+        launched = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if launched else 0
+        self.world_size: int = dist.get_world_size() if launched else 1
+        if local_rank is not None:
+            arguments.count("local_rank", local_rank, least=0, also="None")
+        if local_rank is None:
+            local_rank = environment_local_rank() if launched else 0
+        self.local_rank: int = self._count_neighbours() if local_rank is None else local_rank
+
+    def is_master(self, group: dist.ProcessGroup | None = None) -> bool:
+        """Say whether this process is rank 0 of `group` (None: of the world)."""
+        return (self.rank if group is None else dist.get_rank(_checked(group))) == 0
+
+    def is_node_master(self) -> bool:
+        """Say whether this process is the first one on its machine."""
+        return self.local_rank == 0
+
+    def is_last_process(self, group: dist.ProcessGroup | None = None) -> bool:
+        """Say whether this process is the last rank of `group` (None: of the world)."""
+        if group is None:
+            return self.rank == self.world_size - 1
+        return dist.get_rank(_checked(group)) == dist.get_world_size(group) - 1
+
+    def print_on_master(self, msg: str, group: dist.ProcessGroup | None = None) -> None:
+        """Print `msg` on rank 0 of `group`; no collective."""
+        if self.is_master(group):
+            print(msg, flush=True)  # noqa: T201 - printing is what was asked for
+
+    def print_on_node_master(self, msg: str) -> None:
+        """Print `msg` once per machine; no collective."""
+        if self.is_node_master():
+            print(msg, flush=True)  # noqa: T201 - printing is what was asked for
+
+    @contextmanager
+    def priority_execution(self, executor_rank: int = 0, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Run the body on `executor_rank` first, then on the others (a download, then reads of its cache).
+
+        executor_rank: a rank of `group` (None: of the world). All ranks of the group must enter.
+        Cost: one broadcast of one number. If the body raises on the executor, the others raise RuntimeError instead
+        of entering; if it raises on another rank, only that rank knows.
+        """
+        size = self.world_size if group is None else dist.get_world_size(_checked(group))
+        if arguments.count("executor_rank", executor_rank, least=0) >= size:
+            raise ValueError(
+                f"executor_rank={executor_rank} is not a rank of this group; it must be from 0 to {size - 1}"
+            )
+        rank = self.rank if group is None else dist.get_rank(group)
+        if rank != executor_rank:
+            if not self._told(True, executor_rank, group):
+                raise RuntimeError(
+                    f"priority_execution: rank {executor_rank} failed in the body, so rank {rank} did not enter it; "
+                    f"see the error of rank {executor_rank}"
+                )
+            yield
+            return
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            if size > 1:
+                self._told(succeeded, executor_rank, group)
+
+    def block_all(self, group: dist.ProcessGroup | None = None) -> None:
+        """Wait until every rank of `group` (None: of the world) has come here; nothing in a world of one."""
+        if group is not None:
+            _checked(group)
+        if self._launched():
+            dist.barrier(group)
+
+    def on_master_only(
+        self, group: dist.ProcessGroup | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """Decorate a function so that only rank 0 of `group` runs it; the others get None at once (no barrier)."""
+        if group is not None:
+            _checked(group)
+
+        def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+            arguments.function("function", function)
+
+            @functools.wraps(function)
+            def run_on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
+                return function(*args, **kwargs) if self.is_master(group) else None
+
+            return run_on_master
+
+        return decorate
+
+    def destroy(self) -> None:
+        """Leave the process group, if there is one; afterwards `booster.launch` may be called again."""
+        if self._launched():
+            # A DDP model that is garbage by now must go first: its reducer meeting the end of gloo's threads aborts.
+            gc.collect()
+            dist.destroy_process_group()
+
+    @staticmethod
+    def _launched() -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def _count_neighbours(self) -> int:
+        hosts = exchange(socket.gethostname().encode(), dist.group.WORLD)
+        return hosts[: self.rank].count(hosts[self.rank])
+
+    def _told(self, succeeded: bool, executor_rank: int, group: dist.ProcessGroup | None) -> bool:
+        on_cuda = "nccl" in dist.get_backend(group)
+        device = torch.device("cuda" if on_cuda else "cpu")
+        flag = torch.tensor([float(succeeded)], dtype=torch.float32, device=device)
+        dist.broadcast(flag, group=group, group_src=executor_rank)
+        return bool(flag.item())
+
+
+def _checked(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return arguments.group("group", group)

@@ -1,0 +1,1 @@
+"""Tensors and containers of them: walked, laid flat, cast, cut into micro-batches."""

@@ -1,0 +1,187 @@
+"""Regions of one thread in which torch casts: what a precision enters, and how it leaves those that surround it.
+
+Two things cast: `torch.autocast`, and torch function modes of this library, which are thread-local too. What else a context
+changes, such as what products read, it says by `surrounding`. A model computes in its own precision wherever it is called:
+inside another model, a criterion, `booster.autocast()` or a session of `apex_amp`. So whoever calls a precision's contexts
+does it through `region`, and a precision need not know that there are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from booster.ground.torch_internals import function_modes, num_function_modes
+
+Function = Callable[..., Any]
+Rule = Callable[["CastFunctions", Function, tuple[Any, ...], dict[str, Any]], Any]
+Table = Mapping[Function, Rule]
+
+_DEVICE_TYPES = ("cpu", "cuda")
+
+Leave = Callable[[], AbstractContextManager[Any]]
+_LEAVES: ContextVar[tuple[Leave, ...]] = ContextVar("what leaves the regions around, outermost first", default=())
+
+
+class CastMode(TorchFunctionMode):
+    """Base of the torch function modes that change the dtype in which functions run. enabled: while False it does nothing.
+
+    Thread-local, as every torch function mode is; make a new one for every region.
+    """
+
+    enabled = True
+
+
+class CastFunctions(CastMode):
+    """While active, torch functions of `table` are called as their rules say; enter it inside `torch.autocast`.
+
+    Out of its reach is what Python composites such as `F.multi_head_attention_forward` call inside; there autocast alone
+    decides. owner: what tells the modes of one strategy from those of another.
+    """
+
+    def __init__(self, table: Table, device_type: str, owner: Any = None) -> None:
+        super().__init__()
+        self.table = table
+        self.device_type = device_type
+        self.owner = owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        rule = self.table.get(func)
+        if rule is None or not self.enabled:
+            return func(*args, **(kwargs or {}))
+        return rule(self, func, args, kwargs or {})
+
+
+def region(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """A context for one forward or backward pass under the context that is made inside it, and under nothing that surrounds
+    it. make_context: `forward_context` or `backward_context` of a precision."""
+    surrounded = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if surrounded or (num_function_modes() and _active(CastMode)):
+        return _left(make_context)
+    if not torch.compiler.is_compiling() and _LEAVES.get():
+        return _left(make_context)
+    return make_context()  # as it is, because torch.compile traces it
+
+
+@contextmanager
+def both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Both contexts, as one."""
+    # A generator, because torch.compile traces it; it does not trace an __enter__ that calls autocast's.
+    with outer, inner:
+        yield
+
+
+@contextmanager
+def surrounding(leave: Leave) -> Iterator[None]:
+    """Note, for as long as a precision's context changes anything but casts, what makes a context in which it does not."""
+    if torch.compiler.is_compiling():  # the compiler knows no context variables
+        yield
+        return
+    before = _LEAVES.set((*_LEAVES.get(), leave))
+    try:
+        yield
+    finally:
+        _LEAVES.reset(before)
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Inside, torch functions run as if no precision surrounded them, in this thread."""
+    with ExitStack() as left:
+        if not torch.compiler.is_compiling():
+            leaves = _LEAVES.get()
+            before = _LEAVES.set(())
+            left.callback(_LEAVES.reset, before)
+            for leave in reversed(leaves):
+                left.enter_context(leave())
+        left.enter_context(_disabled(_active(CastMode)))
+        yield
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Inside, torch functions run without `CastFunctions`, and without autocast where there were any, in this thread."""
+    modes = active_casts()
+    if not modes:
+        yield
+        return
+    with _disabled(modes):
+        yield
+
+
+def casts_as_here() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context, for use inside `disable_casts`, in which functions are cast as they are now."""
+    modes = active_casts()
+
+    @contextmanager
+    def cast_again() -> Iterator[None]:
+        for mode in modes:
+            mode.enabled = True
+        try:
+            if modes:
+                with torch.autocast(modes[-1].device_type, torch.float16):
+                    yield
+            else:
+                yield
+        finally:
+            for mode in modes:
+                mode.enabled = False
+
+    return cast_again
+
+
+def active_casts() -> list[CastFunctions]:
+    """The `CastFunctions` of this thread that cast at present, outermost first."""
+    return _active(CastFunctions)
+
+
+def holds_casts() -> bool:
+    """Whether this thread is inside the region of some `CastFunctions`, casting at present or not."""
+    return any(isinstance(mode, CastFunctions) for mode in function_modes())
+
+
+def disabled(kind: type[CastMode]) -> AbstractContextManager[Any]:
+    """A context in which the modes of `kind` of this thread do nothing."""
+    modes = _active(kind)
+    return _switched_off(modes) if modes else nullcontext()
+
+
+# ---------------------------------------------------------------------- inside
+
+_Mode = TypeVar("_Mode", bound=CastMode)
+
+
+@contextmanager
+def _left(make_context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with outside(), make_context():
+        yield
+
+
+def _active(kind: type[_Mode]) -> list[_Mode]:
+    return [mode for mode in function_modes() if isinstance(mode, kind) and mode.enabled]
+
+
+@contextmanager
+def _disabled(modes: Sequence[CastMode]) -> Iterator[None]:
+    with ExitStack() as off:
+        for device_type in _DEVICE_TYPES:
+            if torch.is_autocast_enabled(device_type):
+                off.enter_context(torch.autocast(device_type, enabled=False))
+        off.enter_context(_switched_off(modes))
+        yield
+
+
+@contextmanager
+def _switched_off(modes: Sequence[CastMode]) -> Iterator[None]:
+    for mode in modes:
+        mode.enabled = False
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.enabled = True

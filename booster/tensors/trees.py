@@ -1,0 +1,213 @@
+"""Tensors in containers: visiting them, replacing them, joining those of several containers into one.
+
+A container is a tuple, named tuple, list, deque, set, mapping (read-only or not), dataclass (frozen or not), or an
+instance of a subclass of one; transformers' ModelOutput is one. All else is a leaf. Containers nest.
+
+Casting the floating tensors of nested inputs and outputs, whatever container they come in.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections import UserList, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+_SEQUENCES = (tuple, list, deque, UserList)
+_SETS = (set, frozenset)
+
+
+def map_tensors(
+    function: Callable[[torch.Tensor], Any],
+    tree: Any,
+    *,
+    instead: Callable[[Any], Any] | None = None,
+    copy_containers: bool = False,
+) -> Any:
+    """Return `tree` with every tensor replaced by `function` of it, in containers of the same types.
+
+    A container in which nothing was replaced is returned itself; copy_containers: where it can be changed, a copy. No
+    container of `tree` is changed. instead: asked first about everything that is not a tensor; what it returns takes the
+    place, unless that is NotImplemented. A mapping that can neither be set nor made of its items becomes a dict.
+    """
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if instead is not None and (replaced := instead(tree)) is not NotImplemented:
+        return replaced
+    items = _items(tree)
+    if items is None:
+        return tree
+    new = [map_tensors(function, item, instead=instead, copy_containers=copy_containers) for item in items]
+    unchanged = all(after is before for after, before in zip(new, items, strict=True))
+    if unchanged and (not copy_containers or isinstance(tree, (tuple, frozenset))):
+        return tree
+    return _with_items(tree, new)
+
+
+def tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in `tree`."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+        return
+    for item in _items(tree) or ():
+        yield from tensors(item)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Return everything in `tree` that is no container, in order."""
+    items = _items(tree)
+    return [tree] if items is None else [leaf for item in items for leaf in leaves(item)]
+
+
+def with_leaves(tree: Any, new: Iterable[Any]) -> Any:
+    """Return containers like those of `tree`, which stay as they are, with `new` in the places of `leaves(tree)`."""
+    return _filled(tree, iter(new))
+
+
+def form(tree: Any) -> Hashable:
+    """Return what is the same for trees whose leaves lie in containers of the same classes, under the same keys."""
+    items = _items(tree)
+    if items is None:
+        return None
+    names = tuple(tree) if isinstance(tree, Mapping) else ()
+    if not names and dataclasses.is_dataclass(tree):
+        names = tuple(_set_fields(tree))
+    described: tuple[Hashable, ...] = (type(tree).__qualname__, id(type(tree)), names)
+    return (*described, *map(form, items))
+
+
+def _filled(tree: Any, new: Iterator[Any]) -> Any:
+    items = _items(tree)
+    return next(new) if items is None else _with_items(tree, [_filled(item, new) for item in items])
+
+
+def join(trees: Sequence[Any]) -> Any:
+    """Join containers of one form into one: tensors along their first dimension, of 0-dim ones one row each.
+
+    A mapping has the keys of the first. None stays None; sets and other leaves become the list of them. A single tree is
+    returned itself.
+    """
+    first = trees[0]
+    if len(trees) == 1 or first is None:
+        return first
+    if isinstance(first, torch.Tensor):
+        return torch.cat([tensor if tensor.dim() else tensor.reshape(1) for tensor in trees])
+    items = None if isinstance(first, _SETS) else _items(first)
+    if items is None:
+        return list(trees)
+    if isinstance(first, Mapping):
+        each = [[tree[key] for key in first] for tree in trees]
+    else:
+        each = [_items(tree) or [] for tree in trees]
+    return _with_items(first, [join(parts) for parts in zip(*each, strict=True)])
+
+
+def is_container(tree: Any) -> bool:
+    """Return whether `tree` is a container; see the module docstring."""
+    return _items(tree) is not None
+
+
+def _items(tree: Any) -> list[Any] | None:
+    """What is in a container, in the order in which `_with_items` takes it; None for a leaf."""
+    if isinstance(tree, (*_SEQUENCES, *_SETS)):
+        return list(tree)
+    if isinstance(tree, Mapping):  # before dataclasses: a ModelOutput is both, and its items are what it has
+        return [tree[key] for key in tree]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, torch.nn.Module)):
+        return [getattr(tree, name) for name in _set_fields(tree)]
+    return None
+
+
+def _with_items(tree: Any, items: list[Any]) -> Any:
+    """A container like `tree`, with what it has beside its items, and with other items."""
+    if isinstance(tree, tuple):
+        return _tuple_like(tree, items)
+    if isinstance(tree, Mapping):
+        return _mapping_like(tree, items)
+    if isinstance(tree, frozenset):
+        return type(tree)(items)
+    if type(tree) in (list, set):
+        return type(tree)(items)
+    clone = copy.copy(tree)  # keeps the type, and what a subclass holds beside its items
+    if isinstance(tree, (list, deque, UserList)):
+        for position, item in enumerate(items):
+            clone[position] = item
+    elif isinstance(tree, set):
+        clone.clear()
+        clone.update(items)
+    else:
+        for name, item in zip(_set_fields(tree), items, strict=True):
+            object.__setattr__(clone, name, item)  # past the class: it may be frozen
+    return clone
+
+
+def _tuple_like(tree: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    kind = type(tree)
+    if kind is tuple or hasattr(kind, "n_sequence_fields"):  # such as torch.return_types.max
+        return kind(items)
+    clone: tuple[Any, ...] = tuple.__new__(kind, items)  # past the class: it may take other arguments
+    if hasattr(tree, "__dict__"):
+        clone.__dict__.update(tree.__dict__)
+    return clone
+
+
+def _mapping_like(tree: Mapping[Any, Any], items: list[Any]) -> Mapping[Any, Any]:
+    new = dict(zip(tree, items, strict=True))
+    if isinstance(tree, MutableMapping):
+        try:
+            clone = copy.copy(tree)
+            for key, item in new.items():
+                clone[key] = item
+        except (TypeError, AttributeError, NotImplementedError):
+            pass  # a read-only subclass of dict
+        else:
+            return clone
+    try:
+        made: Any = type(tree)(new)  # type: ignore[call-arg]
+        alike = list(made) == list(new) and all(made[key] is item for key, item in new.items())
+    except Exception:  # of the user's class, which need not take a mapping
+        alike = False
+    return made if alike else new
+
+
+def _set_fields(tree: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+
+
+HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_CASTABLE = HALF_DTYPES | {torch.float32}
+_CASTABLE_OR_DOUBLE = _CASTABLE | {torch.float64}
+
+
+def cast_floats(
+    tree: Any, dtype: torch.dtype | None, *, float64: bool = False, instead: Callable[[Any], Any] | None = None
+) -> Any:
+    """Cast every float16, bfloat16 and float32 tensor in `tree` to `dtype`; all else stays.
+
+    tree: see `booster.tensors.trees`; a container none of whose tensors changes is returned as the same object. dtype: None
+    returns `tree` itself. float64: cast those tensors too. instead: see `map_tensors`.
+    """
+    if dtype is None:
+        return tree
+    castable = _CASTABLE_OR_DOUBLE if float64 else _CASTABLE
+    if instead is None and type(tree) is tuple:  # arguments of a forward pass, which nearly always are tensors
+        new = []
+        for entry in tree:
+            if not isinstance(entry, torch.Tensor):
+                break
+            own = entry.dtype
+            new.append(entry.to(dtype) if own in castable and own != dtype else entry)
+        else:
+            return tree if all(map(operator.is_, new, tree)) else tuple(new)
+    if isinstance(tree, torch.Tensor):
+        own = tree.dtype
+        return tree.to(dtype) if own in castable and own != dtype else tree
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype in castable and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, tree, instead=instead)
