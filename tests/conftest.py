@@ -2,6 +2,7 @@
 a function on 2 or 4 ranks of one gloo group (tests/support/pool.py)."""
 
 import gc
+import logging
 import os
 import sys
 import warnings
@@ -65,6 +66,15 @@ def _import_beside_torchvision(name: str, fragments: list[Any]) -> ModuleType:
         fragments.append(library)
         import_module("torchvision")
     return import_module(name)
+
+
+@pytest.fixture(autouse=True)
+def levels_as_before() -> Iterator[None]:
+    """What a test logs does not depend on the level that another one, or a program that it ran, set for good."""
+    logger = logging.getLogger("booster")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="session")

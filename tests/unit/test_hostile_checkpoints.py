@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from oracle import Told, different, snapshot, wrong_after
+from checkpoint_oracle import Told, different, snapshot, wrong_after
 from resealed import change, content_of, header_and_data, seal, write_safetensors
 from test_checkpoint import job
 

@@ -77,7 +77,7 @@ def torch_file(path, draw):
 def changed(data, draw):
     data = bytearray(data)
     for _ in range(draw.choice([1, 1, 3])):
-        start = draw.randrange(len(data))
+        start = draw.randrange(len(data) or 1)
         data[start : start + draw.choice([0, 1, 8])] = draw.randbytes(draw.choice([0, 1, 8]))
     return bytes(data)
 
