@@ -83,8 +83,8 @@ class Booster:
     half_products: how a CPU computes matrix products, convolutions, recurrent layers and attention of halves. "float32":
     in float32, on operands rounded to half, the result rounded once, as units for the dtype do; sums differ by their order.
     "auto" does so where this CPU is slower in half, by a table of units, on all ranks alike; one INFO line says so. "native":
-    as torch does, to the bit, by kernels up to 150 times slower than those of float32 where the CPU has no such units; but for
-    attention while training, see `sdpa_fp32` of the precision.
+    as torch does, to the bit, by kernels up to 150 times slower than those of float32 where the CPU has no such units; nothing
+    is entered around a forward then. `sdpa_fp32` of the precision, True or False, has the last word on attention.
 
     Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
     """

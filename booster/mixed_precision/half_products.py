@@ -36,7 +36,7 @@ class HalfProducts:
     """How one strategy has products of halves computed: as torch does, or in float32 where that is faster.
 
     dtype: the half dtype that the strategy computes in; None where it computes in none. sdpa_fp32: attention in float32 while
-    training, whatever else is widened; "auto" where the table has it so, on a CPU; False leaves it to torch.
+    training, whatever else is widened; "auto" goes by the table as other products do; False leaves it to torch.
     """
 
     def __init__(self, dtype: torch.dtype | None, sdpa_fp32: bool | Literal["auto"] = "auto") -> None:
@@ -49,7 +49,7 @@ class HalfProducts:
 
     def choose(self, choice: Choice) -> None:
         """Take `half_products` of `Booster`: "auto" goes by what this CPU has units for, "native" leaves all products to torch,
-        "float32" widens them all."""
+        but attention where `sdpa_fp32` is True, "float32" widens them all."""
         self.choice = arguments.choice("half_products", choice, CHOICES)
         self._settled = False
         if self._dtype is None or choice == "native":
@@ -109,7 +109,7 @@ class HalfProducts:
             return
         if self._sdpa_fp32 is False:
             self._regions = {region: kinds - {"attention"} for region, kinds in self._regions.items()}
-        else:
+        elif self.choice != "native":
             self._regions["cpu", True] |= hardware.SLOW_BACKWARD
         if self._sdpa_fp32 is True:
             self._regions["cpu", True] |= {"attention"}

@@ -407,7 +407,7 @@ def bf16():
 def bf16_and_attention():
     stack = ExitStack()
     stack.enter_context(bf16())
-    products = HalfProducts(torch.bfloat16)
+    products = HalfProducts(torch.bfloat16, sdpa_fp32=True)
     products.choose("native")
     stack.enter_context(products.forward_context("cpu"))
     return stack

@@ -613,7 +613,7 @@ def test_all_ranks_start_from_the_weights_of_the_first(ranks2):
 
 
 def attention_in_float32(dtype):
-    products = HalfProducts(dtype)
+    products = HalfProducts(dtype, sdpa_fp32=True)
     products.choose("native")
     return products.forward_context("cpu")
 

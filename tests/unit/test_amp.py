@@ -276,12 +276,12 @@ def attention_dtypes(model, x):
 
 @both
 @pytest.mark.parametrize("sdpa_fp32", ["auto", True, False])
-def test_training_runs_attention_in_float32_where_asked_and_on_cpu_by_default(precision, sdpa_fp32):
+def test_training_runs_attention_in_float32_where_asked_while_other_products_are_native(precision, sdpa_fp32):
     net = Block()
     half = HALF[precision]
     model = make(precision, sdpa_fp32=sdpa_fp32).boost(net)[0]
     dtypes, _ = attention_dtypes(model, torch.randn(2, 4, 16))
-    assert dtypes == ({half} if sdpa_fp32 is False else {torch.float32})
+    assert dtypes == ({torch.float32} if sdpa_fp32 is True else {half})
     assert net.seen == [(half, half)]  # what goes on has the dtype that autocast would have given it
 
 
@@ -299,7 +299,7 @@ def test_attention_in_float32_is_attention_of_the_rounded_inputs(precision):
     half = HALF[precision]
     q, k, v = torch.randn(3, 2, 2, 5, 8).unbind(0)
     mask = torch.randn(5, 5)
-    booster = make(precision)
+    booster = make(precision, sdpa_fp32=True)
     for options in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask > 0}, {"scale": 0.1}):
         with booster.autocast():
             out = F.scaled_dot_product_attention(q.to(half), k.to(half), v.to(half), **options)
@@ -314,7 +314,7 @@ def test_a_mask_in_half_joins_attention_in_float32(precision):
     half = HALF[precision]
     q = torch.randn(1, 2, 5, 8).to(half)
     mask = torch.randn(5, 5).to(half)
-    with make(precision).autocast():
+    with make(precision, sdpa_fp32=True).autocast():
         out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     exact = F.scaled_dot_product_attention(q.float(), q.float(), q.float(), attn_mask=mask.float())
     assert torch.equal(out, exact.to(half))
@@ -323,12 +323,12 @@ def test_a_mask_in_half_joins_attention_in_float32(precision):
 @both
 def test_float64_attention_is_left_alone(precision):
     q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
-    with make(precision).autocast():
+    with make(precision, sdpa_fp32=True).autocast():
         assert F.scaled_dot_product_attention(q, q, q).dtype == torch.float64
 
 
 @both
-@pytest.mark.parametrize("sdpa_fp32", ["auto", False])
+@pytest.mark.parametrize("sdpa_fp32", [True, False])
 def test_multi_head_attention_module_computes_its_scores_in_float32_too(precision, sdpa_fp32):
     net = nn.MultiheadAttention(16, 2, batch_first=True)
     model = make(precision, sdpa_fp32=sdpa_fp32, output_dtype=None).boost(net)[0]
@@ -338,7 +338,7 @@ def test_multi_head_attention_module_computes_its_scores_in_float32_too(precisio
     assert out.dtype == HALF[precision]
     assert ops.of("addmm") == {HALF[precision]}
     scores = ops.of("_softmax", "flash_attention")
-    assert scores == ({torch.float32} if sdpa_fp32 == "auto" else {HALF[precision]})
+    assert scores == ({torch.float32} if sdpa_fp32 else {HALF[precision]})
 
 
 @pytest.mark.parametrize("wrong", ["yes", None, 2])
@@ -362,7 +362,7 @@ def not_reentrant(body, x):
     return checkpoint(body, x, use_reentrant=False)
 
 
-def gradients(precision, use, *, keep_fp32=(), sdpa_fp32="auto", multi_head=False, optimizers=1):
+def gradients(precision, use, *, keep_fp32=(), sdpa_fp32=True, multi_head=False, optimizers=1):
     torch.manual_seed(0)
     block = Block(use=use)
     if multi_head:
@@ -387,7 +387,7 @@ def gradients(precision, use, *, keep_fp32=(), sdpa_fp32="auto", multi_head=Fals
 @both
 @pytest.mark.parametrize("use", [reentrant, not_reentrant])
 @pytest.mark.parametrize("multi_head", [False, True])
-@pytest.mark.parametrize("sdpa_fp32", ["auto", False])
+@pytest.mark.parametrize("sdpa_fp32", [True, False])
 def test_recomputing_a_block_gives_the_same_dtypes_and_gradients_to_the_bit(precision, use, multi_head, sdpa_fp32):
     expected, seen = gradients(precision, plain, multi_head=multi_head, sdpa_fp32=sdpa_fp32)
     recomputed, seen_twice = gradients(precision, use, multi_head=multi_head, sdpa_fp32=sdpa_fp32)
@@ -417,7 +417,7 @@ def test_recomputing_under_a_backward_for_two_optimizers_gives_the_same_gradient
 @both
 def test_optimizer_backward_recomputes_under_the_precision_too(precision):
     block = Block(use=not_reentrant)
-    model, optimizer, *_ = make(precision).boost(block, torch.optim.SGD(block.parameters(), lr=0.1))
+    model, optimizer, *_ = make(precision, sdpa_fp32=True).boost(block, torch.optim.SGD(block.parameters(), lr=0.1))
     loss = model(torch.randn(2, 4, 16)).square().mean()
     with Dtypes() as ops:
         optimizer.backward(loss)

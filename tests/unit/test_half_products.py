@@ -17,6 +17,7 @@ from booster import Booster
 from booster.ground.torch_internals import num_function_modes
 from booster.mixed_precision import (
     BF16MixedPrecision,
+    BF16NaiveMixedPrecision,
     FP16ApexMixedPrecision,
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,
@@ -592,17 +593,19 @@ def test_a_weight_is_widened_once_in_a_forward_that_records_and_anew_after_it_is
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("choice", ["native", "float32"])
+@pytest.mark.parametrize("choice", ["auto", "native", "float32"])
 @pytest.mark.parametrize("sdpa_fp32", ["auto", True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_attention_is_a_row_of_the_table_that_sdpa_fp32_overrides(dtype, choice, sdpa_fp32, training):
-    """Torch's backward pass of attention in half is slow on every CPU, so it is widened while training."""
+def test_attention_is_a_row_of_the_table_that_sdpa_fp32_overrides(monkeypatch, dtype, choice, sdpa_fp32, training):
+    """Torch's backward pass of attention in half is slow on every CPU, so "auto" widens it while training."""
+    monkeypatch.setattr(hardware, "slow_products", lambda dtype: NONE)  # a CPU that has all units
     products = HalfProducts(dtype, sdpa_fp32)
     products.choose(choice)
     q = torch.randn(1, 2, 4, 8).to(dtype)
     with torch.set_grad_enabled(training), Seen() as seen, products.forward_context("cpu") or nullcontext():
         out = F.scaled_dot_product_attention(q, q, q)
-    wide = sdpa_fp32 is not False and (training or choice == "float32")
+    while_training = training and (choice == "auto" or sdpa_fp32 is True)
+    wide = sdpa_fp32 is not False and (while_training or choice == "float32")
     assert set().union(*seen.dtypes.values()) == {torch.float32 if wide else dtype}
     assert out.dtype == dtype
 
@@ -673,34 +676,59 @@ def test_what_is_widened_is_said_once(cpu, caplog):
     ]
 
 
-@pytest.mark.parametrize("choice", ["auto", "native"])
-def test_a_cpu_with_units_widens_attention_alone(cpu, caplog, choice):
+@pytest.mark.parametrize(
+    ("sdpa_fp32", "choice", "reason"),
+    [
+        (False, "auto", None),
+        (False, "native", None),
+        ("auto", "native", None),
+        ("auto", "auto", "this CPU (Some CPU) is slower in it"),
+        (True, "native", "sdpa_fp32=True asks"),
+    ],
+)
+def test_a_cpu_with_units_widens_attention_alone(cpu, caplog, sdpa_fp32, choice, reason):
     caplog.set_level(logging.INFO, "booster.mixed_precision.half_products")
     cpu(AMX)
-    Booster("cpu", BF16MixedPrecision(sdpa_fp32=False), half_products=choice).boost(nn.Linear(2, 2))
-    assert not caplog.messages
-    Booster("cpu", "bf16", half_products=choice).boost(nn.Linear(2, 2))
+    Booster("cpu", BF16MixedPrecision(sdpa_fp32=sdpa_fp32), half_products=choice).boost(nn.Linear(2, 2))
     assert caplog.messages == [
-        "bfloat16 is multiplied in float32, with operands and results rounded to bfloat16, where this CPU (Some CPU) is slower "
-        "in it: attention while training; sdpa_fp32=False leaves it to torch"
-    ]
+        "bfloat16 is multiplied in float32, with operands and results rounded to bfloat16, where "
+        f"{reason}: attention while training; sdpa_fp32=False leaves it to torch"
+    ] * (reason is not None)
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """Each time that a mode is entered."""
+    times, enter = [], WideProducts.__enter__
+    monkeypatch.setattr(WideProducts, "__enter__", lambda self: (times.append(1), enter(self))[1])
+    return times
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_cpu_with_units_enters_what_native_enters_and_makes_no_call_more(cpu, precision):
-    from test_calls import warm
-
-    if "bf16" in precision:
-        cpu(AMX)
-        assert warm(precision, half_products="auto") == warm(precision, half_products="native")
+def test_native_enters_nothing(cpu, precision, entered):
+    cpu(())
+    train(fp16_precision(precision), "native", partial(nn.Sequential, nn.Flatten(), nn.Linear(768, 4)), 1)
+    assert not entered
     assert HalfProducts(torch.bfloat16).forward_context("cuda") is None
 
 
+@pytest.mark.parametrize("make", [BF16MixedPrecision, BF16NaiveMixedPrecision])
+def test_a_cpu_with_units_makes_no_call_more_than_native_where_attention_is_torchs_too(cpu, make, entered):
+    from test_calls import warm
+
+    cpu(AMX)
+    auto = warm(make(sdpa_fp32=False), half_products="auto")
+    assert not entered
+    assert auto == warm(make(sdpa_fp32=False), half_products="native")
+    # While training, what is to see attention makes a context, and is asked of each torch function: of the layer, here.
+    attending = warm(make(), half_products="auto")
+    assert attending["forward"][0] - auto["forward"][0] <= 4
+    assert attending["backward"][0] - auto["backward"][0] <= 1
+    assert attending["step"] == auto["step"]
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_widened_step_enters_one_mode_around_forward_and_none_around_backward(precision, monkeypatch):
-    entered = []
-    enter = WideProducts.__enter__
-    monkeypatch.setattr(WideProducts, "__enter__", lambda self: (entered.append(1), enter(self))[1])
+def test_a_widened_step_enters_one_mode_around_forward_and_none_around_backward(precision, entered):
     make = partial(nn.Sequential, nn.Conv2d(3, 16, 16), nn.Flatten(), nn.Linear(16, 4))
     contextvars.Context().run(train, fp16_precision(precision), "float32", make, 1)  # which has seen nothing recomputed
     assert len(entered) == 1
