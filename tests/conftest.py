@@ -68,13 +68,19 @@ def _import_beside_torchvision(name: str, fragments: list[Any]) -> ModuleType:
     return import_module(name)
 
 
+def _loggers() -> list[logging.Logger]:
+    """The root logger, and those of this library that somebody asked for."""
+    named = [each for name, each in logging.root.manager.loggerDict.items() if name.partition(".")[0] == "booster"]
+    return [logging.root, *(each for each in named if isinstance(each, logging.Logger))]
+
+
 @pytest.fixture(autouse=True)
 def levels_as_before() -> Iterator[None]:
     """What a test logs does not depend on the level that another one, or a program that it ran, set for good."""
-    logger = logging.getLogger("booster")
-    before = logger.level
+    before = {logger: logger.level for logger in _loggers()}
     yield
-    logger.setLevel(before)
+    for logger in _loggers():
+        logger.setLevel(before.get(logger, logging.NOTSET))
 
 
 @pytest.fixture(scope="session")

@@ -17,22 +17,8 @@ from torch.optim import Optimizer
 from booster.ground.torch_internals import unhooked
 from booster.masters.packed import Dither, Packed, Way
 from booster.masters.stand_in import State
-from booster.model.optimizer_kinds import Sign, declared_states
+from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
 
-_MOMENTS: dict[str, Sign] = {"exp_avg": "signed", "exp_avg_sq": "unsigned", "max_exp_avg_sq": "unsigned"}
-_KNOWN: dict[type[Optimizer], dict[str, Sign]] = {
-    torch.optim.Adam: _MOMENTS,
-    torch.optim.AdamW: _MOMENTS,
-    torch.optim.NAdam: _MOMENTS,
-    torch.optim.RAdam: _MOMENTS,
-    torch.optim.Adamax: {"exp_avg": "signed", "exp_inf": "unsigned"},
-    torch.optim.SGD: {"momentum_buffer": "signed"},
-    torch.optim.Adagrad: {"sum": "unsigned"},
-    torch.optim.RMSprop: {"square_avg": "unsigned", "momentum_buffer": "signed"},
-    torch.optim.Adadelta: {"square_avg": "unsigned", "acc_delta": "unsigned"},
-    torch.optim.ASGD: {"ax": "fp32"},  # an average of weights, which somebody will use as weights
-    torch.optim.Rprop: {"prev": "signed", "step_size": "unsigned"},
-}
 _STEPS, _ELEMENTS = 8, 64
 
 
@@ -51,8 +37,8 @@ class StateSigns:
             )
         declared = declared_states(type(optimizer))
         self.measured: set[str] = set()
-        if type(optimizer) in _KNOWN:
-            self._signs = dict(_KNOWN[type(optimizer)])
+        if type(optimizer) in KNOWN:
+            self._signs = dict(known(optimizer).states)
         else:
             tried = _tried(optimizer)
             self._signs = {**tried, **declared}

@@ -1,38 +1,99 @@
-"""Which optimizers may be stepped on parts of their parameters, by exact type."""
+"""What is known of optimizers, by exact type: one row each for those of torch, and what users register.
+
+To teach the library another optimizer of torch, add a row to `KNOWN`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
+from torch import optim
 from torch.optim import Optimizer
 
 from booster.ground import arguments
 
 Kind = Literal["elementwise", "per tensor", "whole"]
-
-_ELEMENTWISE: set[type[Optimizer]] = {
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-}
-_PER_TENSOR: set[type[Optimizer]] = {
-    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
-}
-
-
 Sign = Literal["signed", "unsigned", "fp32"]
-_STATES: dict[type[Optimizer], dict[str, Sign]] = {}
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A row: what is known of one optimizer.
+
+    kind: see `kind_of`.
+    states: its states of the parameter's shape. When kept in few bits, a state is "signed", "unsigned" or stays "fp32".
+    options: which of `states` are there only under an option of a group: the state, by the option.
+    counts: its states that are one number, which counts or is made of what counts.
+    shapes: of states of another shape: what gives each its shape, from that of the parameter.
+    reads_all: whether a step reads all of them where any is there; SGD makes the momentum that it does not find.
+    kernel: torch's fused kernel.
+    takes_sparse: whether it takes sparse gradients, which no kernel does.
+    takes_dtensors: whether it steps DTensors rightly although it looks at whole tensors.
+    """
+
+    kind: Kind = "elementwise"
+    states: Mapping[str, Sign] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    counts: tuple[str, ...] = ("step",)
+    shapes: Callable[[Shape], Mapping[str, Shape]] = lambda whole: {}
+    reads_all: bool = True
+    kernel: str | None = None
+    takes_sparse: bool = False
+    takes_dtensors: bool = False
+
+    def read(self, group: Mapping[str, object]) -> set[str]:
+        """Names of what a step reads of the state of a parameter in `group`."""
+        absent = {state for option, state in self.options.items() if not group.get(option)}
+        return {*self.counts, *self.states} - absent
+
+
+def _adam(kernel: str) -> Known:
+    moments: dict[str, Sign] = {"exp_avg": "signed", "exp_avg_sq": "unsigned", "max_exp_avg_sq": "unsigned"}
+    return Known(states=moments, options={"amsgrad": "max_exp_avg_sq"}, kernel=kernel)
+
+
+def _factored(whole: Shape) -> dict[str, Shape]:
+    return {"row_var": (*whole[:-1], 1), "col_var": (*whole[:-2], 1, *whole[-1:]), "variance": whole}
+
+
+KNOWN: Mapping[type[Optimizer], Known] = {
+    optim.Adam: _adam("aten::_fused_adam_"),
+    optim.AdamW: _adam("aten::_fused_adamw_"),
+    optim.SGD: Known(
+        states={"momentum_buffer": "signed"},
+        options={"momentum": "momentum_buffer"},
+        counts=(),
+        reads_all=False,
+        kernel="aten::_fused_sgd_",
+        takes_sparse=True,
+    ),
+    optim.Adagrad: Known(states={"sum": "unsigned"}, kernel="aten::_fused_adagrad_", takes_sparse=True),
+    optim.RMSprop: Known(
+        states={"square_avg": "unsigned", "momentum_buffer": "signed", "grad_avg": "fp32"},
+        options={"momentum": "momentum_buffer", "centered": "grad_avg"},
+    ),
+    optim.Adadelta: Known(states={"square_avg": "unsigned", "acc_delta": "unsigned"}),
+    optim.Adamax: Known(states={"exp_avg": "signed", "exp_inf": "unsigned"}),
+    optim.NAdam: Known(states={"exp_avg": "signed", "exp_avg_sq": "unsigned"}, counts=("step", "mu_product")),
+    optim.RAdam: Known(states={"exp_avg": "signed", "exp_avg_sq": "unsigned"}),
+    # An average of weights, which somebody will use as weights.
+    optim.ASGD: Known(states={"ax": "fp32"}, counts=("step", "eta", "mu")),
+    optim.Rprop: Known(states={"prev": "signed", "step_size": "unsigned"}),
+    optim.Adafactor: Known(kind="per tensor", shapes=_factored, reads_all=False),
+    optim.Muon: Known(kind="per tensor", reads_all=False, takes_dtensors=True),
+}
+UNKNOWN = Known(kind="whole", counts=(), reads_all=False)
+
+_registered: dict[type[Optimizer], dict[str, Sign]] = {}
 _SIGNS = ("signed", "unsigned", "fp32")
+
+
+def known(optimizer: Optimizer) -> Known:
+    """The row of `optimizer`; `UNKNOWN` for what is not torch's."""
+    return KNOWN.get(type(optimizer), UNKNOWN)
 
 
 def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | None = None) -> type[Optimizer]:
@@ -59,14 +120,13 @@ def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | N
                 f"states names a state by {arguments.described(name)}; names are strings, such as 'exp_avg'"
             )
         arguments.choice(f"states[{name!r}]", sign, _SIGNS)
-    _ELEMENTWISE.add(cls)
-    _STATES[cls] = dict(states or {})
+    _registered[cls] = dict(states or {})
     return cls
 
 
 def declared_states(cls: type[Optimizer]) -> Mapping[str, Sign]:
     """Return what `register_elementwise` was told of the states of `cls`."""
-    return _STATES.get(cls, {})
+    return _registered.get(cls, {})
 
 
 def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
@@ -83,6 +143,4 @@ def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
 
 def kind_of(optimizer: Optimizer) -> Kind:
     """ "elementwise": may be stepped on flat buckets; "per tensor": on some whole tensors at a time; "whole": neither."""
-    if type(optimizer) in _ELEMENTWISE:
-        return "elementwise"
-    return "per tensor" if type(optimizer) in _PER_TENSOR else "whole"
+    return "elementwise" if type(optimizer) in _registered else known(optimizer).kind

@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import Optimizer
 
 from booster.ground.torch_internals import own_part, own_parts, placed_unlike
-from booster.model.optimizer_kinds import kind_of, unknown
+from booster.model.optimizer_kinds import kind_of, known, unknown
 from booster.shards.base import Shards, State, StateOfParts, world_size
 from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")
-_STEPS_DTENSORS = {"Muon"}  # of torch's optimizers that need whole tensors
 
 
 class DTensorShards(Shards):
@@ -229,7 +228,7 @@ def check_steps_parts(optimizer: Optimizer) -> bool:
     if kind == "whole":
         otherwise = "use a plugin that keeps parameters whole, such as TorchDDPPlugin"
         raise ValueError(unknown(optimizer, "would be stepped on shards of the parameters", otherwise))
-    if kind == "per tensor" and name not in _STEPS_DTENSORS:
+    if kind == "per tensor" and not known(optimizer).takes_dtensors:
         raise ValueError(
             f"{name} looks at whole tensors, and torch cannot run its step on the DTensors of sharded parameters; use "
             "LowLevelZeroPlugin(), which deals whole tensors to the ranks, or TorchDDPPlugin()"

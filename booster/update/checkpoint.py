@@ -7,24 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import LBFGS, SGD, Optimizer
 
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizer_kinds import KNOWN, kind_of, known
 from booster.shards.divided import Divided
 
 if TYPE_CHECKING:
@@ -35,27 +20,9 @@ IN_MODEL = "in_model"  # of masters: names of those that are weights of the mode
 RELEASE, PREVIOUS_NORM = "release", "previous_norm"  # by which the next step clips, where release_gradients says so
 PARAMETERS = "parameters"  # on a rank that has some layers: the names of its parameters, in the order of their numbers
 
-# Entries of the parameter's shape, in torch's optimizers and those that follow their names.
-_SHAPED = {
-    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "sum", "square_avg", "grad_avg"),
-    *("acc_delta", "ax", "prev", "step_size"),
-}
-
-# Entries of torch's optimizers that are one number, which counts or is made of what counts.
-_SINGLE = {"step", "mu_product", "eta", "mu"}
-
-# What steps of torch's optimizers read of the state of a parameter that has any; with these options, more.
-_READ: dict[type[Optimizer], tuple[str, ...]] = {
-    **dict.fromkeys((Adam, AdamW, RAdam), ("step", "exp_avg", "exp_avg_sq")),
-    NAdam: ("step", "mu_product", "exp_avg", "exp_avg_sq"),
-    Adamax: ("step", "exp_avg", "exp_inf"),
-    Adagrad: ("step", "sum"),
-    RMSprop: ("step", "square_avg"),
-    Adadelta: ("step", "square_avg", "acc_delta"),
-    ASGD: ("step", "eta", "mu", "ax"),
-    Rprop: ("step", "prev", "step_size"),
-}
-_READ_WITH = {"amsgrad": "max_exp_avg_sq", "momentum": "momentum_buffer", "centered": "grad_avg"}
+# Entries of the parameter's shape, in torch's optimizers and those that follow their names; and those that are one number.
+_SHAPED = {name for row in KNOWN.values() for name in row.states}
+_SINGLE = {name for row in KNOWN.values() for name in row.counts}
 
 
 def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -180,7 +147,7 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
     if not isinstance(states, Mapping) or not groups or [len(group["params"]) for group in groups] != sizes:
         return
     elementwise = kind_of(optimizer) == "elementwise"
-    single = _SINGLE if type(optimizer) in _READ else frozenset()
+    single = _SINGLE if known(optimizer).reads_all else frozenset()
     for index, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
         state = states.get(index)
         for key, value in state.items() if isinstance(state, Mapping) else ():
@@ -217,12 +184,12 @@ def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
 
     What has no state at all begins anew. Of optimizers not torch's nobody knows.
     """
-    names = _READ.get(type(update.optimizer))
-    if names is None:
+    row = known(update.optimizer)
+    if not row.reads_all:
         return
     states, index = state_dict["state"], 0
     for group, given in zip(update.optimizer.param_groups, state_dict["param_groups"], strict=True):
-        read = {*names, *(name for option, name in _READ_WITH.items() if given.get(option))}
+        read = row.read(given)
         for param in group["params"]:
             state = states.get(index)
             missing = sorted(read - state.keys()) if state else []
@@ -260,9 +227,9 @@ def _legal_shape(optimizer: Optimizer, param: torch.Tensor, key: str, tensor: to
     if isinstance(optimizer, LBFGS):
         total = sum(p.numel() * (2 if p.is_complex() else 1) for g in optimizer.param_groups for p in g["params"])
         return (total,) if tensor.dim() and key in ("d", "prev_flat_grad", "old_dirs", "old_stps") else given
-    if isinstance(optimizer, Adafactor):
-        known = {"row_var": (*whole[:-1], 1), "col_var": (*whole[:-2], 1, *whole[-1:]), "variance": whole}
-        return known.get(key, given)
+    shapes = next((KNOWN[cls].shapes(whole) for cls in type(optimizer).__mro__ if cls in KNOWN), {})
+    if shapes:
+        return shapes.get(key, given)
     if kind_of(optimizer) == "elementwise":
         return given if key not in _SHAPED and given in ((), (1,)) else whole
     bases = (base for base in type(optimizer).__mro__ if issubclass(base, Optimizer) and base is not Optimizer)

@@ -10,21 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
 from booster.ground.torch_internals import has_kernel, set_fused_flags, unhooked
+from booster.model.optimizer_kinds import KNOWN, known
 from booster.tensors.flat import is_dense, lies_like
 from booster.tensors.trees import HALF_DTYPES
 
 _logger = logging.getLogger(__name__)
 
-_KERNELS: dict[type[Optimizer], str] = {
-    Adam: "aten::_fused_adam_",
-    AdamW: "aten::_fused_adamw_",
-    SGD: "aten::_fused_sgd_",
-    Adagrad: "aten::_fused_adagrad_",
-}
-_TAKE_SPARSE = (SGD, Adagrad)
+_KERNELS = {cls: row.kernel for cls, row in KNOWN.items() if row.kernel is not None}
 _CHOICES = ("foreach", "fused")
 
 # What every step asks of every group and parameter, without a Python call for each.
@@ -83,7 +78,7 @@ class FusedKernel:
         for param in params:
             grad: Any = param.grad
             if grad.is_sparse:
-                if type(self.optimizer) in _TAKE_SPARSE:
+                if known(self.optimizer).takes_sparse:
                     return "it takes no sparse gradients"
                 continue  # torch says that this optimizer takes none at all
             if param in self._strides or not (param.is_contiguous() and grad.is_contiguous()):

@@ -49,8 +49,7 @@ class Lion(optim.Optimizer):
 
 @pytest.fixture
 def lion(monkeypatch):
-    monkeypatch.setattr("booster.model.optimizer_kinds._ELEMENTWISE", set(booster.model.optimizer_kinds._ELEMENTWISE))
-    monkeypatch.setattr("booster.model.optimizer_kinds._STATES", {})
+    monkeypatch.setattr("booster.model.optimizer_kinds._registered", {})
     return Lion
 
 
@@ -513,7 +512,7 @@ def test_a_state_that_was_negative_in_one_trial_step_is_signed(lion):
 def test_what_is_known_of_torchs_optimizers_is_what_trial_steps_show(name, monkeypatch):
     optimizer = PACKABLE[name]([nn.Parameter(torch.ones(3))])
     known = StateSigns(optimizer)
-    monkeypatch.setattr("booster.masters.packing._KNOWN", {})
+    monkeypatch.setattr("booster.masters.packing.KNOWN", {})
     tried = StateSigns(optimizer)
     assert tried.measured or name == "SGD"
     for state in tried.measured - {"ax"}:
