@@ -2,6 +2,7 @@
 # make test     run the tests
 # make coverage  run them and print what they reach, which takes longer
 # make slow     run the tests that `make test` leaves out, such as those on eight processes
+# make kernels  install Triton, which is large, and run its kernels interpreted; no GPU is needed
 # make integrations  run the slow tests of other libraries and launchers, with all of them installed that pip gets
 # make fuzz     run random programs against hand-written ones: PROGRAMS= of each placement, from SEED= on, ARGS=--placement DDP
 # make docs     build the documentation as a site, in site/; make docs-serve shows it while you write
@@ -19,7 +20,7 @@ DOCS := .venv-docs
 CONSTRAINTS ?= constraints.txt
 INSTALL := -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-.PHONY: demo compare test coverage slow integrations fuzz docs docs-version docs-serve figures lint dist versions clean
+.PHONY: demo compare test coverage slow kernels integrations fuzz docs docs-version docs-serve figures lint dist versions clean
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py $(ARGS)
@@ -40,6 +41,10 @@ coverage: $(TEST)/.installed
 
 slow: $(TEST)/.installed
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow -n $(WORKERS) --dist loadfile $(ARGS)
+
+kernels: $(TEST)/.triton
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) $(ARGS) $(wildcard tests/unit/test_kernels*.py tests/distributed/test_kernels*.py)
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest $(ARGS) tests/unit/test_kernels_compiled.py
 
 integrations: $(TEST)/.integrations
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow $(ARGS) tests/unit/test_integrations.py tests/unit/test_notebook.py \
@@ -108,6 +113,10 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 
 $(TEST)/.integrations: $(TEST)/.installed
 	$(TEST)/bin/python $(INSTALL) --editable ".[integrations]"
+	touch $@
+
+$(TEST)/.triton: $(TEST)/.installed
+	$(TEST)/bin/python $(INSTALL) --editable ".[triton]"
 	touch $@
 
 $(TEST)/.release: $(TEST)/.installed

@@ -57,11 +57,12 @@ class Booster:
     group, if any, can use it, otherwise the CPU. mixed_precision: a name (see `booster.mixed_precision.available`), a
     `MixedPrecision`, or None for float32. plugin: a `Plugin`, or None for a single device.
 
-    fused_optimizer: let torch optimizers that have a fused kernel use it; "compile" compiles the update of any optimizer
-    instead, and says so in a WARNING where it cannot. clip_grad_norm: every `step()` clips the gradients of its optimizer
-    to this norm; 0 does not. skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and
-    without clipping. max_consecutive_skips: so many skipped steps in a row
-    raise `LossScaleError`; None never does.
+    fused_optimizer: True lets torch optimizers that have a fused kernel use it, and on CUDA steps by Triton kernels where
+    it can; "triton" raises ValueError at `boost` where those cannot step; "compile" compiles the update of any optimizer
+    instead, and says so in a WARNING where it cannot; False does none of it. clip_grad_norm: every `step()` clips the
+    gradients of its optimizer to this norm; 0 does not. skip_nonfinite: skip steps whose gradients are not finite also
+    without a loss scaler and without clipping. max_consecutive_skips: so many skipped steps in a row raise
+    `LossScaleError`; None never does.
 
     release_gradients: step each parameter within `backward`, as soon as its gradient is complete, and free the gradient.
     "exact": to the same bits as without; under a loss scale, a clip or skip_nonfinite, `backward` goes through the graph twice,
@@ -95,7 +96,7 @@ class Booster:
         mixed_precision: str | MixedPrecision | None = None,
         plugin: Plugin | None = None,
         *,
-        fused_optimizer: bool | Literal["compile"] = True,
+        fused_optimizer: bool | Literal["compile", "triton"] = True,
         clip_grad_norm: float = 0.0,
         skip_nonfinite: bool = False,
         max_consecutive_skips: int | None = 50,

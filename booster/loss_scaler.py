@@ -253,6 +253,22 @@ class DeviceScale(LossScaler):
     def min_scale(self) -> float | None:
         return self._options.min_scale
 
+    @property
+    def trackers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clean steps since the scale last moved, and overflows since it last grew, int64."""
+        return self._growth_tracker, self._hysteresis_tracker
+
+    @property
+    def rule(self) -> tuple[float, ...]:
+        """Growth and backoff factor, growth interval, hysteresis, floor and largest scale."""
+        own = self._options
+        largest = math.inf if own.max_scale is None else own.max_scale
+        return own.growth_factor, own.backoff_factor, own.growth_interval, own.hysteresis, own.floor, largest
+
+    def follow(self, scale: torch.Tensor, growth: torch.Tensor, hysteresis: torch.Tensor) -> None:
+        """Take what a kernel made of a step by `rule` in the place of `update`."""
+        self.tensor, self._growth_tracker, self._hysteresis_tracker = scale, growth, hysteresis
+
     def update(self, found_inf: torch.Tensor) -> None:
         options = self._options
         found = found_inf.reshape(()) > 0

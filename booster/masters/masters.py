@@ -137,6 +137,11 @@ class Masters:
         """Whether none but half parameters may lie in buckets."""
         return self.packing is None and not self._options.offload
 
+    @property
+    def offloads(self) -> bool:
+        """Whether what is kept beside weights, and states, are to lie in the host's memory."""
+        return self._options.offload
+
     def may_have(self, param: torch.Tensor) -> bool:
         """Return whether `param` has a place in a bucket, or would have one if it were trained."""
         if param.dtype in HALF_DTYPES:

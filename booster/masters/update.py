@@ -104,6 +104,11 @@ class MasterUpdate(KeepsMasters, HostUpdate):
         self._verbose = verbose
         self._zeros_released = 0
 
+    @property
+    def reports_on_the_host(self) -> bool:
+        """Whether a step counts zeros or logs, for which a host has to know what was decided."""
+        return self._count_zeros or self._verbose
+
     def _decide_and_apply(self) -> StepResult:
         if not (self._count_zeros or self._verbose):
             return super()._decide_and_apply()

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from booster.ground import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
+from booster.kernels.choice import ASKED, by_kernels
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
 from booster.masters.masters import Masters
@@ -377,6 +378,8 @@ class MixedPrecision:
             switched=switched,
         )
         chosen = make_update or functools.partial(choose_update, compiled=compiled)
+        if options.fused_optimizer in (True, ASKED):
+            chosen = by_kernels(chosen)
         wrapper = OptimizerWrapper(job, chosen, backward_context=self.backward_context, after_step=self.step_follower)
         wrapper._update.watch(bare(boosted.module))
         if make_update is not None and shards.sharded:

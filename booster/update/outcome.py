@@ -235,7 +235,7 @@ class UpdateOptions:
     release_gradients: bool | str = False
 
     def __post_init__(self) -> None:
-        arguments.choice("fused_optimizer", self.fused_optimizer, (True, False, "compile"))
+        arguments.choice("fused_optimizer", self.fused_optimizer, (True, False, "compile", "triton"))
         if self.max_consecutive_skips is not None:
             arguments.count("max_consecutive_skips", self.max_consecutive_skips, also="None for no limit")
         arguments.number("clip_grad_norm", self.clip_grad_norm, least=0, fix="0 is off")

@@ -15,6 +15,7 @@ BUDGETS = {
     "frozen": 300,
     "ground": 1800,
     "interface": 1600,
+    "kernels": 1500,
     "masters": 4200,
     "memory": 1900,
     "mixed_precision": 6600,

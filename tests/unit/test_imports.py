@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,8 @@ def module_names():
 
 @pytest.mark.parametrize("name", list(module_names()))
 def test_every_module_imports_and_every_public_name_exists(name):
+    if name.startswith("booster.kernels.") and find_spec("triton") is None and name != "booster.kernels.choice":
+        pytest.skip("needs Triton")
     module = importlib.import_module(name)
     assert module.__doc__, "says what it is"
     public = getattr(module, "__all__", [])

@@ -1,0 +1,144 @@
+"""Whether an optimizer is stepped by kernels: where it can be and is asked for, or lies on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from booster.masters.update import DeviceMasterUpdate, MasterUpdate
+from booster.model.optimizer_kinds import kind_of
+from booster.ranks import agreement
+from booster.ranks.communicate import communication_device
+from booster.update.base import Job, Update
+from booster.update.choice import on_device
+from booster.update.device import DeviceUpdate
+from booster.update.host import HostUpdate
+
+if TYPE_CHECKING:
+    from booster.masters.masters import Masters
+
+_logger = logging.getLogger(__name__)
+ASKED = "triton"
+
+
+def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:
+    """Return what makes the update of a job: one that steps by kernels in the place of what `make` makes, where it can be.
+
+    Raises ValueError, by what it makes, where the job's options ask for kernels and there can be none.
+    """
+    return functools.partial(_made, make)
+
+
+def _made(make: Callable[[Job], Update], job: Job) -> Update:
+    update = make(job)
+    asked = job.options.fused_optimizer == ASKED
+    device = _device(job)
+    if not asked and device.type != "cuda":
+        return update
+    reason = _refusal(update, job, device)
+    if job.shards.sharded and job.group is not None and agreement.largest(float(reason is not None), job.group):
+        reason = reason or "that of another rank cannot be"
+    name = type(job.optimizer).__name__
+    if reason is None:
+        _logger.info("%s is stepped by Triton kernels on %s", name, device.type)
+        return _kernel_update(update, on_device(job, device))
+    if asked:
+        raise ValueError(
+            f"fused_optimizer={ASKED!r} cannot step this {name} by kernels: {reason}; leave fused_optimizer True, which takes "
+            "them where it can"
+        )
+    _logger.info("%s is not stepped by Triton kernels: %s", name, reason)
+    return update
+
+
+def _device(job: Job) -> torch.device:
+    """Where the parameters of the job are; where this rank has none, where its ranks communicate."""
+    for group in job.optimizer.param_groups:
+        for param in group["params"]:
+            return param.device
+    return torch.device("cpu") if job.group is None else communication_device(torch.device("cpu"), job.group)
+
+
+def _kernel_update(update: Update, job: Job) -> Update:
+    from booster.kernels.rules import rule_of
+    from booster.kernels.update import KernelMasterUpdate, KernelUpdate
+
+    rule: Any = rule_of(job.optimizer)
+    if isinstance(update, (MasterUpdate, DeviceMasterUpdate)):
+        return KernelMasterUpdate(job, rule, update.masters)
+    return KernelUpdate(job, rule)
+
+
+def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
+    """Return why `job` cannot be stepped by kernels, None if it can."""
+    if job.options.release_gradients:
+        return "release_gradients steps within backward"
+    if type(update) not in (HostUpdate, DeviceUpdate, MasterUpdate, DeviceMasterUpdate):
+        return f"its precision makes an update of its own, {type(update).__name__}"
+    if isinstance(update, MasterUpdate) and update.reports_on_the_host:
+        return "zeros of gradients are counted, or steps are logged, on the host"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    from booster.kernels.interpreted import IS_INTERPRETED
+
+    if device.type not in ("cuda", "cpu") or (device.type == "cpu") != IS_INTERPRETED:
+        return f"its parameters lie on {device.type}; TRITON_INTERPRET=1, set before, runs kernels on a CPU, and only there"
+    devices = {param.device for group in job.optimizer.param_groups for param in group["params"]}
+    if len(devices) > 1:
+        return f"its parameters lie on {len(devices)} devices"
+    return _refused_groups(job) or _refused_weights(update, job)
+
+
+def _refused_groups(job: Job) -> str | None:
+    from booster.kernels.rules import rule_of
+
+    optimizer = job.optimizer
+    rule = rule_of(optimizer)
+    if rule is None:
+        return "its class has no rule among them"
+    asked = job.options.fused_optimizer == ASKED
+    for group in optimizer.param_groups:
+        refused = rule.refusal(group)
+        if refused is not None:
+            return refused
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                return f"it was built with {option}=True"
+        if not asked and (group.get("foreach") is not None or (group.get("fused") and not job.switched)):
+            return "it was built with foreach= or fused="
+        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in group.values()):
+            return "a learning rate or another option of it is a tensor on a device"
+    return None
+
+
+def _refused_weights(update: Update, job: Job) -> str | None:
+    params = [param for group in job.optimizer.param_groups for param in group["params"]]
+    masters: Masters | None = getattr(update, "masters", None)
+    if masters is not None and kind_of(job.optimizer) != "elementwise":
+        return "it is not stepped element by element"
+    for param in params:
+        if type(param) not in (torch.Tensor, torch.nn.Parameter):
+            return f"a parameter is a {type(param).__name__}"
+        if param.dtype != torch.float32 and (masters is None or not masters.may_have(param)):
+            if masters is None or param.dtype not in (torch.float16, torch.bfloat16):
+                return f"a parameter of shape {tuple(param.shape)} is {param.dtype}"
+    return None if masters is None else _refused_masters(masters)
+
+
+def _refused_masters(masters: Masters) -> str | None:
+    from booster.kernels.weights import FORMS
+    from booster.masters.masters import own_gradient
+
+    if masters.gradient_of is not own_gradient:
+        return "its gradients are kept apart from .grad"
+    if masters.hosts or masters.offloads:
+        return "states lie in the host's memory"
+    for bucket in masters.buckets:
+        if type(bucket.format) not in FORMS:
+            return f"half weights are kept in the form {type(bucket.format).__name__}"
+    return None

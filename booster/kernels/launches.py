@@ -1,0 +1,244 @@
+"""The launches of a step: what gradients are, what is decided, and the update of every tensor.
+
+What is stepped lies in a table on the device, a row of `COLUMNS` int64 for each stretch of memory: addresses of weights,
+of what is kept beside them, of gradients, of three states and of the scales of each; the number of elements; which of
+the clocks counts its steps; the dtype of its gradient; how many ranks hold it. A program does one tile of `TILE`
+elements of a row.
+"""
+
+import triton
+import triton.language as tl
+
+from booster.kernels.arithmetic import load_half, load_wide, number_of
+
+TILE = 2048  # elements of a program; a multiple of 64, so that groups of 32 and lanes of 64 lie in one
+COLUMNS = 13
+SCALARS = 8  # that `prepare` of a rule makes for each clock
+BLOCK = 128  # what the deciding program does at once
+OUT = 8  # 64-bit words of what was decided: see `decide`
+
+
+@triton.jit
+def _partial(values):
+    """The sum of squares in float64, by a sum in float32 that neither overflows nor vanishes; not finite where a value
+    is not."""
+    largest = tl.max(tl.abs(values))
+    share = tl.where(largest > 1.1e15, 2.6469779601696886e-23, tl.where(largest < 8.8e-16, 3.777893186295716e22, 1.0))
+    scaled = values * share
+    wide = share.to(tl.float64)
+    return tl.sum(scaled * scaled).to(tl.float64) / (wide * wide)
+
+
+@triton.jit
+def measure(table, tiles, partials, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Write a partial sum of squares of the gradients for each tile, of this rank's share of them."""
+    program = tl.program_id(0)
+    row = table + tl.load(tiles + 2 * program).to(tl.int64) * COLUMNS
+    start = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
+    gradient = tl.load(row + 2)
+    offsets = start + tl.arange(0, TILE)
+    mask = offsets < tl.load(row + 9)
+    dtype = tl.load(row + 11)
+    if dtype == 0:
+        values = load_wide(gradient, offsets, mask, 0)
+    else:
+        bits = load_half(gradient, offsets, mask)
+        if dtype == 1:
+            values = number_of(bits << 16)
+        else:
+            values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    tl.store(partials + program, _partial(values) / tl.load(row + 12).to(tl.float64))
+
+
+@triton.jit
+def _sum(partials, count, BLOCK: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, count, BLOCK):
+        offsets = first + tl.arange(0, BLOCK)
+        total += tl.load(partials + offsets, offsets < count, 0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def add_up(partials, count, total, BLOCK: tl.constexpr):
+    """Write the sum of partial sums to `total`, float64."""
+    tl.store(total, _sum(partials, count, BLOCK))
+
+
+@triton.jit
+def _float64(pointer):
+    if pointer is None:
+        return tl.full([], 1.0, tl.float64)
+    else:
+        return tl.load(pointer).to(tl.float64)
+
+
+@triton.jit
+def _next_scale(scale, growth, hysteresis, found, options, out, words):
+    """The rule of `DynamicScale`; writes the scale, float32, and its two trackers."""
+    before = tl.load(scale).to(tl.float64)
+    found = found.to(tl.int64)
+    passed = tl.load(hysteresis) + found
+    clean = tl.where(found != 0, 0, tl.load(growth) + 1)
+    grows = clean >= tl.load(options + 3).to(tl.int64)
+    backed_off = (before * tl.load(options + 2)).to(tl.float32).to(tl.float64)
+    backed_off = tl.minimum(tl.maximum(backed_off, tl.load(options + 5)), before)
+    grown = (before * tl.load(options + 1)).to(tl.float32).to(tl.float64)
+    grown = tl.maximum(tl.minimum(grown, tl.load(options + 6)), before)
+    grown = tl.where(grown < float("inf"), grown, before)
+    forgiven = passed < tl.load(options + 4).to(tl.int64)
+    after = tl.where((found != 0) & (forgiven == 0), backed_off, before)
+    tl.store(out + 6, tl.where(grows, grown, after).to(tl.float32))
+    tl.store(words + 4, tl.where(grows, 0, clean))
+    tl.store(words + 5, tl.where(grows, 0, passed))
+
+
+@triton.jit
+def decide(
+    partials,
+    count,
+    found_in,
+    carried,
+    pending,
+    options,
+    scale,
+    growth,
+    hysteresis,
+    seed,
+    numbers,
+    out,
+    words,
+    clocks,
+    num_clocks,
+    rows,
+    scalars,
+    CLIP: tl.constexpr,
+    PREPARE: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    SCALARS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: whether the step is made, by what gradients are divided, the next loss scale, step counts and what rules
+    make of them.
+
+    partials: sums of squares, float64; None where nobody looks. found_in: float32, not 0 where the step is skipped
+    whatever they say. carried, pending: what gradients are multiplied by, and the factor of clips that wait; None is 1.
+    options: float64, the norm to clip to, growth factor, backoff factor, growth interval, hysteresis, floor and largest
+    scale. scale, growth, hysteresis: of a `DeviceScale`, or None. seed: the scale of this step's loss, or None.
+
+    numbers, out, words: one piece of memory as float64, float32 and int64. Numbers 0 and 1 are the norm of true gradients, and
+    what gradients are divided by; out 4 and 5 the latter and found_inf; out 6 the next scale, 7 that of this step; words
+    4 and 5 its trackers.
+
+    clocks: int64, (address of a float32 count, row of numbers) for each; address 0 is no count.
+    """
+    found = tl.full([], 0, tl.int32)
+    factor = _float64(pending)
+    known = _float64(carried)
+    if partials is not None:
+        norm = tl.sqrt(_sum(partials, count, BLOCK)) * factor / known
+        finite = norm < float("inf")
+        found = tl.where(finite, 0, 1)
+        if CLIP:
+            clip = tl.minimum(tl.load(options) / (norm + 1e-6), 1.0)
+            factor = factor * tl.where(finite, clip, 1.0)
+        tl.store(numbers, norm)
+    if found_in is not None:
+        found = tl.where(tl.load(found_in) != 0.0, 1, found)
+    divisor = known / factor
+    tl.store(numbers + 1, divisor)
+    tl.store(out + 4, divisor.to(tl.float32))
+    tl.store(out + 5, found.to(tl.float32))
+    if seed is not None:
+        tl.store(out + 7, tl.load(seed).to(tl.float32))
+    if scale is not None:
+        _next_scale(scale, growth, hysteresis, found, options, out, words)
+    if found == 0:
+        for first in range(0, num_clocks, BLOCK):
+            clock = first + tl.arange(0, BLOCK)
+            mask = clock < num_clocks
+            address = tl.load(clocks + 2 * clock, mask, 0)
+            counter = address.to(tl.pointer_type(tl.float32))
+            step = tl.load(counter, mask & (address != 0), 0.0) + 1.0
+            tl.store(counter, step, mask & (address != 0))
+            row = rows + tl.load(clocks + 2 * clock + 1, mask, 0) * NUMBERS
+            h0, h1, h2, h3, h4, h5, h6, h7 = PREPARE(row, step.to(tl.float64))
+            to = scalars + clock * SCALARS
+            tl.store(to, h0.to(tl.float32), mask)
+            tl.store(to + 1, h1.to(tl.float32), mask)
+            tl.store(to + 2, h2.to(tl.float32), mask)
+            tl.store(to + 3, h3.to(tl.float32), mask)
+            tl.store(to + 4, h4.to(tl.float32), mask)
+            tl.store(to + 5, h5.to(tl.float32), mask)
+            tl.store(to + 6, h6.to(tl.float32), mask)
+            tl.store(to + 7, h7.to(tl.float32), mask)
+
+
+@triton.jit
+def update(
+    table,
+    tiles,
+    first_tile,
+    scalars,
+    out,
+    chances,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    LOAD: tl.constexpr,
+    STORE: tl.constexpr,
+    OPEN0: tl.constexpr,
+    CLOSE0: tl.constexpr,
+    OPEN1: tl.constexpr,
+    CLOSE1: tl.constexpr,
+    OPEN2: tl.constexpr,
+    CLOSE2: tl.constexpr,
+    HALF: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    CHECKED: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALARS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Step one tile as `decide` says: read weights, gradients and states, apply the rule, write all but the gradients.
+
+    chances: 64 random numbers below 2**16 for weights and for each state. CHECKED: whether the step may be skipped. DIVIDE:
+    whether gradients are divided by a number other than 1.
+    """
+    if CHECKED:
+        if tl.load(out + 5) != 0.0:
+            return
+    program = tl.program_id(0) + first_tile
+    row = table + tl.load(tiles + 2 * program).to(tl.int64) * COLUMNS
+    start = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
+    weights = tl.load(row)
+    rest = tl.load(row + 1)
+    p0 = tl.load(row + 3)
+    p1 = tl.load(row + 4)
+    p2 = tl.load(row + 5)
+    q0 = tl.load(row + 6)
+    q1 = tl.load(row + 7)
+    q2 = tl.load(row + 8)
+    h = scalars + tl.load(row + 10) * SCALARS
+    offsets = start + tl.arange(0, TILE)
+    mask = offsets < tl.load(row + 9)
+    g = load_wide(tl.load(row + 2), offsets, mask, GRADIENT)
+    if DIVIDE:
+        g = tl.div_rn(g, tl.load(out + 4))
+    w = LOAD(weights, rest, offsets, mask, HALF)
+    s0 = OPEN0(p0, q0, offsets, mask)
+    s1 = OPEN1(p1, q1, offsets, mask)
+    s2 = OPEN2(p2, q2, offsets, mask)
+    h0 = tl.load(h)
+    h1 = tl.load(h + 1)
+    h2 = tl.load(h + 2)
+    h3 = tl.load(h + 3)
+    h4 = tl.load(h + 4)
+    h5 = tl.load(h + 5)
+    h6 = tl.load(h + 6)
+    h7 = tl.load(h + 7)
+    w, s0, s1, s2 = RULE(w, g, s0, s1, s2, h0, h1, h2, h3, h4, h5, h6, h7, FLAGS)
+    STORE(weights, rest, offsets, mask, w, chances, HALF)
+    CLOSE0(p0, q0, start, offsets, mask, s0, chances + 64, TILE)
+    CLOSE1(p1, q1, start, offsets, mask, s1, chances + 128, TILE)
+    CLOSE2(p2, q2, start, offsets, mask, s2, chances + 192, TILE)

@@ -1,0 +1,44 @@
+"""What a rule of update is: the part of an optimizer's step that is the same whatever form weights and states have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+Group = Mapping[str, Any]
+MOST_NUMBERS = 8
+MOST_STATES = 3
+
+
+def no_flags(group: Group) -> tuple[bool, ...]:
+    return ()
+
+
+def nothing_refused(group: Group) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How optimizers of exactly the class `optimizer` update an element.
+
+    states: names of the states of a group's elements, three at most, in the order in which `body` has them. numbers: the
+    float64 row of a group, eight at most. flags: what of a group is compiled into the kernel. counts: whether a
+    parameter's state has a "step". refusal: why a group is not stepped so. initial: the number that a state begins with.
+
+    prepare: jit function of (row, step), a pointer to the row and the number of the step in float64, from 1; returns eight
+    float64 numbers, once for each parameter. body: jit function of (weight, gradient, s0, s1, s2, h0 to h7, FLAGS), all
+    float32; returns the new (weight, s0, s1, s2). Elements know nothing of each other.
+    """
+
+    optimizer: type[Optimizer]
+    states: Callable[[Group], tuple[str, ...]]
+    numbers: Callable[[Group], tuple[float, ...]]
+    prepare: Any
+    body: Any
+    flags: Callable[[Group], tuple[bool, ...]] = no_flags
+    counts: bool = True
+    refusal: Callable[[Group], str | None] = nothing_refused

@@ -1,0 +1,140 @@
+"""What a step by kernels reads and writes, by address, in memory of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
+from booster.kernels.rules.rule import MOST_STATES
+from booster.kernels.states import ABSENT, StateForm
+from booster.kernels.weights import WeightForm
+
+GRADIENT = 2  # the column of its address
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Elements `start` to `start + size` of `param` in memory order, and what is stepped with them; addresses are numbers.
+
+    codes, scales: of its states, called `names` and kept in `ways`. clock: index of what counts its steps. copies: how
+    many ranks hold it.
+    """
+
+    param: torch.Tensor
+    start: int
+    size: int
+    weights: int
+    rest: int
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
+    clock: int
+    form: WeightForm
+    ways: tuple[StateForm, ...]
+    names: tuple[str, ...]
+    flags: int
+    half: int
+    copies: int
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Stretches that one launch updates: `tiles` of them from `first` on, with what is compiled into the kernel.
+
+    names: of their states. by_chance: whether anything is rounded so.
+    """
+
+    first: int
+    tiles: int
+    names: tuple[str, ...]
+    by_chance: bool
+    constants: dict[str, Any]
+
+
+class Table:
+    """The rows of `stretches`, in an order of kinds, with their tiles, clocks, and the numbers that are made for each clock.
+
+    gradients: what a stretch has for a gradient, by the code of its dtype. clocks: (address of a count or 0, group) for each.
+    """
+
+    def __init__(
+        self,
+        stretches: Sequence[Stretch],
+        gradients: Sequence[int],
+        addresses: Sequence[int],
+        clocks: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        keyed = [
+            ((each.flags, id(each.form), tuple(map(id, each.ways)), each.names, each.half, dtype), place)
+            for place, (each, dtype) in enumerate(zip(stretches, gradients, strict=True))
+        ]
+        order = [place for _, place in sorted(keyed)]
+        self.order = order
+        self.params = [stretches[place].param for place in order]
+        rows: list[list[int]] = []
+        tiles: list[tuple[int, int]] = []
+        self.kinds: list[Kind] = []
+        for _, places in groupby(order, key=lambda place: keyed[place][0]):
+            first = len(tiles)
+            for place in places:
+                each = stretches[place]
+                tiles += [(len(rows), index) for index in range(-(-each.size // TILE))]
+                rows.append(self._row(each, gradients[place], addresses[place]))
+            chance = each.form.by_chance or any(way.by_chance for way in each.ways)
+            constants = _constants(each, gradients[place])
+            self.kinds.append(Kind(first, len(tiles) - first, each.names, chance, constants))
+        self.num_tiles = len(tiles)
+        self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
+        self.rows = self._there(self._rows)
+        self._tile_rows = [row for row, _ in tiles]
+        self.tiles = self._there(torch.tensor(tiles, dtype=torch.int32).view(-1, 2))
+        self.num_clocks = len(clocks)
+        self.clocks = self._there(torch.tensor(clocks, dtype=torch.int64).view(-1, 2))
+        self.scalars = torch.zeros(-(-len(clocks) // BLOCK) * BLOCK, SCALARS, dtype=torch.float32, device=device)
+
+    def _row(self, each: Stretch, dtype: int, address: int) -> list[int]:
+        missing = (0,) * (MOST_STATES - len(each.codes))
+        states = (*each.codes, *missing, *each.scales, *missing)
+        return [each.weights, each.rest, address, *states, each.size, each.clock, dtype, each.copies]
+
+    def _there(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the device that nobody waits for."""
+        if self.device.type == "cuda":
+            values = values.pin_memory()
+        return values.to(self.device, non_blocking=True)
+
+    def follow_gradients(self, addresses: Sequence[int]) -> None:
+        """The gradients of the stretches, in the order in which they were given, lie at `addresses` now."""
+        self._rows = self._rows.clone()  # the last copy may be under way
+        self._rows[:, GRADIENT] = torch.tensor([addresses[place] for place in self.order], dtype=torch.int64)
+        self.rows = self._there(self._rows)
+
+    def measure(self) -> torch.Tensor:
+        """Launch what reads all gradients; returns sums of squares, float64, one for each tile."""
+        partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
+        if self.num_tiles:
+            measure[(self.num_tiles,)](
+                self.rows, self.tiles, partials, COLUMNS=COLUMNS, TILE=TILE, enable_fp_fusion=False
+            )
+        return partials
+
+    def squares_of_params(self, partials: torch.Tensor) -> dict[torch.Tensor, float]:
+        """Return what `measure` found by parameter; waits for the device."""
+        found: dict[torch.Tensor, float] = {}
+        for row, value in zip(self._tile_rows, partials.tolist(), strict=True):
+            found[self.params[row]] = found.get(self.params[row], 0.0) + value
+        return found
+
+
+def _constants(each: Stretch, dtype: int) -> dict[str, Any]:
+    ways = (*each.ways, *(ABSENT,) * (MOST_STATES - len(each.ways)))
+    constants = {"FLAGS": each.flags, "LOAD": each.form.load, "STORE": each.form.store, "HALF": each.half}
+    for index, way in enumerate(ways):
+        constants |= {f"OPEN{index}": way.open, f"CLOSE{index}": way.close}
+    return {**constants, "GRADIENT": dtype}

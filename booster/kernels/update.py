@@ -1,0 +1,423 @@
+"""The update that steps by kernels: one launch reads the gradients, one decides, one for each kind of tensor updates.
+
+Everything else is that of `DeviceUpdate`. It steps what the kernels do not know, such as sparse gradients or a step with
+hooks, on the same states, and looks at gradients where a clip asks for more than a norm of order 2.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from booster.ground.device import HostCopy
+from booster.ground.torch_internals import note_step, step_hooks
+from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, decide, update
+from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
+from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
+from booster.kernels.table import Kind, Table
+from booster.loss_scaler import DeviceScale
+from booster.masters.formats import WEIGHTS
+from booster.masters.masters import Masters
+from booster.masters.packed import Dither
+from booster.masters.update import DeviceMasterUpdate
+from booster.ranks import agreement
+from booster.tensors.flat import ALIGNMENT, lies_like
+from booster.update.base import Job
+from booster.update.device import DeviceUpdate
+from booster.update.fused import laid_like
+from booster.update.outcome import StepFields, StepResult
+
+_logger = logging.getLogger(__name__)
+_GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
+_ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_CPU = torch.device("cpu")
+_SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
+
+
+class KernelUpdate(DeviceUpdate):
+    """Steps float32 parameters. Gradients are only read: after a step they carry the loss scale that they had, and no clip."""
+
+    def __init__(self, job: Job, rule: Rule) -> None:
+        super().__init__(job)
+        self.steps = _Steps(rule, self.optimizer)
+
+    def reset(self) -> None:
+        super().reset()
+        self._bound: float | None = None  # of a clip that waits for the step
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, asked: bool = True
+    ) -> torch.Tensor:
+        if asked or norm_type != 2.0 or self.listeners:
+            return super().clip_norm(max_norm, norm_type, error_if_nonfinite, asked=asked)
+        self._check, self._bound = True, max_norm
+        return torch.full((), float("nan"))  # which nobody asked for
+
+    def _collect(self, stretches: Stretches) -> None:
+        """Add what is to be stepped. Raises Unfit."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    stretches.add(index, param)
+
+    def _layout(self) -> Any:
+        """What is compared, by identity, to know whether stretches are what they were."""
+        return ()
+
+    def _ready(self) -> Table | None:
+        """Return the table of the gradients that are there; None where this step is not for kernels."""
+        if any(step_hooks(self.optimizer)):
+            return None
+        return self.steps.table(self.params(), self._layout(), self.shards, self._collect)
+
+    def _measure(self, values: list[torch.Tensor], norm_type: float) -> Any:
+        table = self._ready() if norm_type == 2.0 else None
+        return super()._measure(values, norm_type) if table is None else self._look(table)
+
+    def _look(self, table: Table) -> _Measured:
+        partials = table.measure()
+        sums = partials
+        if self.shards.sharded:
+            sums = agreement.shared(_added_up(partials), self._group, dist.ReduceOp.SUM).view(1)
+        return _Measured(table, partials, sums, self._scale)
+
+    def _decide_and_apply(self) -> StepResult:
+        bound, self._bound = self._bound, None
+        table = self._ready()
+        if table is None:
+            if bound is not None:
+                super().clip_norm(bound, 2.0, False, asked=False)
+            return super()._decide_and_apply()
+        carried, pending, seed = self._scale, self._factor, self._loss_scale
+        checks, joint, sums, found_in = self._checks, self.joint, None, None
+        alone = joint.found is None and len(joint.updates) == 1
+        if checks:
+            last = self._measured[-1] if len(self._measured) == 1 and bound is None else None
+            fresh = last if isinstance(last, _Measured) and last.carried is carried else None
+            if fresh is None and (bound is not None or not self._measured):
+                self._measured.append(fresh := self._look(table))
+            sums = None if fresh is None else fresh.sums
+            if not alone or (self._group is not None and not self.shards.sharded):
+                found_in = self._agreed()
+            elif self._measured != [fresh]:
+                found_in = self.found()
+        out = self.steps.run(table, self, sums, found_in, carried, pending, seed, bound, checks)
+        if checks and alone:
+            joint.decide(out.view(torch.float32)[_SKIPPED])
+        numbers = out.view(torch.float64)
+        norm = numbers[0] if self._reported_norm is None and sums is not None else self._reported_norm
+        plain = bound is None and pending is None and (carried is None or _is_one(carried))
+        self._scale = 1.0 if plain else numbers[_DIVISOR]
+        if self.scaler.enabled:
+            self._follow_scale(out)
+        note_step(self.optimizer)
+        if not checks:
+            return StepResult(True, StepFields(loss_scale=1.0))
+        return _result(out, norm, norm is numbers[0] or sums is not None, seed, joint.report())
+
+    def _follow_scale(self, out: torch.Tensor) -> None:
+        single = out.view(torch.float32)
+        if type(self.scaler) is DeviceScale:
+            self.scaler.follow(single[6], out[4], out[5])
+        else:
+            self.scaler.update(single[_SKIPPED])
+
+    @property
+    def dither(self) -> Dither | None:
+        """What gives random numbers to what is rounded by chance."""
+        return None
+
+
+class KernelMasterUpdate(KernelUpdate, DeviceMasterUpdate):
+    """Steps the buckets of masters, and beside them float32 parameters."""
+
+    def __init__(self, job: Job, rule: Rule, masters: Masters) -> None:
+        DeviceMasterUpdate.__init__(self, job, masters=masters)
+        self.steps = _Steps(rule, self.optimizer)
+
+    def _collect(self, stretches: Stretches) -> None:
+        for index, params in enumerate(self._plain):
+            for param in params:
+                if param.grad is not None:
+                    stretches.add(index, param)
+        for bucket in self._buckets:
+            stretches.add_bucket(bucket)
+
+    def _layout(self) -> Any:
+        if any(grad.is_sparse for grad in map(_GRAD, self.params())):
+            return ()
+        self._plain, self._buckets = self._step.prepare()
+        return tuple(self._buckets)
+
+    @property
+    def dither(self) -> Dither | None:
+        return self.masters.dither
+
+
+class _Steps:
+    """The launches of one optimizer's steps, and what they need from step to step."""
+
+    def __init__(self, rule: Rule, optimizer: Any) -> None:
+        self._rule, self._optimizer = rule, optimizer
+        self._stretches: Stretches | None = None
+        self._table: Table | None = None
+        self._params: list[torch.Tensor] = []
+        self._layout: Any = ()
+        self._found: Any = None  # dtypes and addresses of the gradients in the table
+        self._laid: list[torch.Tensor] = []
+        self._values: dict[str, tuple[Any, torch.Tensor]] = {}
+        self._said = False
+        self._broken: str | None = None
+        self.reason: str | None = None
+        """Why the last step that was not one of kernels was none."""
+
+    def __deepcopy__(self, memo: Any) -> _Steps:
+        return _Steps(self._rule, copy.deepcopy(self._optimizer, memo))  # tables hold addresses
+
+    def table(
+        self, params: list[torch.Tensor], layout: Any, shards: Any, collect: Callable[[Stretches], None]
+    ) -> Table | None:
+        """Return the table for gradients of `params`; None where there is something among them that kernels do not know."""
+        try:
+            if self._broken is not None:
+                raise Unfit(self._broken)
+            grads = self._gradients(params)
+            stretches = self._stretches
+            known = stretches is not None and same(params, self._params) and same(layout, self._layout)
+            if not known or not stretches.holds():  # type: ignore[union-attr]
+                stretches = Stretches(self._optimizer, self._rule, shards)
+                collect(stretches)
+                stretches.complete()
+                self._check(params, stretches)
+                self._places = self._places_of(params, stretches)
+                self._stretches, self._params, self._layout, self._found = stretches, params, layout, None
+            assert stretches is not None
+            return self._follow(grads, stretches, params[0].device if params else _CPU)
+        except Unfit as unfit:
+            self.reason, self._stretches = str(unfit), None
+            if not self._said:
+                self._said = True
+                _logger.info("%s is stepped by torch, and not by kernels: %s", type(self._optimizer).__name__, unfit)
+            return None
+
+    def _gradients(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the gradients of `params`, each laid in memory as its parameter is."""
+        grads = list(map(_GRAD, params))
+        kinds, layouts = set(map(type, grads)), set(map(_LAYOUT, grads))
+        if not (kinds <= {torch.Tensor} and layouts <= {torch.strided} and DTYPES.keys() >= set(map(_DTYPE, grads))):
+            raise Unfit("a gradient is sparse, or not a plain tensor of float32, bfloat16 or float16")
+        self._laid = []
+        if not (all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads))):
+            pairs = zip(grads, params, strict=True)
+            grads = self._laid = [g.detach() if lies_like(g, p) else laid_like(g, p) for g, p in pairs]
+        return grads
+
+    def _check(self, params: list[torch.Tensor], stretches: Stretches) -> None:
+        covered = sum(each.size for each in stretches.all)
+        if covered != sum(map(torch.Tensor.numel, params)):
+            raise Unfit("there are gradients of parameters that it does not step")
+
+    def _places_of(self, params: list[torch.Tensor], stretches: Stretches) -> list[tuple[int, int]]:
+        index = {id(param): place for place, param in enumerate(params)}
+        return [(index[id(each.param)], each.start) for each in stretches.all]
+
+    def _follow(self, grads: list[torch.Tensor], stretches: Stretches, device: torch.device) -> Table:
+        dtypes, addresses = list(map(_DTYPE, grads)), list(map(_ADDRESS, grads))
+        before, self._found = self._found, (dtypes, addresses)
+        if before == self._found and self._table is not None:
+            return self._table
+        sizes = [grad.element_size() for grad in grads]
+        there = [addresses[place] + start * sizes[place] for place, start in self._places]
+        if before is None or self._table is None or before[0] != dtypes:
+            codes = [DTYPES[dtypes[place]] for place, _ in self._places]
+            self._table = Table(stretches.all, codes, there, stretches.clocks, device)
+            if device.type == "cuda":
+                self._try(self._table)
+        else:
+            self._table.follow_gradients(there)
+        return self._table
+
+    def _try(self, table: Table) -> None:
+        """Compile what `table` needs, before anything is written. Raises Unfit, also at every later step, where that fails."""
+        try:
+            table.measure()
+            for kind in table.kinds:
+                args = self._arguments(table, kind, table.scalars.new_zeros(OUT), self._no_chances(table.device))
+                update.warmup(*args, grid=(1,), **self._constants(kind, checks=True, divide=True))
+        except Exception as error:
+            self._broken = f"Triton does not compile kernels here: {str(error).strip().splitlines()[-1:]}"
+            raise Unfit(self._broken) from error
+
+    def _device_numbers(self, name: str, values: Any, device: torch.device) -> torch.Tensor:
+        """Return `values` as float64 on `device`, copied there only where they changed."""
+        known = self._values.get(name)
+        if known is None or known[0] != values or known[1].device != device:
+            numbers = torch.tensor(values, dtype=torch.float64)
+            numbers = numbers.pin_memory() if device.type == "cuda" else numbers
+            known = self._values[name] = values, numbers.to(device, non_blocking=True)
+        return known[1]
+
+    def run(
+        self,
+        table: Table,
+        of: KernelUpdate,
+        sums: torch.Tensor | None,
+        found_in: torch.Tensor | None,
+        carried: Any,
+        pending: Any,
+        seed: Any,
+        bound: float | None,
+        checks: bool,
+    ) -> torch.Tensor:
+        """Decide and update; returns what was decided."""
+        rule, device = self._rule, table.device
+        rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(rule, self._optimizer.param_groups)]
+        carried = None if carried is None or _is_one(carried) else _tensor(carried, device)
+        pending = None if pending is None or _is_one(pending) else _tensor(pending, device)
+        scale = of.scaler if type(of.scaler) is DeviceScale else None
+        options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
+        growth, hysteresis = (None, None) if scale is None else scale.trackers
+        out = torch.empty(OUT, dtype=torch.int64, device=device)
+        single = out.view(torch.float32)
+        decide[(1,)](
+            sums,
+            0 if sums is None else sums.numel(),
+            found_in,
+            carried,
+            pending,
+            self._device_numbers("options", options, device),
+            None if scale is None else scale.factor,
+            growth,
+            hysteresis,
+            seed if isinstance(seed, torch.Tensor) else None,
+            out.view(torch.float64),
+            single,
+            out,
+            table.clocks,
+            table.num_clocks,
+            self._device_numbers("rows", rows, device),
+            table.scalars,
+            CLIP=bound is not None,
+            PREPARE=rule.prepare,
+            NUMBERS=MOST_NUMBERS,
+            SCALARS=SCALARS,
+            BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )
+        chances = self._chances(table, of.dither)
+        divide = carried is not None or pending is not None or bound is not None
+        for kind in table.kinds:
+            if kind.tiles:
+                args = self._arguments(table, kind, single, chances[kind.names])
+                update[(kind.tiles,)](*args, **self._constants(kind, checks=checks, divide=divide))
+        increment_version(self._params)
+        return out
+
+    def _arguments(self, table: Table, kind: Kind, out: torch.Tensor, chances: torch.Tensor) -> tuple[Any, ...]:
+        return table.rows, table.tiles, kind.first, table.scalars, out, chances
+
+    def _constants(self, kind: Kind, *, checks: bool, divide: bool) -> dict[str, Any]:
+        own = {"RULE": self._rule.body, "CHECKED": checks, "DIVIDE": divide, "enable_fp_fusion": False}
+        return {**kind.constants, **own, "COLUMNS": COLUMNS, "SCALARS": SCALARS, "TILE": TILE}
+
+    def _no_chances(self, device: torch.device) -> torch.Tensor:
+        known = self._values.get("chances")
+        if known is None or known[1].device != device:
+            zeros = torch.zeros((1 + MOST_STATES) * ALIGNMENT, dtype=torch.int32, device=device)
+            known = self._values["chances"] = None, zeros
+        return known[1]
+
+    def _chances(self, table: Table, dither: Dither | None) -> dict[tuple[str, ...], torch.Tensor]:
+        """Return 64 random numbers of this step for weights and for each state, by the names of the states of a kind."""
+        found = dict.fromkeys((kind.names for kind in table.kinds), self._no_chances(table.device))
+        if dither is None:
+            return found
+        dither.next()
+        for kind in table.kinds:
+            if kind.by_chance:
+                drawn = [dither.lanes(name, _CPU) for name in (WEIGHTS, *kind.names)]
+                drawn += [torch.zeros_like(drawn[0])] * (MOST_STATES - len(kind.names))
+                lanes = torch.cat(drawn)
+                lanes = lanes.pin_memory() if table.device.type == "cuda" else lanes
+                found[kind.names] = lanes.to(table.device, non_blocking=True)
+        dither.drawn.clear()
+        return found
+
+
+class _Measured:
+    """What one reading of the gradients found. sums: partial sums of squares, of all ranks where they hold shards.
+    carried: what gradients were multiplied by then."""
+
+    def __init__(self, table: Table, partials: torch.Tensor, sums: torch.Tensor, carried: Any) -> None:
+        self._table, self._partials, self.sums, self.carried = table, partials, sums, carried
+        self.params = list(dict.fromkeys(table.params))
+
+    @cached_property
+    def total(self) -> torch.Tensor:
+        """The norm, 0-dim on the device."""
+        return (self.sums[0] if self.sums.numel() == 1 else _added_up(self.sums)).sqrt()
+
+    @cached_property
+    def each(self) -> torch.Tensor:
+        """The norms of `params`; waits for the device."""
+        squares = self._table.squares_of_params(self._partials)
+        return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
+
+
+class _Decided(HostCopy):
+    """What `decide` wrote, on its way to the host."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        super().__init__(out)
+        self._out = out
+
+    def on_device(self) -> torch.Tensor:
+        """Whether the step was made, 0-dim on the device."""
+        return self._out.view(torch.float32)[_SKIPPED] == 0
+
+    def __call__(self) -> bool:
+        return float(self.tensor().view(torch.float32)[_SKIPPED]) == 0.0
+
+
+def _result(out: torch.Tensor, norm: Any, is_first: bool, seed: Any, report: Callable[[], Any]) -> StepResult:
+    decided = _Decided(out)
+    on_device = isinstance(seed, torch.Tensor)
+
+    def read(applied: bool) -> StepFields:
+        there = decided.tensor()
+        found = norm if norm is None else float(there.view(torch.float64)[0]) if is_first else float(norm)
+        fields = StepFields(
+            loss_scale=float(there.view(torch.float32)[7]) if on_device else float(seed), grad_norm=found
+        )
+        if applied:
+            return fields
+        reason, culprit = report()
+        return fields._replace(skipped_reason=reason, culprit=culprit)
+
+    numbers = {"loss_scale": seed, "grad_norm": norm}
+    pending = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+    return StepResult(decided, read, pending=pending)
+
+
+def _added_up(partials: torch.Tensor) -> torch.Tensor:
+    total = torch.empty((), dtype=torch.float64, device=partials.device)
+    add_up[(1,)](partials, partials.numel(), total, BLOCK=BLOCK)
+    return total
+
+
+def _tensor(value: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
+def _is_one(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and value == 1.0

@@ -1,0 +1,181 @@
+"""Forms of weights on a device: how the float32 number that is stepped is read, and how it is written.
+
+A form is a pair of functions of the bits; what they mean is told in `booster/masters/formats.py`. Weights that somebody else
+wrote since the last step are their own masters, found element by element. load(weights, rest, offsets, mask, HALF) returns
+float32; store(weights, rest, offsets, mask, values, chances, HALF) writes them, `chances` points to 64 random numbers
+below 2**16.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from booster.kernels.arithmetic import (
+    BF16,
+    even_bits,
+    finite_or_zero,
+    half_bits,
+    half_number,
+    load_half,
+    plain_bits,
+    store_half,
+    ulp16,
+    whole,
+)
+from booster.masters.formats import (
+    Kahan,
+    Nearest,
+    Same,
+    Separate,
+    Split24BFloat16,
+    Split24Float16,
+    SplitBFloat16,
+    SplitFloat16,
+)
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """load, store: see the module. bytes_kept: of the rest, for an element. by_chance: whether it draws random numbers."""
+
+    load: Any
+    store: Any
+    bytes_kept: int = 0
+    by_chance: bool = False
+
+
+@triton.jit
+def _lane(chances, offsets):
+    return tl.load(chances + (offsets & 63))
+
+
+@triton.jit
+def _own(master, bits, HALF: tl.constexpr):
+    """Masters where they round to their weights, elsewhere the weights."""
+    return tl.where(half_bits(master, HALF) == bits, master, half_number(bits, HALF))
+
+
+@triton.jit
+def _not_a_zero(master, bits):
+    """Zeros that somebody wrote beside another's remainder read as NaN."""
+    return tl.where((master != master) & ((bits & 0x7FFF) == 0), half_number(bits, BF16), master)
+
+
+@triton.jit
+def _load_full(weights, rest, offsets, mask, HALF: tl.constexpr):
+    return tl.load(weights.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
+
+
+@triton.jit
+def _store_full(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+    tl.store(weights.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
+
+
+@triton.jit
+def _load_separate(weights, rest, offsets, mask, HALF: tl.constexpr):
+    master = tl.load(rest.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0)
+    return _own(master, load_half(weights, offsets, mask), HALF)
+
+
+@triton.jit
+def _store_separate(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+    tl.store(rest.to(tl.pointer_type(tl.float32)) + offsets, values, mask)
+    store_half(weights, offsets, mask, half_bits(values, HALF))
+
+
+@triton.jit
+def _load_split(weights, rest, offsets, mask, HALF: tl.constexpr):
+    bits = load_half(weights, offsets, mask)
+    left = tl.load(rest.to(tl.pointer_type(tl.int16)) + offsets, mask, 0)
+    if HALF == BF16:
+        return _not_a_zero(((bits << 16) + left.to(tl.int32)).to(tl.float32, bitcast=True), bits)
+    else:
+        weight = half_number(bits, HALF)
+        return _own(weight + ulp16(weight, 6.103515625e-05) * left.to(tl.float32), bits, HALF)
+
+
+@triton.jit
+def _store_split(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+    bits = half_bits(values, HALF)
+    if HALF == BF16:
+        left = plain_bits(values)
+    else:
+        weight = half_number(bits, HALF)
+        distance = finite_or_zero(tl.div_rn(values - weight, ulp16(weight, 6.103515625e-05)))
+        # What is not half an ulp must not become it.
+        halves = tl.where(tl.abs(distance) > 8191.99951171875, distance, 0.0)
+        steps = tl.minimum(tl.maximum(whole(distance), -8191.0), 8191.0) + halves * 0.0001220703125
+        left = steps.to(tl.int32)
+    tl.store(rest.to(tl.pointer_type(tl.int16)) + offsets, left.to(tl.int16), mask)
+    store_half(weights, offsets, mask, bits)
+
+
+@triton.jit
+def _load_split24(weights, rest, offsets, mask, HALF: tl.constexpr):
+    bits = load_half(weights, offsets, mask)
+    left = tl.load(rest.to(tl.pointer_type(tl.int8)) + offsets, mask, 0)
+    if HALF == BF16:
+        return _not_a_zero(((bits << 16) + (left.to(tl.int32) << 8)).to(tl.float32, bitcast=True), bits)
+    else:
+        weight = half_number(bits, HALF)
+        return _own(weight + ulp16(weight, 0.00390625) * left.to(tl.float32), bits, HALF)
+
+
+@triton.jit
+def _store_split24(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+    lanes = _lane(chances, offsets)
+    if HALF == BF16:
+        left = (plain_bits(values) + (lanes >> 8)) >> 8
+        bits = ((left + 0x80) >> 8) & 0xFFFF
+    else:
+        bits = half_bits(values, HALF)
+        weight = half_number(bits, HALF)
+        distance = finite_or_zero(tl.div_rn(values - weight, ulp16(weight, 0.00390625)))
+        chance = ((lanes >> 4).to(tl.float32) + 0.5) * 0.000244140625
+        left = tl.minimum(tl.maximum(tl.floor(distance + chance), -127.0), 127.0).to(tl.int32)
+    tl.store(rest.to(tl.pointer_type(tl.int8)) + offsets, left.to(tl.int8), mask)
+    store_half(weights, offsets, mask, bits)
+
+
+@triton.jit
+def _load_nearest(weights, rest, offsets, mask, HALF: tl.constexpr):
+    return half_number(load_half(weights, offsets, mask), HALF)
+
+
+@triton.jit
+def _store_nearest(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+    store_half(weights, offsets, mask, half_bits(values, HALF))
+
+
+@triton.jit
+def _load_kahan(weights, rest, offsets, mask, HALF: tl.constexpr):
+    bits = load_half(weights, offsets, mask)
+    left = half_number(load_half(rest, offsets, mask), HALF)
+    return _own(half_number(bits, HALF) + left, bits, HALF)
+
+
+@triton.jit
+def _store_kahan(weights, rest, offsets, mask, values, chances, HALF: tl.constexpr):
+    bits = half_bits(values, HALF)
+    weight = half_number(bits, HALF)
+    left = even_bits(finite_or_zero(values - weight), HALF)
+    # An error of nearly half an ulp can be rounded up to half an ulp, and with it the sum to the next weight.
+    again = half_bits(weight + half_number(left, HALF), HALF)
+    store_half(rest, offsets, mask, left - ((again - bits) & 1))
+    store_half(weights, offsets, mask, bits)
+
+
+FULL = WeightForm(_load_full, _store_full)
+FORMS: dict[type, WeightForm] = {
+    Same: FULL,
+    Separate: WeightForm(_load_separate, _store_separate, 4),
+    SplitBFloat16: WeightForm(_load_split, _store_split, 2),
+    SplitFloat16: WeightForm(_load_split, _store_split, 2),
+    Split24BFloat16: WeightForm(_load_split24, _store_split24, 1, by_chance=True),
+    Split24Float16: WeightForm(_load_split24, _store_split24, 1, by_chance=True),
+    Nearest: WeightForm(_load_nearest, _store_nearest),
+    Kahan: WeightForm(_load_kahan, _store_kahan, 2),
+}
+"""By class of `Format`; a new form is one entry."""
