@@ -34,7 +34,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _make_slow(crossed: list[pytest.Function]) -> None:
+    """Mark as slow whatever has no value of a parameter that a case before it had not: a pair is tried, by its two halves."""
+    seen: dict[str, set[tuple[str, str]]] = {}
+    for item in crossed:
+        had = seen.setdefault(item.nodeid.partition("[")[0], set())
+        values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+        if values <= had:
+            item.add_marker(pytest.mark.slow)
+        had |= values
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _make_slow([item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("crossed")])
     if torch.cuda.is_available():
         return
     for item in items:

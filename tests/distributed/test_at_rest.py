@@ -178,6 +178,7 @@ def after_events(rank, world_size, plugin, precision, events):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive"])
 @pytest.mark.parametrize("plugin", [name for name in PLUGINS if name not in ("ddp", "zero1", "single")])
 def test_after_whatever_happened_parameters_are_the_models_own(ranks2, plugin, precision):
@@ -229,6 +230,7 @@ def written_between_passes(rank, world_size, plugin, precision):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "allowed"), [("fp32", 0.0), ("bf16", 2e-3)])
 @pytest.mark.parametrize("plugin", ["zero2", *SHARDED])
 def test_what_is_written_after_a_forward_pass_without_a_backward_stays_written(ranks2, plugin, precision, allowed):

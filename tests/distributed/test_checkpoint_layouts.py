@@ -120,6 +120,7 @@ MOVES = [
 HALVES = ["fp16", "fp16_apex O1", "fp16_apex O2", "bf16", "fp16_naive", "bf16_naive"]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize(
     ("source", "target"), [case(pair, [(("ZeRO-2", 2), ("TP", 2)), (("PP", 2), ("ZeRO-2", 2))]) for pair in MOVES]

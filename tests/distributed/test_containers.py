@@ -84,6 +84,7 @@ def train_all(rank, world_size, placement, precision):
     return {kind: train(kind, precision, PLACEMENTS[placement]()) for kind in kinds}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_blocks_pass_each_other_containers(ranks2, placement, precision):

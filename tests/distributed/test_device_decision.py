@@ -39,6 +39,7 @@ def compare(found, precision):
         assert {by_device.reasons[step] for _, by_device in found} == {"nonfinite_grad"}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "column"), TRAINED)
 def test_ranks_that_decide_on_devices_train_and_skip_as_hosts_do(ranks2, precision, column):
     compare(ranks2(trains_both_ways, precision, column, "AdamW"), precision)

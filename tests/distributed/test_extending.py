@@ -55,6 +55,7 @@ def cell(rank, world_size, precision, placement):
     return train(precision, placement)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_extension_trains_on_every_placement_like_one_process(run_on_ranks, precision, placement):

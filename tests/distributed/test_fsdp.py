@@ -503,6 +503,7 @@ def overflow(rank, world_size, precision, name, bad_steps):
     return trace, flat(model)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", list(FUSED))
 @pytest.mark.parametrize("precision", ["fp16", "fp16_naive", "bf16_naive"])
 def test_an_inf_in_one_ranks_shard_makes_all_skip_from_the_first_step_on(ranks2, precision, name):

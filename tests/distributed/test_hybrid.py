@@ -251,6 +251,7 @@ def scheduled(rank, world_size, precision, options):
     return losses, norms, shape
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("fp16", 3e-3), ("bf16_naive", 1e-2)])
 @pytest.mark.parametrize(
     "options",

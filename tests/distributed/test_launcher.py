@@ -203,7 +203,7 @@ def test_a_crashing_rank_ends_the_others_and_its_traceback_comes_last(tmp_path):
 @pytest.mark.parametrize(
     ("end", "expected", "told"),
     [
-        ("sys.exit(7)", 7, "failed first: exit code 7"),
+        pytest.param("sys.exit(7)", 7, "failed first: exit code 7", marks=pytest.mark.slow),
         ("sys.exit('no data')", 1, "SystemExit: no data"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "failed first: signal SIGKILL"),
     ],
@@ -229,7 +229,7 @@ for step in range({steps}):
 @pytest.mark.parametrize(
     ("end", "expected", "told"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "signal SIGTERM"),
+        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", 143, "signal SIGTERM", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL: killed from outside"),
     ],
 )
@@ -271,7 +271,9 @@ def test_a_launcher_that_is_killed_leaves_no_rank_nor_what_ranks_have_started_no
         finish(job)
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "expected"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_ctrl_c_and_sigterm_end_every_process_without_a_traceback_of_the_launcher(tmp_path, number, expected):
     write(tmp_path, "train.py", SLEEP)
     job = start(tmp_path, "--nproc_per_node", "2", "train.py")
@@ -363,6 +365,7 @@ def test_a_failing_node_ends_the_others_and_is_named_with_its_traceback_last(tmp
     assert wait_for(lambda: not any(running(pid) for pid in pids), 5.0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_every_node(tmp_path, cluster):
     options, variables = cluster
     write(tmp_path, "train.py", SLEEP)
@@ -389,9 +392,10 @@ def test_ssh_that_fails_is_told_from_a_failing_script(tmp_path, cluster):
     ("call", "names"),
     [
         ("launch_from_slurm(host, port)", ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID")),
-        (
+        pytest.param(
             "launch_from_openmpi(host, port)",
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+            marks=pytest.mark.slow,
         ),
     ],
 )

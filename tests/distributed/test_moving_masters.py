@@ -112,6 +112,7 @@ def moved(rank, world_size, precision, source):
     return wrong
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_whole_state_keeps_the_masters_in_every_layout(ranks2, precision, source):

@@ -66,6 +66,7 @@ def trained(rank, world_size, layout, form):
     return found, off, same(everything(few), everything(resumed)), packed_bytes(few)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "single"])
 def test_ranks_agree_train_as_on_float32_states_and_resume_to_the_bit(ranks2, layout, form):

@@ -181,6 +181,7 @@ def resumed_with_a_late_group(rank, world_size, folder, source, target, precisio
     return steps(parts, 2, 4), [steps(fresh, 2, 4) for fresh in runs]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("sides", ["12", "3"])  # of both ranks; of one, so that the other adds none
 @pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
 @pytest.mark.parametrize(("source", "target"), [("pp", "pp"), ("pp", "ddp"), ("ddp", "pp")])

@@ -84,6 +84,7 @@ def refused(rank, world_size, precision, plugin):
     return wrong
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_refused_load_changes_nothing_on_any_rank(ranks2, precision, plugin):

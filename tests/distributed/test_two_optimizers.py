@@ -132,6 +132,7 @@ def check_against_one_process(end, precision):
     return start.keys()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_muon_and_adamw_train_one_model_as_one_process_does(ranks2, name, precision):
     _, torn, _, rates, _ = alone(precision)

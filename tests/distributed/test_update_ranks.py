@@ -46,6 +46,7 @@ def loads_a_state_of_other_shapes(rank, world_size, name, precision):
     return "loaded", False
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("name", PLUGINS)
 def test_state_of_other_shapes_is_refused_on_every_rank(ranks2, name, precision):

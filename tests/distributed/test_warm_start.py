@@ -106,6 +106,7 @@ def went_on(rank, world_size, plugin, precision):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("plugin", [name for name in PLUGINS if name != "single"])
 def test_an_optimizer_with_state_trains_on_as_in_one_process(ranks2, plugin, precision):

@@ -226,6 +226,7 @@ def train_and_reduce(rank, world_size, precision, stage, clip, optimizer):
     return losses, [norm for _, norm in job.results], job.weights(), job.optimizer.loss_scale
 
 
+@pytest.mark.crossed
 @precisions
 @stages
 def test_training_with_clipping_equals_one_process(run_on_ranks, precision, stage):

@@ -94,6 +94,7 @@ def spoil(value):
     return hook
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("zeroing", ["optimizer", "model", "none"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("num_optimizers", [1, 2])

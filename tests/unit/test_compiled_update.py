@@ -52,7 +52,7 @@ def train(fused_optimizer: bool | str, name: str, precision: str) -> tuple[list[
     return [param.detach() for param in model.parameters()], applied, optimizer._update
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [n if n == "AdamW" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
 def test_a_compiled_update_takes_the_steps_of_an_eager_one(compiler: None, name: str) -> None:
     eager, eager_applied, _ = train(False, name, "fp32")
     compiled, applied, update = train("compile", name, "fp32")

@@ -244,6 +244,7 @@ else:
 """
 
 
+@pytest.mark.crossed
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory by /proc")
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "index.json", "header"])

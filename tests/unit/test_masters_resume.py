@@ -84,6 +84,7 @@ CASES = [(precision, "AdamW") for precision in PRECISIONS] + [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("order", [("model", "optimizer"), ("optimizer", "model")], ids=" then ".join)
 @pytest.mark.parametrize(("precision", "optimizer"), [*CASES, ("bf16, fp32 masters", "Adafactor")])
 @pytest.mark.parametrize("at", [4, 11])

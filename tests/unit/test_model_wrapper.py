@@ -608,6 +608,7 @@ def train(model, optimizer, booster, steps):
     return losses
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("precision", PRECISIONS)
