@@ -66,7 +66,10 @@ class HostUpdate(Update):
     def _decide_and_apply(self) -> StepResult:
         loss_scale, joint = self._loss_scale, self.joint
         alone = joint.found is None and len(joint.updates) == 1
-        skip = (self._check or not alone and self._checks) and self._agreed()
+        if alone and self._group is None and self._measured and not any(map(_NONFINITE, self._measured)):
+            skip = False  # nobody else has a say
+        else:
+            skip = (self._check or not alone and self._checks) and self._agreed()
         norm = self._reported_norm
         if skip:
             if self._factor is not None:  # the overflow was another optimizer's, and gradients may outlive this step
