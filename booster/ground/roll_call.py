@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import sys
 import threading
@@ -17,20 +16,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from booster.ground.meetings import Meetings
 from booster.ground.torch_internals import default_store
 
 PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
 _INTERVAL = 1.0  # seconds between looks
 _ANSWERS = 3  # looks that the others have to answer
-_COUNT = "booster/roll_call/asked"  # how many questions were asked
 
 _PACKAGE, _TORCH, _STANDARD = (
     f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, logging.__path__[0])
 )
-# Where waiting is what was asked for, or is for data; and what started the script, whose frames lie below all of its own.
-_WAITS_ON_PURPOSE = tuple(_PACKAGE + name for name in ("coordinator.py", "launch.py", "data/"))
-_STARTERS = tuple(_PACKAGE + name for name in ("cli/", "notebook.py"))
+# What the library calls where waiting is what was asked for, or is for data, and what started the script, whose frames lie
+# below all of its own: files or folders of the package, and of a file the functions, or all.
+_WAITS_ON_PURPOSE: Mapping[str, tuple[str, ...]] = {
+    "ranks/coordinator.py": (),
+    "launch.py": ("close_group",),
+    "data/": (),
+}
+_STARTERS: Mapping[str, tuple[str, ...]] = {"cli/": (), "launch.py": ("launch_notebook", "_rank")}
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +61,9 @@ class RollCall(threading.Thread):
     are not in the same call (None: never). Each is a WARNING, once for a wait, which goes on: what ends it is the process
     group's timeout.
 
-    Nothing is noted in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks.
+    Nothing is noted in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks:
+    then all meet there, and those that wait conclude from what is said. Ranks that begin to wait at the same time are in the
+    same meeting, so that a look costs O(W) requests of W ranks in all.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: float | None) -> None:
@@ -65,16 +71,17 @@ class RollCall(threading.Thread):
         self.patience = patience
         self._watched = store
         # A client of its own: a wait of another thread would hold it.
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=5))
-        self._rank, self._size = rank, size
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]
+        own.set_timeout(timedelta(seconds=5))
+        self._meetings = Meetings(own, "booster/roll_call", rank, size)
         self._stopped = threading.Event()
         self._main = threading.main_thread().ident
         self._stand: tuple[Any, ...] = ()
         self._since = time.monotonic()
-        self._number = 0  # of the last question that this rank has seen; the store counts them
-        self._asked: tuple[int, int] | None = None  # the number of this rank's own, and how many looks ago
-        self._last = 0  # the number of the last one of its own, whose answers are in the store still
+        self._number = 0  # of the last meeting that this rank has seen
+        self._looks = 0  # since this rank spoke in it
+        self._has_spoken = False
+        self._asks = False  # it waited as it spoke, and has not concluded yet
         self._told: set[int] = set()  # the ranks that this wait has named
 
     def watches(self, store: dist.Store) -> bool:
@@ -100,51 +107,38 @@ class RollCall(threading.Thread):
         ) as error:  # the store has gone with the rank that served it, or the group just now
             _logger.debug("the roll call ends: %s", error)
         self._stopped.set()
-        del self._store, self._watched
+        del self._meetings, self._watched
 
     def look(self) -> None:
         """Look where the main thread is, answer who asks, and ask or conclude where it waits."""
         word = self._word()
-        last = int(self._store.get(_COUNT))
-        for number in range(max(self._number, last - self._size) + 1, last + 1):  # no rank asks two at once
-            if number != self._last:
-                self._store.set(self._key(number, self._rank), json.dumps(word))
-        self._number = last
-        if word["call"] is None or word["still"] < self._prompt:
-            self._asked = None
-        elif self._asked is None:
-            self._ask()
-        else:
-            number, looks = self._asked
-            keys = {rank: self._key(number, rank) for rank in range(self._size) if rank != self._rank}
-            answers = {rank: key for rank, key in keys.items() if self._store.check([key])}
-            if len(answers) == len(keys) or looks >= _ANSWERS:
-                self._asked = None  # and again at the next look
-                self._conclude(word, {rank: json.loads(self._store.get(key)) for rank, key in answers.items()})
-            else:
-                self._asked = number, looks + 1
+        waits = word["call"] is not None and word["still"] >= self._prompt
+        self._asks = self._asks and waits
+        self._looks += 1
+        last = self._meetings.called()
+        can_hear = waits and self._has_spoken and last <= self._number + 1  # what was said before has left the store
+        heard = self._meetings.heard(self._number) if can_hear else {}
+        is_over = not self._has_spoken or len(heard) == self._meetings.size or self._looks > _ANSWERS
+        if self._asks and is_over:
+            self._asks = False  # and again at the next look
+            self._conclude(word, {rank: other for rank, other in heard.items() if rank != self._meetings.rank})
+        elif waits and is_over and last == self._number:
+            last = self._meetings.call(last)
+        if last > self._number:
+            self._meetings.say(last, word)
+            self._number, self._looks, self._has_spoken, self._asks = last, 0, True, waits
 
     def _begin(self) -> None:
-        self._number = self._store.add(_COUNT, 0)  # a group that met in this store before may have asked
-
-    def _ask(self) -> None:
-        if self._last:
-            for rank in range(self._size):
-                self._store.delete_key(self._key(self._last, rank))
-        self._last = self._store.add(_COUNT, 1)  # atomic: two that ask at once have a number each
-        self._asked = self._last, 0
+        self._number = self._meetings.begin()  # a group that met in this store before may have asked
 
     @property
     def _prompt(self) -> float:
         return _PROMPT if self.patience is None else min(_PROMPT, self.patience)
 
-    def _key(self, number: int, rank: int) -> str:
-        return f"booster/roll_call/{number}/{rank}"
-
     def _word(self) -> dict[str, Any]:
         """Return where this rank is, in words that the others can tell."""
         every = _frames(sys._current_frames().get(self._main or 0))
-        frames = [frame for frame in every if not frame.f_code.co_filename.startswith(_STARTERS)]  # the innermost first
+        frames = [frame for frame in every if not _is_of(_STARTERS, frame.f_code)]  # the innermost first
         stand = tuple((id(frame), frame.f_lasti) for frame in frames)
         if stand != self._stand:
             self._stand, self._since = stand, time.monotonic()
@@ -161,7 +155,7 @@ class RollCall(threading.Thread):
     def _conclude(self, word: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
         apart = {rank: other for rank, other in others.items() if other["call"] != word["call"]}
         if self.patience is not None and word["still"] >= self.patience:
-            silent = set(range(self._size)) - {self._rank} - set(others)
+            silent = set(range(self._meetings.size)) - {self._meetings.rank} - set(others)
         else:
             silent = set()
             apart = {
@@ -189,7 +183,7 @@ class RollCall(threading.Thread):
         _logger.warning(
             "rank %d has waited %.0f s in %s (%s) for ranks %s, which have not called it: %s. It goes on waiting, until "
             "the timeout of the process group; all ranks must make this call",
-            self._rank,
+            self._meetings.rank,
             word["still"],
             word["call"],
             word["where"],
@@ -208,7 +202,7 @@ def _call(frames: Sequence[FrameType]) -> str | None:
     """Return the outermost call in which ranks may wait for each other: of the library, or of torch.distributed."""
     codes = [frame.f_code for frame in reversed(frames)]
     for code in codes:
-        if code.co_filename.startswith(_WAITS_ON_PURPOSE):
+        if _is_of(_WAITS_ON_PURPOSE, code):
             return None
         if code.co_filename.startswith(_PACKAGE):
             return f"{_shown(code)}()"
@@ -218,6 +212,13 @@ def _call(frames: Sequence[FrameType]) -> str | None:
         ]
         return f"torch.distributed's {(own or codes)[0].co_name}()"
     return None
+
+
+def _is_of(places: Mapping[str, tuple[str, ...]], code: CodeType) -> bool:
+    return any(
+        code.co_filename.startswith(_PACKAGE + file) and (not functions or code.co_name in functions)
+        for file, functions in places.items()
+    )
 
 
 def _shown(code: CodeType) -> str:

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from booster.ground.meetings import Meetings
 from booster.numerics.diagnosis import meeting
 from booster.numerics.diagnosis.meeting import Meeting, RanksApart
 
@@ -15,7 +16,7 @@ def meet(*failed):
     store = dist.HashStore()
 
     def attend(rank):
-        own = Meeting(store, "a series", rank, len(failed))
+        own = Meeting(Meetings(store, "a series", rank, len(failed)))
         return [own.any(each) for each in failed[rank]]
 
     with ThreadPoolExecutor(len(failed)) as threads:
@@ -32,6 +33,62 @@ def test_a_rank_that_nobody_joins_raises_and_names_who_is_missing(failed, monkey
     monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.05))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
-    store.set("a series/1/2", "done")
+    Meetings(store, "a series", 2, 3).say(1, False)
     with pytest.raises(RanksApart, match=r"on rank 0 of the group, and ranks \[1\] did not come to its end"):
-        Meeting(store, "a series", 0, 3).any(failed)
+        Meeting(Meetings(store, "a series", 0, 3)).any(failed)
+
+
+def test_a_rank_that_comes_when_another_has_given_up_hears_that_it_failed(monkeypatch):
+    monkeypatch.setattr(meeting, "PATIENCE", timedelta(seconds=0.05))
+    store = dist.HashStore()
+    with pytest.raises(RanksApart):
+        Meeting(Meetings(store, "a series", 0, 2)).any(True)
+    assert Meeting(Meetings(store, "a series", 1, 2)).any(False)
+
+
+def test_words_said_at_the_same_time_are_all_heard_in_every_store(tmp_path):
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 1), tcp):
+        meetings = [Meetings(dist.PrefixStore("a group", store.clone()), "a series", rank, 4) for rank in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            for number in range(1, 6):
+                list(threads.map(lambda each: each.say(number, f"line {each.rank}\n"), meetings))  # noqa: B023
+        for number in range(1, 6):
+            assert meetings[0].heard(number) == {rank: f"line {rank}\n" for rank in range(4)}
+
+
+def test_those_who_call_at_once_are_in_one_meeting():
+    store = dist.HashStore()
+    meetings = [Meetings(store, "a series", rank, 3) for rank in range(3)]
+    assert [each.begin() for each in meetings] == [0, 0, 0]
+    assert [each.call(0) for each in meetings] == [1, 1, 1]
+    assert [each.call(1) for each in meetings] == [2, 2, 2]
+    assert meetings[0].called() == 2
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store):
+        self._store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self._store, name)
+
+
+def test_a_meeting_of_twice_the_ranks_is_twice_the_requests_and_leaves_nothing_behind():
+    def requests(size, meetings=6):
+        inner = dist.HashStore()
+        stores = [Counting(inner) for _ in range(size)]
+
+        def attend(rank):
+            own = Meeting(Meetings(stores[rank], "a series", rank, size))
+            return [own.any(False) for _ in range(meetings)]
+
+        with ThreadPoolExecutor(size) as threads:
+            list(threads.map(attend, range(size)))
+        assert inner.num_keys() <= 2 * 2 + 1
+        return sum(store.requests for store in stores) / size / meetings
+
+    assert max(requests(size) for size in (2, 4, 8, 16, 32)) <= 5  # of each rank: to speak, hear, tell and let go

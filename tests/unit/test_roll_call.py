@@ -1,35 +1,54 @@
 """Questions and answers of ranks that wait for each other, through a store that they share."""
 
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
 import torch.distributed as dist
 
+import booster
+from booster import DistCoordinator, find_batch_size
+from booster.ground import roll_call
 from booster.ground.roll_call import RollCall
+
+launch = import_module("booster.launch")
 
 WAITING = {"call": "save()", "still": 60.0, "where": "train.py:1 in main", "is_outside": False, "error": None}
 BUSY = {**WAITING, "call": None}
 
 
 class Between:
-    """A store that lets another rank look just after this one has seen what is asked, once."""
+    """A store that counts what it is asked, and lets others look just after it was asked the `moment`th thing."""
 
-    def __init__(self, store, look):
-        self._store, self._look = store, look
+    def __init__(self, store, moment=0, look=None):
+        self._store, self._moment, self._look = store, moment, look
+        self.requests = 0
+
+    def clone(self):
+        return self
+
+    def set_timeout(self, timeout):
+        pass
 
     def __getattr__(self, name):
         method = getattr(self._store, name)
 
         def call(*args):
             result = method(*args)
-            if name in ("check", "get") and self._look is not None:
-                look, self._look = self._look, None
-                look()
+            self.requests += 1
+            if self.requests == self._moment:
+                self._look()
             return result
 
         return call
 
 
-def ranks_of(store, size, words, told):
-    """The watches of `size` ranks of one store, not started, that stand where `words` says."""
-    calls = [RollCall(store, rank, size, 30.0) for rank in range(size)]
+def ranks_of(stores, words, told):
+    """The watches of ranks of one store, not started, that stand where `words` says."""
+    size = len(words)
+    stores = stores if isinstance(stores, list) else [stores] * size
+    calls = [RollCall(store, rank, size, 30.0) for rank, store in enumerate(stores)]
     for rank, call in enumerate(calls):
         call._begin()
         call._word = lambda rank=rank: words[rank]
@@ -37,19 +56,47 @@ def ranks_of(store, size, words, told):
     return calls
 
 
-def test_ranks_that_ask_at_the_same_moment_answer_each_other():
-    told = []
-    first, second = ranks_of(dist.HashStore(), 2, [WAITING, WAITING], told)
-    first._store = Between(first._store, second.look)
-    for _ in range(6):
-        first.look()
-        second.look()
-    assert told == []  # both are in the same call
+def interleaved(words, others, rounds=8):
+    """What was told where `others` look in the midst of a look of rank 0, for each of the moments at which they may."""
+    for moment in range(2, 3 * rounds):
+        told = []
+        inner = dist.HashStore()
+        first = Between(inner, moment, lambda: [calls[rank].look() for rank in others])  # noqa: B023
+        calls = ranks_of([first] + [inner] * (len(words) - 1), words, told)
+        for _ in range(rounds):
+            for call in calls:
+                call.look()
+        assert first.requests >= moment
+        yield moment, sorted(told)
+
+
+@pytest.mark.parametrize("others", [(1,), (2,), (1, 2), (2, 1, 2)])
+def test_nothing_that_is_said_gets_lost_wherever_others_look_in_between(others):
+    for moment, told in interleaved([WAITING, WAITING, WAITING], others):
+        assert told == [], moment  # all are in the same call
+    for moment, told in interleaved([WAITING, WAITING, BUSY], others):
+        assert told == [(0, [2], []), (1, [2], [])], moment
+
+
+def test_ranks_that_wait_in_the_same_call_look_at_the_price_of_a_few_requests_each():
+    def requests(size, missing):
+        stores = [Between(inner) for inner in [dist.HashStore()] for _ in range(size)]
+        told = []
+        calls = ranks_of(stores, [WAITING] * (size - 1) + [BUSY], told)
+        for _ in range(20):
+            for call in calls[: size - missing]:
+                call.look()
+        assert len(told) == size - 1  # once each
+        return sum(store.requests for store in stores) / size / 20
+
+    found = [requests(size, missing) for size in (4, 8, 16, 32) for missing in (0, 1)]
+    # To see what is called, to hear, and of every second look: to call, let two things go, and speak.
+    assert max(found) <= 2 + 4
 
 
 def test_one_that_is_elsewhere_is_named_once_and_one_that_never_looks_is_silent():
     told = []
-    first, second, _ = ranks_of(dist.HashStore(), 3, [WAITING, BUSY, BUSY], told)
+    first, second, _ = ranks_of(dist.HashStore(), [WAITING, BUSY, BUSY], told)
     for _ in range(20):
         first.look()
         second.look()
@@ -58,7 +105,7 @@ def test_one_that_is_elsewhere_is_named_once_and_one_that_never_looks_is_silent(
 
 def test_long_waits_and_many_of_them_leave_no_answers_behind_in_the_store():
     store, words = dist.HashStore(), [WAITING, WAITING, BUSY]
-    calls = ranks_of(store, 3, words, [])
+    calls = ranks_of(store, words, [])
     sizes = []
     for number in range(60):
         words[0] = words[1] = BUSY if number % 6 == 5 else WAITING
@@ -66,3 +113,29 @@ def test_long_waits_and_many_of_them_leave_no_answers_behind_in_the_store():
             call.look()
         sizes.append(store.num_keys())
     assert max(sizes[30:]) <= max(sizes[:30]) <= 3 * 3 + 1
+
+
+def test_the_places_that_are_named_are_there():
+    package = Path(booster.__file__).parent
+    for places in (roll_call._STARTERS, roll_call._WAITS_ON_PURPOSE):
+        for file, functions in places.items():
+            assert (package / file).exists()
+            names = {name for name, _ in inspect.getmembers(launch, inspect.isfunction)} if functions else set()
+            assert names.issuperset(functions), file
+
+
+def test_a_rank_of_a_notebook_waits_in_what_its_cell_calls_and_a_wait_on_purpose_in_nothing(monkeypatch):
+    call = RollCall(dist.HashStore(), 0, 2, 30.0)
+    seen = []
+    monkeypatch.setattr(launch, "start", lambda *args, **kwargs: None)
+    monkeypatch.setattr(launch, "close_group", lambda: None)
+
+    def look(size=None):
+        seen.append(call._word()["call"])
+
+    def cell():
+        find_batch_size(look, 1)
+        DistCoordinator().on_master_only()(look)()
+
+    launch._rank(0, cell, (), 2, None, 0, None, "")
+    assert seen == ["find_batch_size()", None]

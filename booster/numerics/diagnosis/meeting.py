@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from booster.ground.meetings import Meetings
 from booster.ground.torch_internals import default_store
 from booster.ranks.communicate import exchange
 
@@ -18,20 +19,16 @@ class RanksApart(Exception):
 
 
 class Meeting:
-    """Meetings of `size` ranks, one after another, each with a word from every rank. Nobody waits in a collective for it.
+    """Meetings of ranks, one after another, each with a word from every rank. Nobody waits in a collective for it."""
 
-    name: of this series, no other's in `store`.
-    """
-
-    def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
-        self._store, self._name, self._rank, self._size = store, name, rank, size
-        self._number = 0
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings, self._number = meetings, 0
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Meeting:
         """Return meetings of all ranks of `group`. A small collective."""
-        name = exchange(os.urandom(16), group)[0].hex()
-        return cls(default_store(), f"booster/meeting/{name}", dist.get_rank(group), dist.get_world_size(group))
+        name = f"booster/meeting/{exchange(os.urandom(16), group)[0].hex()}"
+        return cls(Meetings(default_store(), name, dist.get_rank(group), dist.get_world_size(group)))
 
     def any(self, failed: bool) -> bool:
         """Return whether any rank failed, once all have told. A rank that failed waits `PATIENCE` for them, others as long as
@@ -41,14 +38,12 @@ class Meeting:
         the timeout of the process group.
         """
         self._number += 1
-        keys = [f"{self._name}/{self._number}/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], "failed" if failed else "done")
-        try:
-            self._store.wait(keys, *([PATIENCE] if failed else []))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        self._meetings.say(self._number, failed)
+        told = self._meetings.gather(self._number, PATIENCE if failed else None)
+        missing = [rank for rank in range(self._meetings.size) if rank not in told]
+        if missing:
             raise RanksApart(
-                f"a replay {'raised' if failed else 'ended'} on rank {self._rank} of the group, and ranks {missing} did not "
-                "come to its end: they may wait for this rank in a collective, which the end of this process ends"
-            ) from error
-        return any(self._store.get(key) == b"failed" for key in keys)
+                f"a replay {'raised' if failed else 'ended'} on rank {self._meetings.rank} of the group, and ranks {missing} "
+                "did not come to its end: they may wait for this rank in a collective, which the end of this process ends"
+            )
+        return any(told.values())
