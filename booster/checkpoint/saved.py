@@ -91,6 +91,38 @@ class Saved:
             else ""
         )
 
+    def masters_of_equals(self, model: str, masters: Mapping[str, str]) -> dict[str, str]:
+        """Return more masters, by name, of weights of `model` that are to the bit those of a name in `masters`.
+
+        Checkpoints of earlier versions tell no tied names: there a matrix without a master that equals one with a master, and
+        is no constant, is taken for another name of it. Reads both. Of others nothing is left to find.
+        """
+        if "masters" in self.tree:
+            return {}
+        names = {key: reference(value) for key, value in self.tree["models"][model].items()}
+        alike: dict[tuple[Any, ...], list[str]] = {}
+        for key, name in names.items():
+            entry = self.entry(name)
+            if entry is not None and len(entry.shape) > 1:
+                alike.setdefault((entry.shape, entry.dtype), []).append(key)
+        pairs = [
+            (key, other)
+            for keys in alike.values()
+            for key in keys
+            if key not in masters
+            for other in keys
+            if other in masters
+        ]
+        for key in {key for pair in pairs for key in pair}:
+            self.want(names[key], None)
+        self.read(None)
+        found = {}
+        for key, other in pairs:
+            one, two = (decode(self.tree["models"][model][each], self._targets) for each in (key, other))
+            if torch.equal(one, two) and bool((one != one.flatten()[0]).any()):
+                found[key] = masters[other]
+        return found
+
     def _masters_by_name(self, model: str) -> dict[str, str]:
         """What checkpoints of earlier versions tell: no tied names, and nothing where two models could be meant."""
         return {

@@ -131,7 +131,8 @@ def _convert(options: argparse.Namespace) -> int:
         saved = Saved(folder)
         if untold := saved.whose_masters(options.model, names):
             raise CheckpointError(f"{folder}: {untold}; convert it without --masters")
-        names |= {key: name for key, name in saved.masters_behind("models", options.model).items() if key in names}
+        masters = {key: name for key, name in saved.masters_behind("models", options.model).items() if key in names}
+        names |= masters | saved.masters_of_equals(options.model, masters)
     export(
         folder,
         manifest,

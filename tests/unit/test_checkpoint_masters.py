@@ -164,6 +164,35 @@ def test_an_earlier_checkpoint_of_one_model_has_its_masters_by_name(tmp_path):
     assert equal(Job("fp32", ("0",), seed=7).load(tmp_path).masters()["0"], source.masters()["0"])
 
 
+@pytest.mark.parametrize("half", HALF)
+def test_convert_of_an_earlier_checkpoint_writes_masters_under_every_name_of_a_tied_weight(tmp_path, half):
+    source = Job(half, ("0",))
+    folder = source.save(tmp_path / "saved")
+    without_whose(folder)
+    written = tmp_path / "weights.safetensors"
+    assert command(["convert", str(folder), str(written), "--masters", "--model", "0"]) == 0
+    assert equal(load_file(written), source.masters()["0"])
+
+
+def test_convert_of_an_earlier_checkpoint_leaves_frozen_weights_that_are_no_other_name_as_they_are(tmp_path):
+    booster = Booster("cpu", BF16NaiveMixedPrecision())
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("trained", "constant", "other")})
+    model["constant"].requires_grad_(False).weight.fill_(0.5)
+    model["other"].requires_grad_(False)
+    with torch.no_grad():
+        model["trained"].weight.fill_(0.5)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model["trained"].parameters(), lr=1e-4))
+    booster.backward(model["trained"](torch.ones(2, 4, dtype=torch.bfloat16)).float().sum(), optimizer)
+    optimizer.step()
+    folder = booster.save(tmp_path / "saved", model, optimizer)
+    without_whose(folder)
+    written = tmp_path / "weights.safetensors"
+    assert command(["convert", str(folder), str(written), "--masters"]) == 0
+    dtypes = {key: value.dtype for key, value in load_file(written).items()}
+    wide = {key for key, dtype in dtypes.items() if dtype == torch.float32}
+    assert wide == {"trained.weight", "trained.bias"}
+
+
 def test_an_earlier_checkpoint_that_leaves_open_whose_masters_are_whose_says_so(tmp_path, caplog, capsys):
     source = Job("bf16_naive")
     folder = source.save(tmp_path)
