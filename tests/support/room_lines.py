@@ -14,6 +14,7 @@ BUDGETS = {
     "facade": 1800,
     "frozen": 300,
     "ground": 1800,
+    "integrations": 700,
     "interface": 1600,
     "kernels": 1500,
     "masters": 4200,

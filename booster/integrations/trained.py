@@ -1,0 +1,159 @@
+"""What one Trainer trains: the model and the optimizer that its Booster boosted, and their checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.booster import Booster
+from booster.integrations.region_hooks import RegionHooks
+from booster.interface.model import ModelWrapper, leave_raw_calls
+from booster.interface.optimizer import OptimizerWrapper
+from booster.model.dtensors import is_dtensor
+from booster.model.modules import bare
+
+_logger = logging.getLogger(__name__)
+OPTIMIZER = "booster_optimizer"
+"""The folder of a Trainer's checkpoint that holds states, masters and loss scale."""
+_OF_TRAINER = "optimizer.pt"
+
+
+class Trained:
+    """The boosted model and optimizer of one Trainer, made when it first trains; None until then."""
+
+    def __init__(self, booster: Booster) -> None:
+        self.booster = booster
+        self.model: ModelWrapper | None = None
+        self.optimizer: OptimizerWrapper | None = None
+        self._own: nn.Module | None = None
+        self._evaluator: Booster | None = None
+        self._params: frozenset[int] = frozenset()
+
+    def is_trained(self, model: Any) -> bool:
+        """Return whether `model` is the user's model, or what was made of it."""
+        return model is not None and (model is self._own or model is self.model)
+
+    def prepare(self, model: nn.Module | None, optimizer: Optimizer) -> tuple[ModelWrapper, OptimizerWrapper]:
+        """Boost the two, or return what they became before, with no gradients left. model: None for that of before."""
+        if isinstance(optimizer, OptimizerWrapper):
+            if optimizer is not self.optimizer or self.model is None or not (model is None or self.is_trained(model)):
+                raise RuntimeError(
+                    "this optimizer was boosted with another model; set trainer.optimizer = None to have a new one made"
+                )
+            optimizer.zero_grad()
+            return self.model, optimizer
+        if model is None:
+            raise RuntimeError("the optimizer came without the model that it trains; prepare both in one call")
+        boosted: Any
+        boosted, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.model, self._own = boosted, bare(boosted.module)
+        if self.booster.plugin.group is None:
+            leave_raw_calls(boosted)  # the hooks run such calls under the precision
+        RegionHooks(self._own, boosted)
+        self._params = frozenset(map(id, boosted.parameters()))
+        return boosted, self.optimizer
+
+    def prepare_evaluated(self, model: nn.Module) -> nn.Module:
+        """Return `model`, which nobody trains, so that it computes in the precision; its weights become those of the precision.
+
+        Every rank keeps all of it. The model of the Trainer stays as it is until it is trained.
+        """
+        if isinstance(model, ModelWrapper):
+            return model
+        if self._evaluator is None:
+            self._evaluator = Booster(self.booster.device, self.booster.precision)
+        boosted: Any = self._evaluator.boost(model)[0]
+        RegionHooks(bare(boosted.module), boosted)
+        return model
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate the gradients of `loss`."""
+        self.booster.backward(loss, self._stepped("backward"))
+
+    def clip_norm(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip the gradients of all parameters that train; returns the norm before, 0-dim."""
+        optimizer = self._stepped("clip_grad_norm_")
+        self._check_all(parameters, "clip_grad_norm_")
+        return optimizer.clip_grad_by_norm(float(max_norm), norm_type)
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp the gradients of all parameters that train."""
+        optimizer = self._stepped("clip_grad_value_")
+        self._check_all(parameters, "clip_grad_value_")
+        optimizer.clip_grad_by_value(clip_value)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Context in which passes leave gradients unsynchronised."""
+        return self.booster.no_sync(self.model, self._stepped("no_sync"))  # type: ignore[arg-type]
+
+    def report(self) -> dict[str, Any]:
+        """Numbers of the last step for the Trainer's log; the skips since training began, and whose gradients made the last."""
+        optimizer = self.optimizer
+        if optimizer is None or optimizer.last_step is None:
+            return {}
+        last, skipped = optimizer.last_step, optimizer.num_skipped
+        said: dict[str, Any] = {"loss_scale": optimizer.loss_scale, "skipped_steps": skipped}
+        if last.grad_norm is not None:
+            said["grad_norm"] = last.grad_norm
+        if last.culprit:
+            said["culprit"] = ", ".join(last.culprit)
+        return said
+
+    def whole_weights(self) -> dict[str, Any] | None:
+        """Return all weights on the host where ranks divide them, by the names of the user's model; a collective. Else None."""
+        if self.model is None:
+            return None
+        state = self.model.unwrap().state_dict()
+        if not any(map(is_dtensor, state.values())):
+            return None
+        whole: dict[int, torch.Tensor] = {}  # of each weight once, so that tied ones stay one
+        for value in state.values():
+            if is_dtensor(value) and id_of_memory(value) not in whole:
+                whole[id_of_memory(value)] = value.full_tensor().cpu()
+        return {name: whole[id_of_memory(value)] if is_dtensor(value) else value for name, value in state.items()}
+
+    def save_optimizer(self, checkpoint: str) -> None:
+        """Write states, masters and loss scale into the folder of a Trainer's checkpoint; a collective."""
+        self.booster.save_optimizer(self._stepped("a checkpoint"), Path(checkpoint) / OPTIMIZER)
+
+    def load_optimizer(self, checkpoint: str) -> bool:
+        """Load what `save_optimizer` wrote, or the states of a plain Trainer's checkpoint; False where there is neither."""
+        optimizer = self._stepped("resume_from_checkpoint")
+        own, others = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / _OF_TRAINER
+        if own.is_dir():
+            self.booster.load_optimizer(optimizer, own)
+        elif others.is_file():
+            optimizer.load_state_dict(torch.load(others, map_location="cpu", weights_only=True))
+        else:
+            return False
+        return True
+
+    def load_weights(self, checkpoint: str | os.PathLike[str]) -> None:
+        """Load the weights of a Trainer's checkpoint into the boosted model, whose masters follow; a collective."""
+        self.booster.load_model(self.model, checkpoint)  # type: ignore[arg-type]
+
+    def _stepped(self, what: str) -> OptimizerWrapper:
+        if self.optimizer is None:
+            raise RuntimeError(f"{what} needs the optimizer, which is boosted when train() begins")
+        return self.optimizer
+
+    def _check_all(self, parameters: Iterable[torch.Tensor], method: str) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(id(param) not in self._params for param in given if param.grad is not None):
+            raise ValueError(
+                f"{method} was given parameters that are not of the model that trains; pass model.parameters()"
+            )
+
+
+def id_of_memory(tensor: Any) -> int:
+    """Return what tells one divided weight from another: where this rank's part lies, or the tensor where that is empty."""
+    local = tensor.to_local()
+    return local.data_ptr() if local.numel() else id(tensor)
