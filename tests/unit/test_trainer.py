@@ -25,6 +25,10 @@ def packages(import_package, monkeypatch):
             pytest.skip(f"needs {package}: pip install {package}")
         import_package(package)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)  # left by arguments of an older transformers
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state()
 
 
 def trained(folder, *, plain=False, precision=None, model=None, rows=None, resume=None, then=None, **options):
@@ -105,7 +109,7 @@ def test_half_precisions_learn_as_float32_does(tmp_path, precision, knob):
     # Losses of about 4; each of twelve steps may add a rounding to 8 bits of bfloat16 or 11 of float16.
     unit = 2**-8 if precision.startswith("bf16") else 2**-11
     assert logged(ours) == pytest.approx(logged(theirs), abs=12 * unit * 4)
-    assert not any(logged(ours, "skipped_steps").values())
+    assert logged(ours, "skipped_steps")[12] <= 1  # of a float16 gradient at the first scale
 
 
 def test_flags_of_the_arguments_say_the_precision_where_nothing_else_does(tmp_path):
