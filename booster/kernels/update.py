@@ -113,7 +113,8 @@ class KernelUpdate(DeviceUpdate):
         if checks and alone:
             joint.decide(out.view(torch.float32)[_SKIPPED])
         numbers = out.view(torch.float64)
-        norm = numbers[0] if self._reported_norm is None and sums is not None else self._reported_norm
+        first = self._reported_norm is None and sums is not None
+        norm = numbers[0] if first else self._reported_norm
         plain = bound is None and pending is None and (carried is None or _is_one(carried))
         self._scale = 1.0 if plain else numbers[_DIVISOR]
         if self.scaler.enabled:
@@ -121,7 +122,7 @@ class KernelUpdate(DeviceUpdate):
         note_step(self.optimizer)
         if not checks:
             return StepResult(True, StepFields(loss_scale=1.0))
-        return _result(out, norm, norm is numbers[0] or sums is not None, seed, joint.report())
+        return _result(out, norm, first, seed, joint.report())
 
     def _follow_scale(self, out: torch.Tensor) -> None:
         single = out.view(torch.float32)

@@ -169,7 +169,16 @@ class Trace:
     low: list[str] = field(default_factory=list)  # names of the layers that multiply in 4 to 8 bits
 
 
-def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVERFLOWS, num_splits=1, seed=0):
+def train(
+    precision,
+    parallelism,
+    optimizer="AdamW",
+    steps=STEPS,
+    overflows=OVERFLOWS,
+    num_splits=1,
+    seed=0,
+    fused_optimizer=True,
+):
     """Train the job and return this rank's `Trace`.
 
     num_splits: parts of every batch whose gradients a single process averages, for a reference that rounds half gradients
@@ -177,7 +186,9 @@ def train(precision, parallelism, optimizer="AdamW", steps=STEPS, overflows=OVER
     """
     model = make_model(precision)
     column = PARALLELISMS[parallelism]
-    booster = Booster("cpu", PRECISIONS[precision](), column.plugin(), skip_nonfinite=True)
+    booster = Booster(
+        "cpu", PRECISIONS[precision](), column.plugin(), skip_nonfinite=True, fused_optimizer=fused_optimizer
+    )
     plugin = booster.plugin
     made = OPTIMIZERS[optimizer](model.parameters())
     model, made, criterion, _, _ = booster.boost(model, made, loss_of)

@@ -1,0 +1,32 @@
+"""Kernels that read or write one form alone. Needs Triton."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load(working, rest, out, chances, FUNCTION: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = at >= 0
+    weights = working.to(tl.int64)
+    tl.store(out + at, FUNCTION(weights, rest.to(tl.int64), at, mask, HALF))
+
+
+@triton.jit
+def store(working, rest, values, chances, FUNCTION: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = at >= 0
+    FUNCTION(working.to(tl.int64), rest.to(tl.int64), at, mask, tl.load(values + at), chances, HALF)
+
+
+@triton.jit
+def open_(codes, scales, out, FUNCTION: tl.constexpr, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(out + at, FUNCTION(codes.to(tl.int64), scales.to(tl.int64), at, at >= 0))
+
+
+@triton.jit
+def close(codes, scales, values, chances, FUNCTION: tl.constexpr, TILE: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * TILE
+    at = first + tl.arange(0, TILE)
+    FUNCTION(codes.to(tl.int64), scales.to(tl.int64), first, at, at >= 0, tl.load(values + at), chances, TILE)

@@ -1,0 +1,167 @@
+"""Forms of weights and states in kernels, on every half number, to the bit; a rule and a form that are added."""
+
+import pytest
+import torch
+from interpreted import gradients, interpreted, step_on
+from torch import nn
+from torch.optim import Optimizer
+
+from booster import Booster
+from booster.masters.formats import (
+    Kahan,
+    Nearest,
+    Separate,
+    Split24BFloat16,
+    Split24Float16,
+    SplitBFloat16,
+    SplitFloat16,
+)
+from booster.masters.packed import Dither, Packed
+
+pytestmark = interpreted
+SIZE = 2**16
+BF16, F16 = torch.bfloat16, torch.float16
+FORMS = {
+    "separate bf16": (Separate, BF16),
+    "separate fp16": (Separate, F16),
+    "split bf16": (SplitBFloat16, BF16),
+    "split fp16": (SplitFloat16, F16),
+    "split24 bf16": (Split24BFloat16, BF16),
+    "split24 fp16": (Split24Float16, F16),
+    "nearest bf16": (Nearest, BF16),
+    "nearest fp16": (Nearest, F16),
+    "kahan bf16": (Kahan, BF16),
+    "kahan fp16": (Kahan, F16),
+}
+
+
+def every_half(dtype):
+    return torch.arange(SIZE, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def copied(form, half, working, rest, values=None, chances=None):
+    """By a kernel: the float32 numbers of `working` and `rest`; or, written there, `values`."""
+    from interpreted_forms import load, store
+
+    out = torch.zeros(SIZE) if values is None else values
+    rest = working if rest is None else rest
+    chances = torch.zeros(64, dtype=torch.int32) if chances is None else chances
+    kernel, function = (load, form.load) if values is None else (store, form.store)
+    kernel[(SIZE // 4096,)](working, rest, out, chances, FUNCTION=function, HALF=half, TILE=4096)
+    return out
+
+
+def alike(found, expected):
+    """Whether all bits are, but for those of NaN."""
+    kind = torch.int16 if found.dtype in (BF16, F16) else torch.int32
+    nan = expected.isnan()
+    same = found.view(kind) == expected.view(kind)
+    return bool((same | (nan & found.isnan())).all())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_half_number_with_any_rest_is_read_and_written_as_its_form_says(name):
+    from booster.kernels.stretches import DTYPES
+    from booster.kernels.weights import FORMS as KERNELS
+
+    kind, dtype = FORMS[name]
+    dither = Dither()
+    form = kind(dither) if "24" in name else kind()
+    kernel, half = KERNELS[kind], DTYPES[dtype]
+    dither.next()
+    generator = torch.Generator().manual_seed(0)
+    working = every_half(dtype)
+    # Masters about every half number, and zeros, infinities and the largest.
+    masters = working.float() * (1 + (torch.rand(SIZE, generator=generator) - 0.5) * 2.0**-7)
+    mine, theirs = working.clone(), working.clone()
+    rest, other = (form.allocate(SIZE, dtype, torch.device("cpu")) for _ in range(2))
+    form.write(
+        [theirs],
+        other,
+        masters.clone() if other is None or other.dtype != torch.float32 else masters,
+        torch.zeros(SIZE),
+    )
+    copied(kernel, half, mine, rest, masters.clone(), dither.lanes("weights", torch.device("cpu")))
+    assert alike(mine, theirs)
+    finite = theirs.isfinite()
+    if rest is not None:
+        assert torch.equal(rest[finite], other[finite])
+    # Some weights were written by somebody else since.
+    mine[::7], theirs[::7] = 1.5, 1.5
+    mine[::11], theirs[::11] = 0.0, 0.0
+    values = torch.zeros(SIZE)
+    form.read([theirs], other, values, torch.zeros(SIZE))
+    found = copied(kernel, half, mine, other)
+    assert alike(found[finite], values[finite])
+
+
+@pytest.mark.parametrize("way", ["bf16", "signed", "unsigned"])
+def test_states_are_packed_and_unpacked_to_the_bit(way):
+    from interpreted_forms import close, open_
+
+    from booster.kernels.states import WAYS
+
+    dither = Dither()
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(SIZE, generator=generator) * 10.0 ** torch.randint(-18, 9, (SIZE // 64, 1)).expand(
+        -1, 64
+    ).reshape(-1)
+    values = values.abs() if way == "unsigned" else values
+    values[:64], values[100], values[4096:4128] = 0.0, 1e30, 1e-40
+    expected, found = Packed(way, SIZE, values.device), Packed(way, SIZE, values.device)
+    for _ in range(2):
+        dither.next()
+        chances = dither.chances("exp_avg", values.device)
+        expected.pack(values.clone(), chances)
+        scales = found.codes if found.scales is None else found.scales
+        form = WAYS[way]
+        close[(SIZE // 4096,)](found.codes, scales, values, chances.lanes, FUNCTION=form.close, TILE=4096)
+        assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        if found.scales is not None:
+            assert torch.equal(found.scales, expected.scales)
+        wide, out = expected.unpack(torch.zeros(SIZE)), torch.zeros(SIZE)
+        open_[(SIZE // 4096,)](found.codes, scales, out, FUNCTION=form.open, TILE=4096)
+        # Torch's roots on a CPU are an ulp off, and are squared; those of kernels are IEEE's, as on a GPU.
+        torch.testing.assert_close(out, wide, rtol=0 if way != "unsigned" else 5e-7, atol=0)
+        values = wide
+
+
+class Lion(Optimizer):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_((average * beta1 + p.grad * (1 - beta1)).sign_(), alpha=-group["lr"])
+                average.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+def test_a_rule_is_one_file_and_an_added_one_serves_every_form(monkeypatch):
+    import booster
+    from booster.kernels import rules
+    from booster.kernels.rules.lion import lion_rule
+    from booster.mixed_precision import BF16NaiveMixedPrecision
+
+    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
+    booster.register_elementwise(Lion, states={"exp_avg": "signed"})
+    rules.register_rule(lion_rule(Lion))
+    for precision in ("fp32", BF16NaiveMixedPrecision(master_weights="split"), BF16NaiveMixedPrecision(states="8bit")):
+        made = []
+        for fused in (False, "triton"):
+            torch.manual_seed(0)
+            net = nn.Linear(5, 9)
+            b = Booster("cpu", precision, fused_optimizer=fused, clip_grad_norm=1.0)
+            model, optimizer, *_ = b.boost(net, Lion(net.parameters()))
+            for number in range(3):
+                assert step_on(b, model, optimizer, gradients(list(model.parameters()), number)).applied
+            made.append([p.detach().float() for p in model.parameters()])
+        assert type(optimizer._update).__name__ in ("KernelUpdate", "KernelMasterUpdate")
+        for own, other in zip(*made, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
