@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ class TransparentModule(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self.__dict__["_parameters"] = _NoParameters()
         self.module = module
         self.register_load_state_dict_pre_hook(_add_prefix)
 
@@ -96,6 +97,8 @@ class TransparentModule(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
+        if _is_rewritten():
+            _refuse_rewriting()
         value = getattr(bare(self.module), name)
         if callable(value) or isinstance(value, (torch.Tensor, Iterable)):  # what may hold or read weights
             wait_for_weights(self.module)
@@ -174,6 +177,50 @@ class TransparentModule(nn.Module):
     def _wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """What the attribute `name`, a bound method of the user's model, is to those who read it through the wrapper."""
         return method
+
+
+class _NoParameters(dict[str, Any]):
+    """What a wrapper has of parameters: none. Who takes one by its name, as torch's old spectral_norm, is told why."""
+
+    def __missing__(self, name: str) -> Any:
+        if _is_rewritten():
+            _refuse_rewriting()
+        raise KeyError(name)
+
+
+# What puts other parameters in the place of a module's own, and reads the module before it changes anything.
+_REWRITING = {
+    ("torch.nn.utils.parametrize", "register_parametrization"),
+    ("torch.nn.utils.parametrize", "remove_parametrizations"),
+    ("torch.nn.utils.parametrizations", "orthogonal"),
+    ("torch.nn.utils.weight_norm", "apply"),
+    ("torch.nn.utils.spectral_norm", "apply"),
+    ("torch.nn.utils.prune", "apply"),
+}
+
+
+def _is_rewritten() -> bool:
+    """Return whether a function of torch's that replaces parameters reads the wrapper, by itself or by one that it calls."""
+    if torch.compiler.is_compiling():
+        return False
+    frame: Any = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_READERS):
+        if (frame.f_globals["__name__"], frame.f_code.co_name) in _REWRITING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_READERS = ("torch.nn.utils.", "torch.nn.modules.module")
+
+
+def _refuse_rewriting() -> NoReturn:
+    raise RuntimeError(
+        "a boosted model was given to a function of torch.nn.utils that puts other parameters in the place of its own; the "
+        "optimizer, master weights and checkpoints know them as they were when it was boosted. Do it to your own model, before "
+        "its optimizer is made and before boost: weight_norm(net); optimizer = AdamW(net.parameters()); "
+        "booster.boost(net, optimizer)"
+    )
 
 
 def _asked_by(modules: str) -> bool:

@@ -1,0 +1,134 @@
+"""Parameters computed from others, at the root and in layers: registered before boost to the bit, afterwards refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+
+from booster import Booster
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+    def right_inverse(self, weight):
+        return weight / 2
+
+
+class Rooted(nn.Module):
+    """A parameter of its own beside a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(nn.functional.linear(x, self.weight))
+
+
+KINDS = {
+    "parametrize": lambda module: parametrize.register_parametrization(module, "weight", Double()),
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old spectral_norm": spectral_norm,
+    "pruning": lambda module: prune.l1_unstructured(module, "weight", 2),
+    "old weight_norm": weight_norm,
+}
+MODELS = {"root": Rooted, "layer": lambda: nn.Linear(4, 4)}
+HALF = {"fp32": None, "bf16": torch.bfloat16}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+
+
+def made(model, kind):
+    torch.manual_seed(0)
+    model = MODELS[model]()
+    KINDS[kind](model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches():
+    torch.manual_seed(1)
+    return torch.randn(3, 2, 4)
+
+
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_registered_before_boost_trains_to_the_bit_as_in_a_loop_by_hand(kind, model, precision):
+    raw, plain = made(model, kind)
+    for x in batches():
+        with torch.autocast("cpu", HALF[precision], enabled=HALF[precision] is not None):
+            loss = raw(x).float().square().mean()
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+    booster = Booster("cpu", precision, half_products="native")
+    boosted, optimizer, *_ = booster.boost(*made(model, kind))
+    for x in batches():
+        booster.backward(boosted(x).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert boosted.state_dict().keys() == raw.state_dict().keys()
+    for name, value in raw.state_dict().items():
+        assert torch.equal(boosted.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_apex"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_registered_on_the_boosted_model_is_refused_by_name_and_changes_nothing(kind, model, precision):
+    torch.manual_seed(0)
+    own = MODELS[model]()
+    booster = Booster("cpu", precision)
+    boosted, optimizer, *_ = booster.boost(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    before, cls, hooks = copy.deepcopy(boosted.state_dict()), type(boosted), len(own._forward_pre_hooks)
+    params = list(own.named_parameters())
+    with pytest.raises(
+        RuntimeError, match=r"a boosted model was given to .* before its optimizer is made and before boost"
+    ):
+        KINDS[kind](boosted)
+    assert type(boosted) is cls
+    assert len(own._forward_pre_hooks) == hooks
+    assert [name for name, _ in own.named_parameters()] == [name for name, _ in params]
+    assert all(one is two for (_, one), (_, two) in zip(own.named_parameters(), params, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in boosted.state_dict().items())
+    booster.backward(boosted(torch.ones(2, 4)).float().sum(), optimizer)
+    assert optimizer.step() is not None
+
+
+def test_one_more_parametrization_of_a_parametrized_root_and_its_removal_are_refused_too():
+    model, optimizer = made("root", "parametrize")
+    boosted, *_ = Booster("cpu", "fp32").boost(model, optimizer)
+    for change in (
+        lambda: KINDS["parametrize"](boosted),
+        lambda: parametrize.remove_parametrizations(boosted, "weight"),
+    ):
+        with pytest.raises(RuntimeError, match="a boosted model was given to"):
+            change()
+    assert len(model.parametrizations.weight) == 1
+
+
+def test_asking_whether_a_boosted_model_is_parametrized_is_no_change_of_it():
+    model, optimizer = made("root", "parametrize")
+    boosted, *_ = Booster("cpu", "fp32").boost(model, optimizer)
+    assert parametrize.is_parametrized(boosted)
+    plain, *_ = Booster("cpu", "fp32").boost(nn.Linear(2, 2))
+    assert not parametrize.is_parametrized(plain)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive"])
+def test_functional_call_replaces_what_a_parameter_of_the_root_is_computed_from(precision):
+    model, optimizer = made("root", "parametrize")
+    boosted, *_ = Booster("cpu", precision).boost(model, optimizer)
+    x = torch.ones(2, 4)
+    before = boosted(x)
+    given = {name: torch.full_like(value, 0.5) for name, value in boosted.state_dict().items()}
+    found = torch.func.functional_call(boosted, given, (x,))
+    assert torch.equal(found.float(), torch.full((2, 4), 4 * (4 * 0.5 * 2) * 0.5 + 0.5))
+    assert torch.equal(boosted(x), before)
