@@ -156,7 +156,7 @@ def _collect() -> dict[str, Any]:
     import torch.distributed as dist
 
     import booster
-    from booster.mixed_precision.hardware import all_half_units, half_units
+    from booster.mixed_precision.hardware import all_half_units, half_units, slow_products
 
     num_gpus = torch.cuda.device_count()
     device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
@@ -178,6 +178,7 @@ def _collect() -> dict[str, Any]:
                 "capability": torch.backends.cpu.get_cpu_capability(),
                 "half_units": list(all_half_units()),
                 "half_units_used": list(half_units()),
+                "in_float32": {name: sorted(slow_products(_DTYPES[name])) for name in ("bf16", "fp16")},
             },
             "cuda": [
                 {
@@ -199,6 +200,8 @@ def _as_text(report: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [(name, str(value)) for name, value in report["versions"].items() if value]
     cpu = report["devices"]["cpu"]
     rows.append(("cpu", f"{cpu['cores']} threads, {cpu['capability']}, units for halves: {_units(cpu)}"))
+    if any(cpu["in_float32"].values()):
+        rows.append(("half_products", _in_float32(cpu["in_float32"])))
     for index, gpu in enumerate(report["devices"]["cuda"]):
         rows.append((f"cuda:{index}", f"{gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB"))
     if not report["devices"]["cuda"]:
@@ -217,6 +220,16 @@ def _units(cpu: dict[str, Any]) -> str:
     used = cpu["half_units_used"]
     shown = [name if name in used else f"{name} (not used by oneDNN)" for name in cpu["half_units"]]
     return ", ".join(shown) or "none"
+
+
+def _in_float32(kinds: dict[str, list[str]]) -> str:
+    """What a `Booster` leaves no half precision to, which is what is timed below, as a sentence."""
+    slow = [
+        f"{name} ({', '.join(kind if kind == 'attention' else f'{kind}s' for kind in found)})"
+        for name, found in kinds.items()
+        if found
+    ]
+    return f"'auto' computes {' and '.join(slow)} in float32, where this CPU is faster; below is torch's own"
 
 
 def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:

@@ -40,6 +40,28 @@ def test_the_table_names_each_precision_and_apex(capsys):
         assert word in text
 
 
+def test_units_for_halves_are_named_with_what_onednn_uses_of_them_and_what_is_computed_in_float32(capsys, monkeypatch):
+    flags = dict.fromkeys(("avx512_bf16", "avx512_fp16"), True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    found = []
+    for limit in ("", "AVX512_CORE_BF16", "AVX2"):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        assert main(["check"]) == 0
+        found.append(capsys.readouterr().out)
+    every = "matrix products, recurrent layers"
+    assert "units for halves: AVX512-FP16, AVX512-BF16\n" in found[0]
+    assert "units for halves: AVX512-FP16 (not used by oneDNN), AVX512-BF16\n" in found[1]
+    assert "units for halves: AVX512-FP16 (not used by oneDNN), AVX512-BF16 (not used by oneDNN)\n" in found[2]
+    assert f"{every}) and fp16 (attention, convolutions, recurrent layers) in float32" in found[0]
+    assert f"{every}) and fp16 (attention, convolutions, {every}) in float32" in found[2]
+
+
+def test_a_cpu_that_is_fast_in_half_has_no_line_of_what_is_computed_in_float32(capsys, monkeypatch):
+    monkeypatch.setattr("booster.mixed_precision.hardware.slow_products", lambda dtype: frozenset())
+    assert main(["check"]) == 0
+    assert "half_products" not in capsys.readouterr().out
+
+
 def test_a_precision_that_does_not_run_is_reported_and_the_others_are_timed(capsys, monkeypatch):
     def refuse(device):
         raise RuntimeError("no fp8 on this device\nsecond line")

@@ -751,11 +751,12 @@ def test_half_products_is_checked():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16_naive"])
-def test_a_compiled_model_has_the_frames_and_graph_breaks_of_native(precision):
+def test_a_compiled_model_has_the_frames_and_graph_breaks_of_native(precision, cpu):
     from torch._dynamo.testing import CompileCounter
 
+    cpu(())  # which "auto" widens everything on
     found = {}
-    for choice in ("native", "float32"):
+    for choice in ("native", "float32", "auto"):
         torch._dynamo.reset()
         counter = CompileCounter()
         torch.manual_seed(0)
@@ -775,8 +776,8 @@ def test_a_compiled_model_has_the_frames_and_graph_breaks_of_native(precision):
         found[choice, "breaks"] = explained.graph_break_count
         assert all(param.grad is not None for param in net.parameters())
     torch._dynamo.reset()
-    assert found["native"] == found["float32"] >= 1
-    assert found["native", "breaks"] == found["float32", "breaks"] == 0
+    assert found["native"] == found["float32"] == found["auto"] >= 1
+    assert found["native", "breaks"] == found["float32", "breaks"] == found["auto", "breaks"] == 0
 
 
 # ---------------------------------------------------------------------- what is said of overflows
