@@ -183,7 +183,7 @@ def clear_unfinished(root: Path, own: str) -> None:
     """
     paths, living = list(root.iterdir()), {own}
     for path in paths:
-        if locked_name(path) is not None and path.is_file():
+        if locked_name(path) is not None and not path.is_dir():
             try:
                 holder = read_lock(path)
                 if holder is not None and holder.nonce != own and not holder.lives:
@@ -214,11 +214,14 @@ def writing(root: Path) -> list[int]:
 
 
 def _remove_tree(folder: Path, message: str, named: Path) -> None:
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        if folder.exists():  # another job may be removing it, too
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:  # another job is removing it, too
+            continue
+        except OSError as error:
             _logger.warning(message, named, error)
+            return
 
 
 def _changed(path: Path) -> float:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from booster.checkpoint.manifest import CheckpointError
+from booster.ground.foreign_files import parse_json
 
 _logger = logging.getLogger(__name__)
 LOCK = ".writing.lock"
+_AS_IT_IS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)  # a named pipe would wait
 BEAT, DEAD = 5.0, 60.0  # seconds between signs of life, and without one until a writer counts as dead
 
 
@@ -68,7 +70,12 @@ class Lock:
         self.nonce = secrets.token_hex(6)
         self._final, self._path = final, lock_of(final)
         while not self._made():
-            holder = read_lock(self._path)
+            try:
+                holder = read_lock(self._path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._path} should say who writes {final}, and cannot be read: {error}. Remove it if no job made it"
+                ) from error
             if holder is not None and _ends(holder):
                 remove_lock(holder)
             elif holder is not None:
@@ -162,10 +169,10 @@ def locked_name(path: Path) -> str | None:
 
 
 def read_lock(path: Path) -> Holder | None:
-    """Return who holds the lock `path`; None where nobody does."""
+    """Return who holds the lock `path`; None where nobody does. Raises OSError for a link, which no writer makes."""
     try:
         # Opened, since a network file system looks again at what is opened, and not at what is asked for.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a named pipe would wait
+        descriptor = os.open(path, os.O_RDONLY | _AS_IT_IS)
     except FileNotFoundError:
         return None
     try:
@@ -173,9 +180,9 @@ def read_lock(path: Path) -> Holder | None:
     finally:
         os.close(descriptor)
     try:
-        told: Any = json.loads(text)
+        told: Any = parse_json(text)
         pid, words = int(told["pid"]), [str(told[key]) for key in ("nonce", "host", "space", "began")]
-    except (ValueError, KeyError, TypeError):  # not written yet
+    except (ValueError, KeyError, TypeError, OverflowError):  # not written yet, or by something else
         return Holder(path, changed)
     return Holder(path, changed, words[0], words[1], pid, words[2], words[3])
 

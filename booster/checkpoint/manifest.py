@@ -14,6 +14,7 @@ from typing import Any
 from booster.checkpoint.hashing import HASH, hash_of_file
 from booster.checkpoint.header import SAFETENSORS_DTYPES, num_bytes, sizes
 from booster.ground.foreign_files import json_cost, parse_json, read_regular
+from booster.model.modules import printable
 
 MANIFEST, STATE = "manifest.json", "state.json"
 FORMAT, VERSION = "booster checkpoint", 2
@@ -27,7 +28,13 @@ _LARGEST_NUMBER = 2**63 - 1
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is missing, damaged, or not for these objects; says what differs and what to do."""
+    """A checkpoint that is missing, damaged, or not for these objects; says what differs and what to do.
+
+    Names of what a file holds stand in it, so what a terminal would act on is spelled out.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(printable(line) for line in message.split("\n")))
 
 
 @dataclass(frozen=True)

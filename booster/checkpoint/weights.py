@@ -23,7 +23,7 @@ from booster.checkpoint.folder import write_synced
 from booster.checkpoint.header import read_header
 from booster.checkpoint.layout import placed_like
 from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
-from booster.checkpoint.tensor_file import dtype_of, fits, open_tensors, slice_of, write_tensors
+from booster.checkpoint.tensor_file import dtype_of, fits, write_tensors
 from booster.checkpoint.torch_file import read_torch_file
 from booster.ground.foreign_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
 
@@ -91,6 +91,35 @@ _SAFETENSORS, _TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
 _MEGABYTE = 2**20
 
 
+class Stored:
+    """The tensors of the checkpoint in `folder`, one at a time, whole, in host memory. The header of a file is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._entries: dict[str, dict[str, Entry]] = {}
+
+    def whole(self, tensor: Tensor) -> torch.Tensor:
+        """Return one tensor, put together from its chunks. Raises CheckpointError where a file holds another one."""
+        whole = torch.empty(tensor.shape, dtype=dtype_of(tensor))
+        for chunk in tensor.chunks:
+            path = self._folder / chunk.file
+            if chunk.file not in self._entries:
+                self._entries[chunk.file] = entries_of(path)
+            entry = self._entries[chunk.file].get(chunk.key)
+            if entry is None or (entry.dtype, entry.shape) != (whole.dtype, chunk.sizes):
+                holds = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+                raise CheckpointError(
+                    f"{path} holds {holds} as {chunk.key}, and should hold {whole.dtype} {list(chunk.sizes)}"
+                )
+            box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            with open_regular(path) as opened:
+                if entry.shape == tensor.shape:
+                    read_entry(opened, entry, whole)
+                else:
+                    whole[box].copy_(read_entry(opened, entry))
+        return whole
+
+
 def export(
     folder: Path,
     manifest: Manifest,
@@ -108,9 +137,10 @@ def export(
     index into the folder `target`; else `target` is the file. A file appears whole or not at all.
     """
     entries = {name: manifest.tensors[stored] for name, stored in names.items()}
+    stored = Stored(folder)
     if not shard:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(target, folder, entries, use_safetensors=use_safetensors)
+        _write_file(target, stored, entries, use_safetensors=use_safetensors)
         return
     target.mkdir(parents=True, exist_ok=True)
     stem, ending = _SAFETENSORS if use_safetensors else _TORCH
@@ -120,7 +150,7 @@ def export(
     for index, shard_names in enumerate(shards, start=1):
         name = f"{stem}-{index:05d}-of-{len(shards):05d}{ending}"
         own = {key: entries[key] for key in shard_names}
-        _write_file(target / name, folder, own, use_safetensors=use_safetensors)
+        _write_file(target / name, stored, own, use_safetensors=use_safetensors)
         where |= dict.fromkeys(shard_names, name)
     total = sum(_num_bytes(entry) for entry in entries.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
@@ -210,28 +240,18 @@ def weight_files(path: Path) -> list[Path]:
     return single[:1]
 
 
-def _write_file(target: Path, folder: Path, entries: Mapping[str, Tensor], *, use_safetensors: bool) -> None:
+def _write_file(target: Path, stored: Stored, entries: Mapping[str, Tensor], *, use_safetensors: bool) -> None:
     def write(path: Path) -> None:
         if use_safetensors:
             shapes = {name: (dtype_of(entry), entry.shape) for name, entry in entries.items()}
-            write_tensors(path, shapes, lambda name: read_whole(folder, entries[name]))
+            write_tensors(path, shapes, lambda name: stored.whole(entries[name]))
         else:
             with path.open("xb") as file:
-                torch.save({name: read_whole(folder, entry) for name, entry in entries.items()}, file)
+                torch.save({name: stored.whole(entry) for name, entry in entries.items()}, file)
                 file.flush()
                 os.fsync(file.fileno())
 
     _replace(target, write)
-
-
-def read_whole(folder: Path, entry: Tensor) -> torch.Tensor:
-    """Return one tensor of the checkpoint in `folder`, put together from its chunks, in host memory."""
-    whole = torch.empty(entry.shape, dtype=dtype_of(entry))
-    for chunk in entry.chunks:
-        with open_tensors(folder / chunk.file) as file:
-            box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box].copy_(slice_of(file, chunk, whole.dtype)[...])
-    return whole
 
 
 def _size(path: Path) -> int:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from booster.data.samplers import is_stateful, samplers_of
-from booster.ground.randomness import random_state, set_random_state
+from booster.ground.randomness import of_python, of_torch, random_state, set_random_state
 from booster.ground.torch_internals import has_workers
 
 _MANY = 64  # of more entries in a container none is looked at: it holds samples
@@ -272,9 +272,9 @@ def _set_state(generator: Any, state: Any) -> None:
     if hasattr(generator, "load_state_dict"):
         generator.load_state_dict(copy.deepcopy(state))
     elif isinstance(generator, torch.Generator):
-        generator.set_state(state.to(torch.uint8).cpu())
+        generator.set_state(of_torch(state))
     elif isinstance(generator, random.Random):
-        generator.setstate((state["version"], tuple(state["words"].tolist()), state["gauss"]))
+        generator.setstate(of_python(state))
     elif hasattr(generator, "set_state"):
         generator.set_state(_arrays(state, generator.get_state(legacy=False)))
     else:
@@ -291,7 +291,13 @@ def _plain(state: Any) -> Any:
 def _arrays(state: Any, like: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: _arrays(value, like[key]) for key, value in state.items()}
-    return state.cpu().numpy().astype(like.dtype) if isinstance(state, torch.Tensor) else state
+    if not isinstance(state, torch.Tensor):
+        return state
+    words = state.cpu().numpy()
+    cut = words.astype(like.dtype)
+    if (cut.astype(words.dtype) != words).any():
+        raise ValueError(f"words of a generator of numpy are not all {like.dtype}")
+    return cut
 
 
 def _same(one: Any, other: Any) -> bool:

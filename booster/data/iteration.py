@@ -18,6 +18,7 @@ from booster.ground.torch_internals import end_workers
 # In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and the random states
 # from which its order follows; see `Draws.state_dict`.
 OWN_STATE, DRAWS = "loader", "draws"
+_MOST = 2**53  # with a seed it still is one of torch's
 
 
 def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
@@ -32,6 +33,8 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
     position: dict[str, Any] = {name: int(state[name]) for name in names}
     if min(position.values()) < 0:
         raise ValueError(f"a dataloader's position counts from 0, got {position}")
+    if max(position.values()) > _MOST:
+        raise ValueError(f"a dataloader's position counts to {_MOST} at most; the state has one beyond")
     seen, samples, width = position["batches"], position["samples"], stride(loader)
     read_again = OWN_STATE not in state and not skips(loader)
     if read_again and seen and width and samples and samples != seen * width:
@@ -39,6 +42,11 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
             f"this {type(loader).__name__} reads {width} samples in a step over all ranks, and {samples // seen} "
             "when the state was taken; load on as many ranks and with the same batch size, or train with a loader of "
             "booster.prepare_dataloader, whose rest of the epoch is dealt to any number of ranks"
+        )
+    if skips(loader) and samples > loader.num_samples:
+        raise ValueError(
+            f"{samples} samples were seen of this epoch, and this {type(loader).__name__} has {loader.num_samples}; go on with "
+            "the same data"
         )
     if OWN_STATE in state and not is_stateful(loader):
         raise ValueError(f"the state is that of a loader with load_state_dict(), which {type(loader).__name__} has not")

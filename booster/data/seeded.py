@@ -55,6 +55,12 @@ class SeededDataLoader(DataLoader[Any]):
         """Whether the whole order over all ranks is known here, as it is not of a stream or of samplers of the user's own."""
         return type(self.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, over all ranks; for loaders that can start after some of them."""
+        sampler: Any = self.sampler
+        return len(getattr(sampler, "dataset", sampler))
+
     def start_after(self, num_samples: int) -> None:
         """Make the next iteration leave out the first `num_samples` of the epoch's order over all ranks, unread.
 
@@ -64,8 +70,7 @@ class SeededDataLoader(DataLoader[Any]):
 
     def num_batches_after(self, num_samples: int) -> int:
         """Return how many batches this rank has left after the first `num_samples` of the order over all ranks."""
-        sampler: Any = self.sampler
-        return len(list(self._rest.after(range(len(getattr(sampler, "dataset", sampler))), num_samples)))
+        return len(list(self._rest.after(range(self.num_samples), num_samples)))
 
     @property
     def _index_sampler(self) -> Any:  # what DataLoader's iterators draw batches of indices from

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from booster.ground.foreign_files import parse_json
+
 
 class Meetings:
     """Meetings of `size` ranks in `store`, numbered from 1, in each of which a rank says one word and hears all that were said.
@@ -46,8 +48,19 @@ class Meetings:
         self._store.append(self._key(number), json.dumps([self.rank, word]) + "\n")  # type: ignore[attr-defined]
 
     def heard(self, number: int) -> dict[int, Any]:
-        """Return what was said in the meeting `number` up to now, by rank. This rank has spoken in it before."""
-        return dict(json.loads(line) for line in self._store.get(self._key(number)).splitlines())
+        """Return what was said in the meeting `number` up to now, by rank. This rank has spoken in it before.
+
+        Who reaches the store can write there: a line that no rank says is passed over. What a word holds is not looked at.
+        """
+        found = {}
+        for line in self._store.get(self._key(number)).splitlines():
+            try:
+                rank, word = parse_json(line)
+            except (ValueError, TypeError):
+                continue
+            if type(rank) is int and 0 <= rank < self.size:
+                found[rank] = word
+        return found
 
     def gather(self, number: int, patience: timedelta | None = None) -> dict[int, Any]:
         """Return what was said once all have spoken, or after `patience`: as long as the store waits, where it is None.

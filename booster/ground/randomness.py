@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,16 +42,11 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _set(state: dict[str, Any]) -> None:
-    own = state["python"]
-    if not isinstance(own["gauss"], (float, type(None))):  # python takes anything, and numpy any position
-        raise TypeError(f"python's next normal number is {own['gauss']!r}")
-    random.setstate((own["version"], tuple(_words(own["words"])), own["gauss"]))
-    if state["torch"].dtype != torch.uint8:
-        raise TypeError(f"torch's bytes are {state['torch'].dtype}")
-    torch.set_rng_state(state["torch"].cpu())
+    random.setstate(of_python(state["python"]))
+    torch.set_rng_state(of_torch(state["torch"]))
     if torch.cuda.is_available():
         for device, value in list(enumerate(state.get("cuda", [])))[: torch.cuda.device_count()]:
-            torch.cuda.set_rng_state(value.cpu(), device)
+            torch.cuda.set_rng_state(of_torch(value), device)
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         own = state["numpy"]
@@ -61,6 +56,20 @@ def _set(state: dict[str, Any]) -> None:
         if len(words) != len(numpy.random.get_state(legacy=True)[1]):
             raise ValueError(f"numpy has {len(words)} words")
         numpy.random.set_state((own["name"], words, own["position"], own["gauss"], own["cached"]))
+
+
+def of_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what `random.setstate` is to be given; raises TypeError or ValueError for what no generator was in."""
+    if not isinstance(state["gauss"], (float, type(None))):  # python takes anything, and numpy any position
+        raise TypeError(f"python's next normal number is {state['gauss']!r}")
+    return state["version"], tuple(_words(state["words"])), state["gauss"]
+
+
+def of_torch(state: torch.Tensor) -> torch.Tensor:
+    """Return what a generator of torch is to be given; raises TypeError for numbers that would be cut to bytes."""
+    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
+        raise TypeError(f"torch's bytes are {getattr(state, 'dtype', type(state).__name__)}")
+    return state.cpu()
 
 
 def _words(words: torch.Tensor) -> list[int]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FrameType
@@ -18,11 +19,13 @@ import torch.distributed as dist
 
 from booster.ground.meetings import Meetings
 from booster.ground.torch_internals import default_store
+from booster.model.modules import printable
 
 PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
 _INTERVAL = 1.0  # seconds between looks
 _ANSWERS = 3  # looks that the others have to answer
+_LONGEST = 10_000  # characters of a place, an error or a call
 
 _PACKAGE, _TORCH, _STANDARD = (
     f"{Path(file).parent}/" for file in (Path(__file__).parent, torch.__file__, logging.__path__[0])
@@ -121,7 +124,8 @@ class RollCall(threading.Thread):
         is_over = not self._has_spoken or len(heard) == self._meetings.size or self._looks > _ANSWERS
         if self._asks and is_over:
             self._asks = False  # and again at the next look
-            self._conclude(word, {rank: other for rank, other in heard.items() if rank != self._meetings.rank})
+            others = {rank: _answer(other) for rank, other in heard.items() if rank != self._meetings.rank}
+            self._conclude(word, {rank: other for rank, other in others.items() if other is not None})
         elif waits and is_over and last == self._number:
             last = self._meetings.call(last)
         if last > self._number:
@@ -190,6 +194,30 @@ class RollCall(threading.Thread):
             sorted({*absent, *silent}),
             "; ".join(told),
         )
+
+
+def _answer(told: Any) -> dict[str, Any] | None:
+    """What another rank told, as a terminal may show it; None for what no rank tells. Who reaches the store can write there."""
+    if not isinstance(told, dict) or not all(name in told and fits(told[name]) for name, fits in _FORM.items()):
+        return None
+    return {name: printable(told[name]) if isinstance(told[name], str) else told[name] for name in _FORM}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or _is_text(value)
+
+
+_FORM: dict[str, Callable[[Any], bool]] = {  # of what `RollCall._word` tells
+    "call": _is_text_or_none,
+    "still": lambda value: isinstance(value, (int, float)) and math.isfinite(value),
+    "where": _is_text,
+    "is_outside": lambda value: isinstance(value, bool),
+    "error": _is_text_or_none,
+}
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -225,8 +225,10 @@ class Readers:
                 booster.load_model(model, folder)
             else:
                 booster.load_optimizer(optimizer, folder)
-        except CheckpointError:
+        except CheckpointError as error:
             self.refused += 1
+            if not all(line.isprintable() for line in str(error).split("\n")):
+                yield f"raised what is not printable: {error!r}"
             yield from (f"raised, and {fault}" for fault in different(snapshot(target), before))
             return
         except Exception as error:

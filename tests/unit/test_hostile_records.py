@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from html.parser import HTMLParser
 
 import pytest
 from prescribed import parameters, sgd, step_on
@@ -166,6 +167,64 @@ def test_a_page_is_not_written_through_a_link_and_replaces_a_page(tmp_path, caps
         assert main(["report", "--html", str(page), str(run)]) == 0
         assert page.read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "precious", "run"]
+
+
+def test_names_of_files_reach_the_terminal_as_they_are_spelled(tmp_path, capsys):
+    pytest.importorskip("rich", reason="the summary is drawn by rich")
+    path = written(tmp_path) / "rank-00000.jsonl"
+    path = path.rename(tmp_path / "rank-\x1b]0;pwned\x07.jsonl")
+    with path.open("a") as file:
+        file.write('{"kind": "run"}\n{"kind": "step"')
+    for argv in (["report"], ["report", "--json"], ["compare", str(tmp_path)]):
+        assert main([*argv, str(tmp_path)]) == 0
+        assert "\x1b" not in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    assert main(["report", "--html", str(page), str(tmp_path)]) == 0
+    assert "\x1b" not in page.read_text()
+
+
+def test_a_record_of_more_optimizers_than_a_run_has_is_refused(tmp_path, capsys):
+    path = written(tmp_path) / "rank-00000.jsonl"
+    step = json.loads(path.read_text().splitlines()[1])
+    with path.open("a") as file:
+        file.writelines(json.dumps(step | {"optimizer": str(number)}) + "\n" for number in range(1200))
+    assert main(["report", str(tmp_path)]) == 1
+    assert "steps of more than 1000 optimizers" in capsys.readouterr().err
+
+
+PIECES = [
+    "<script>x</script>",
+    '" onload="x',
+    "' onload='x",
+    "--><b>",
+    "]]><b>",
+    "</title><b>",
+    "</style><b>",
+    "&lt;b>",
+]
+
+
+@pytest.mark.parametrize("piece", [*PIECES, "</svg><img src=x onerror=y>", "</text>", "\u2028<b>", "&#60;b>"])
+def test_a_page_has_no_tag_that_a_text_of_the_record_brings(piece, tmp_path):
+    def page_of(text):
+        folder = tmp_path / "run"
+        folder.mkdir(exist_ok=True)
+        lines = {"reason": text, "culprit": [text]}
+        names = ("precision", "plugin", "device", "booster", "torch")
+        written(folder, run=dict.fromkeys(names, text), step=lines)
+        skip = {"kind": "step", "optimizer": text, "step": 1, "time": 1.0, "applied": False, **lines}
+        more = [skip, *(SAMPLE | {"name": text, "of": of, "stored": text} for of in ("gradient", text))]
+        with (folder / "rank-00000.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in more)
+        page = tmp_path / "page.html"
+        assert main(["report", "--html", str(page), str(folder)]) == 0
+        tags = HTMLParser()
+        found = set()
+        tags.handle_starttag = tags.handle_startendtag = lambda tag, given: found.add((tag, *(key for key, _ in given)))
+        tags.feed(page.read_text())
+        return found
+
+    assert page_of(piece) <= page_of("a name")
 
 
 def test_a_record_that_is_a_pipe_is_refused_at_once(tmp_path, capsys):

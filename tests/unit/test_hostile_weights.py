@@ -21,6 +21,8 @@ from test_load_weights import net, on_meta, saved
 
 from booster import Booster, load_weights
 from booster.checkpoint import CheckpointError, streaming, weights
+from booster.checkpoint.weights import read_weights
+from booster.cli import main
 
 
 def one_file(path, draw):
@@ -86,7 +88,24 @@ def spoil(path, draw):
     path.write_bytes(changed(path.read_bytes(), draw))
 
 
-KINDS = {"one": one_file, "shards": shards, "torch": torch_file}
+def torch_shards(path, draw):
+    """Two files of torch.save with an index, of which the index or one file is changed, or one holds what the other does."""
+    state = net().state_dict()
+    names = sorted(state)
+    where = {name: f"pytorch_model-0000{1 + index % 2}-of-00002.bin" for index, name in enumerate(names)}
+    for file in sorted(set(where.values())):
+        twice = draw.randrange(8) == 0
+        own = {name: state[name] for name in names if where[name] == file or twice}
+        torch.save(own, path / file, _use_new_zipfile_serialization=draw.randrange(3) > 0)
+    index = {"metadata": {"total_size": 0}, "weight_map": where}
+    if draw.randrange(2):
+        edited(index, draw)
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    if draw.randrange(2):
+        spoil(draw.choice(sorted(path.iterdir())), draw)
+
+
+KINDS = {"one": one_file, "shards": shards, "torch": torch_file, "torch shards": torch_shards}
 
 
 def said_by(path):
@@ -131,7 +150,7 @@ def test_changed_weights_are_refused_with_nothing_touched_or_load_as_others_read
         "packed": lambda model: load_weights(model, path, storage_dtype="int8"),
         "load_model": lambda model: booster.load_model(booster.boost(model)[0], path),
     }
-    if kind == "torch":  # which load_weights does not read in parts
+    if kind.startswith("torch"):  # which load_weights does not read in parts
         readers = {"load_model": readers["load_model"]}
     outcomes = {"refused": 0, "loaded": 0}
     for seed in range(number):
@@ -144,12 +163,14 @@ def test_changed_weights_are_refused_with_nothing_touched_or_load_as_others_read
             what = f"seed {seed}: {name}"
             try:
                 read(model)
-            except CheckpointError:
+            except CheckpointError as error:
                 outcomes["refused"] += 1
+                refusal = str(error)
                 assert same_bits(state(model), before), f"{what} raised and changed something"
             except Exception as error:
                 raise AssertionError(f"{what} raised {type(error).__name__}: {error}") from error
             else:
+                refusal = ""
                 outcomes["loaded"] += 1
                 says = said_by(path)
                 now = {key: tensor for key, tensor in state(model).items() if key in says}
@@ -158,6 +179,7 @@ def test_changed_weights_are_refused_with_nothing_touched_or_load_as_others_read
                         wide = says[key].to(tensor.dtype)
                         assert torch.equal(bits(tensor), bits(wide)), f"{what} {key}"
             assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 64 * 2**10, what
+            assert all(line.isprintable() for line in refusal.split("\n")), what
             assert time.process_time() - began < 5, what
     assert min(outcomes.values()) > number // 20, outcomes
 
@@ -209,3 +231,58 @@ def test_a_boosted_model_is_as_it_was_where_its_file_is_cut_short_while_it_is_re
     with pytest.raises(CheckpointError, match="ended while"):
         booster.load_model(model, path)
     assert same_bits(state(model), before)
+
+
+# ---- what a checkpoint is converted to ----
+
+
+class Wide(torch.nn.Module):
+    """A model of many small tensors."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.full((3,), float(n))) for n in range(number)])
+
+
+def test_a_conversion_reads_the_header_of_a_file_once(tmp_path, monkeypatch):
+    booster, looked = Booster("cpu"), []
+    model, *_ = booster.boost(Wide(50))
+    folder = booster.save(tmp_path, model, step=1)
+    real = weights.entries_of
+    monkeypatch.setattr(weights, "entries_of", lambda file: looked.append(file.name) or real(file))
+    for options in ([], ["--torch"], ["--shard", "1"]):
+        out = tmp_path / f"out{len(options)}{''.join(options[:1])}"
+        assert main(["checkpoint", "convert", *options, str(folder), str(out)]) == 0
+        assert looked == ["tensors-00000.safetensors"]
+        looked.clear()
+        read = dict(read_weights(out))
+        looked.clear()
+        assert read["weights.7"].tolist() == [7.0] * 3
+        assert len(read) == 50
+
+
+def test_a_checkpoint_that_is_cut_short_while_it_is_converted_is_an_error_and_writes_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    booster = Booster("cpu")
+    model, *_ = booster.boost(net(width=64))
+    folder = booster.save(tmp_path, model, step=1)
+    cut_while_read(monkeypatch, weights, folder / "tensors-00000.safetensors", 2)
+    assert main(["checkpoint", "convert", str(folder), str(tmp_path / "out")]) == 1
+    assert "ended while" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def load_model(model, path):
+    booster = Booster("cpu")
+    booster.load_model(booster.boost(model)[0], path)
+
+
+@pytest.mark.parametrize("read", [load_weights, load_model])
+def test_an_error_names_what_a_file_holds_as_a_terminal_may_show_it(tmp_path, read):
+    path = tmp_path / "w.safetensors"
+    save_file({"\x1b]0;pwned\x07": torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError) as raised:
+        read(net(), path)
+    assert all(line.isprintable() for line in str(raised.value).split("\n"))
+    assert "\\x1b]0;pwned\\x07" in str(raised.value)

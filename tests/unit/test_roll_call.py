@@ -1,6 +1,7 @@
 """Questions and answers of ranks that wait for each other, through a store that they share."""
 
 import inspect
+import json
 from importlib import import_module
 from pathlib import Path
 
@@ -101,6 +102,54 @@ def test_one_that_is_elsewhere_is_named_once_and_one_that_never_looks_is_silent(
         first.look()
         second.look()
     assert told == [(0, [1], [2])]
+
+
+def in_place_of_an_answer(written, told=None):
+    """What rank 0 tells of rank 1 where somebody else writes `written` into the meeting of both."""
+    store, found = dist.HashStore(), []
+    first, second = ranks_of(store, [WAITING, BUSY], found)
+    if told is not None:
+        first._tell = told.__get__(first)
+    first.look()
+    store.append(first._meetings._key(first._number), written)
+    for _ in range(8):
+        first.look()
+    return found
+
+
+def said(word, rank=1):
+    return json.dumps([rank, word]) + "\n"
+
+
+HARMFUL = {
+    "no object": said([]),
+    "a number": said(3),
+    "nothing": said({}),
+    "other kinds": said({"call": [1], "still": "x", "where": {}, "is_outside": 1, "error": [2]}),
+    "time without end": said({**BUSY, "still": float("inf")}),
+    "a page for a place": said({**BUSY, "where": "a" * 10**6}),
+    "another rank": said(BUSY, 7),
+    "a rank that is no number": said(BUSY, "1"),
+    "a rank below zero": said(BUSY, -1),
+    "one thing": "[1]\n",
+    "no list": "1\n",
+    "lists in lists": "[" * 100_000 + "\n",
+    "no text": "\xff\n",
+    "a pickle": "cposix\nsystem\n(X\x04\x00\x00\x00truetR.\n",
+}
+
+
+@pytest.mark.parametrize("written", HARMFUL)
+def test_an_answer_that_no_rank_gives_counts_as_none(written):
+    assert in_place_of_an_answer(HARMFUL[written]) == [(0, [], [1])]
+
+
+def test_what_others_wrote_into_the_store_is_warned_of_in_one_line_that_a_terminal_may_show(caplog):
+    harm = {"where": "\x1b]0;pwned\x07\nERROR: a line of nobody", "error": "\x1b[2J", "is_outside": True}
+    in_place_of_an_answer(said({**BUSY, **harm}), told=RollCall._tell)
+    record = caplog.records[0]
+    assert record.getMessage().isprintable()
+    assert "\\x1b[2J" in record.getMessage()
 
 
 def test_long_waits_and_many_of_them_leave_no_answers_behind_in_the_store():

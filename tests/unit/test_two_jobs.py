@@ -239,6 +239,65 @@ def test_a_lock_that_says_nothing_yet_is_respected_and_then_taken(tmp_path, quic
     assert names(tmp_path) == [step(7)]
 
 
+# ---- what lies where a lock should, and is none ----
+
+
+def nowhere(path):
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def itself(path):
+    path.symlink_to(path.name)
+
+
+def zeros(path):
+    path.symlink_to("/dev/zero")
+
+
+def as_folder(path):
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [nowhere, itself, zeros, as_folder])
+def test_what_is_no_file_in_place_of_a_lock_is_named_at_once_and_no_other_step_minds(tmp_path, make, caplog):
+    make(lock_of(tmp_path / step(7)))
+    with pytest.raises(CheckpointError, match=r"\.step-0000000007\.writing\.lock should say who writes .* Remove it"):
+        Job().save(tmp_path, 7)
+    Job().save(tmp_path, 8)
+    assert names(tmp_path) == [f".{step(7)}.writing.lock", step(8)]
+
+
+OF_NO_WRITER = {
+    "a number without end": '{"nonce": "a", "host": "h", "pid": Infinity, "space": "x", "began": "1"}',
+    "another without end": '{"nonce": "a", "host": "h", "pid": 1e999, "space": "x", "began": "1"}',
+    "lists in lists": "[" * 4000,
+    "half a character": '{"nonce": "\\ud800", "host": "\\ud800", "pid": 1, "space": "x", "began": "1"}',
+    "no text": b"\xff\xfe\x00",
+    "a list": "[1]",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("said", OF_NO_WRITER)
+def test_a_lock_that_says_what_no_writer_says_goes_by_its_age(tmp_path, quick, said):
+    text = OF_NO_WRITER[said]
+    for number in (7, 9):
+        lock_of(tmp_path / step(number)).write_bytes(text if isinstance(text, bytes) else text.encode())
+        os.utime(lock_of(tmp_path / step(number)), (0, 0))
+    Job().save(tmp_path, 7)
+    assert names(tmp_path) == [step(7)]
+
+
+def test_who_holds_a_lock_is_named_as_a_terminal_may_show_it(tmp_path, quick):
+    held = elsewhere(tmp_path)
+    held.write_text(held.read_text().replace("node-17", "\\u001b]0;pwned\\u0007"))
+    threading.Timer(0.3, os.utime, (held,)).start()
+    with pytest.raises(CheckpointError, match="written by process") as raised:
+        Job().save(tmp_path, 7)
+    assert "\\x1b]0;pwned\\x07" in str(raised.value)
+    assert str(raised.value).isprintable()
+
+
 # ---- before a checkpoint gets its name ----
 
 

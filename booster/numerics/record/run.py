@@ -281,6 +281,7 @@ def _printable(value: Any) -> Any:
 
 
 _MOST_RANKS = 16  # that are named
+_MOST_OPTIMIZERS = 1000
 
 
 @dataclass(frozen=True)
@@ -360,9 +361,10 @@ class _RankFile:
         self.samples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.notes: list[str] = []
         again = processes = 0
+        name = printable(path.name)
         for line in read_lines(path):
             if isinstance(line, Torn):
-                self.notes.append(f"line {line.line} of {line.file.name} was cut short, as by a kill; it is left out")
+                self.notes.append(f"line {line.line} of {name} was cut short, as by a kill; it is left out")
                 continue
             if line["kind"] == "run":
                 self.about, processes = line, processes + 1
@@ -370,13 +372,15 @@ class _RankFile:
                 of = self.steps.setdefault(line["optimizer"], {})
                 again += line["step"] in of
                 of[line["step"]] = line
+                if len(self.steps) > _MOST_OPTIMIZERS:
+                    raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
             elif line["kind"] == "sample":
                 self.samples[line["optimizer"], line["step"], line["of"], line["name"]] = line
         if not self.about:
             raise ValueError(f"{path} does not begin with the line of a run, so it is no file of a record")
         if processes > 1 or again:
             twice = f", and {again} steps were made again; the later ones count" if again else ""
-            self.notes.append(f"{path.name} was written by {processes} processes in turn{twice}")
+            self.notes.append(f"{name} was written by {processes} processes in turn{twice}")
 
 
 def _merged(number: int, lines: list[Mapping[str, Any]]) -> Step:
