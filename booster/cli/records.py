@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 from booster.cli import values
 from booster.cli.values import told
-from booster.ground.foreign_files import names_a_regular_file
+from booster.ground.foreign_files import replace_regular
 
 
 def report(argv: Sequence[str]) -> int:
@@ -36,26 +34,13 @@ def report(argv: Sequence[str]) -> int:
     with told("report", OSError, ValueError, ImportError, status=1):
         run = read_run(options.folder)
         if options.html is not None:
-            _replace(options.html, page(run).encode())
+            replace_regular(options.html, page(run).encode())
             print(f"wrote {options.html}")
         elif options.json:
             print(json.dumps(as_json(summarise(run).as_dict()), indent=2))
         else:
             show(run)
     return 0
-
-
-def _replace(target: Path, data: bytes) -> None:
-    """Write a file that appears whole, and never through a link that stands there."""
-    if target.is_symlink() or (target.exists() and not names_a_regular_file(target)):
-        raise OSError(f"{target} is no regular file, so no page is written to it; name another, or remove it")
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
-    try:
-        with beside.open("xb") as file:
-            file.write(data)
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def compare(argv: Sequence[str]) -> int:

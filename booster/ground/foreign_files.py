@@ -1,9 +1,12 @@
-"""Files that somebody else may have written: regular ones alone, opened without waiting, and JSON of a bounded size."""
+"""Files that somebody else may have put there: regular ones alone, opened without waiting, JSON of a bounded size, and new ones
+written through no link.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import stat
 from pathlib import Path
 from typing import IO, Any
@@ -58,6 +61,22 @@ def read_regular(path: Path, most: int) -> bytes:
         if size > most or not left:
             raise OSError(f"{path} has {max(size, most + 1)} bytes, more than the {most} that it may have here")
         return b"".join(parts)
+
+
+def replace_regular(path: Path, data: bytes) -> None:
+    """Write a file that appears whole, in place of a regular one of that name.
+
+    Raises OSError for whatever else has the name: a link that somebody else put there would have its target written to.
+    """
+    if path.is_symlink() or (path.exists() and not names_a_regular_file(path)):
+        raise OSError(f"{path} is no regular file, so nothing is written to it; name another, or remove it")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        with beside.open("xb") as file:
+            file.write(data)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def json_cost(data: bytes) -> int:

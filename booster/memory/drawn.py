@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from booster.ground.foreign_files import replace_regular
 from booster.memory.estimate import Estimate
 
 PARTS = ("weights", "masters", "gradients", "states", "inputs", "communication")
@@ -86,7 +88,8 @@ def show(
 def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | None = None) -> None:
     """Write stacked bars to `path`, in the format of its suffix: what is held, and above it what the peak adds.
 
-    limit: bytes, drawn as a line. Raises ImportError, with the line that installs it, where matplotlib is missing.
+    limit: bytes, drawn as a line. Raises OSError where a link or what is no file has the name, and ImportError, with the
+    line that installs it, where matplotlib is missing.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -109,4 +112,6 @@ def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | Non
     axes.set_xlabel("MiB on one rank, at the peak of a step")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:] or None)
+    replace_regular(Path(path), drawn.getvalue())

@@ -5,11 +5,10 @@ import signal
 import subprocess
 import sys
 import time
-from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 import pytest
-from ports import free_port
+from ports import free_port, listening
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -93,30 +92,6 @@ def family_of(pid):
     while family != before:
         before, family = family, family | {child for child, parent in parents.items() if parent in family}
     return family
-
-
-def listening(pids):
-    """(address, port) of every socket that processes `pids` listen on."""
-    inodes = set()
-    for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                target = os.readlink(descriptor)
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    found = []
-    for name in ("tcp", "tcp6"):
-        table = Path("/proc/net") / name
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and rest[5] in inodes:
-                address, _, port = local.partition(":")
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
-                packed = b"".join(words)
-                found.append((IPv4Address(packed) if len(packed) == 4 else IPv6Address(packed), int(port, 16)))
-    return found
 
 
 @pytest.mark.parametrize("port", ["chosen by the system", pytest.param("given", marks=pytest.mark.slow)])

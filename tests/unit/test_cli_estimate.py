@@ -69,6 +69,22 @@ def test_a_table_and_a_picture(job, tmp_path, capsys):
     assert picture.exists()
 
 
+def test_a_picture_is_not_written_through_a_link(job, tmp_path, capsys):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    (tmp_path / "precious").write_text("mine")
+    picture = tmp_path / "memory.png"
+    picture.symlink_to(tmp_path / "precious")
+    command = ["estimate", "--precision", "fp32", "--picture", str(picture), job]
+    assert main(command) == 1
+    assert "no regular file" in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text() == "mine"
+    picture.unlink()
+    for _ in range(2):
+        assert main(command) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
