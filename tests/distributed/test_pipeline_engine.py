@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import booster
 from booster import Booster
+from booster.ground.torch_internals import computes_weights_apart
 from booster.mixed_precision.half_products import HalfProducts
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import Pipeline, plan_pipeline
@@ -486,10 +487,32 @@ def parts_of_backward(rank, world_size):
     return found
 
 
+@pytest.mark.skipif(not computes_weights_apart(), reason="of torch 2.13: before, they are computed with those of inputs")
 def test_a_precision_that_intercepts_functions_keeps_the_weights_part_of_backward_apart(ranks2):
     for plain, *under_modes in ranks2(parts_of_backward):
         assert plain["weight"] > 0
         assert under_modes == [plain, plain]
+
+
+class Twice(Block):
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(DIM, DIM)
+
+    def forward(self, x, mask):
+        return super().forward(self.again(F.gelu(self.again(x))), mask)
+
+
+def a_layer_used_twice(rank, world_size):
+    torch.manual_seed(0)
+    model = GPT()
+    model.blocks = nn.ModuleList(Twice() for _ in range(4))
+    for style in STYLES:
+        compare(copy.deepcopy(model), text(), rank, world_size, style)
+
+
+def test_a_layer_that_its_block_uses_twice_gets_its_gradient_once_under_every_schedule(ranks2):
+    ranks2(a_layer_used_twice)
 
 
 def overflow(rank, world_size):
@@ -534,8 +557,9 @@ def calls_of_a_run(rank, world_size):
 
 # Of one more micro-batch what the library does on the first and on the last stage; of one more block of an earlier stage, for
 # each micro-batch, what it does (`elsewhere`, which looks up what it returns), and all, with nn.Module's way to it; and all for
-# the block and the seven modules in it once a run, whose modes are compared with those of the user's.
-MOST_CALLS = {"first": 78, "last": 250, "foreign block": 2, "foreign block, all": 6, "foreign block, once": 24}
+# the block and the seven modules in it once a run, whose modes are compared with those of the user's. On torch 2.11 the library
+# does what later ones do of themselves with gradients that are received and sent.
+MOST_CALLS = {"first": 78 if torch.__version__ >= "2.12" else 82, "last": 250, "foreign block": 2, "foreign block, all": 6, "foreign block, once": 24}
 
 
 def test_a_micro_batch_costs_the_engine_few_calls_and_a_block_of_another_stage_next_to_none(ranks2):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -19,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from booster.ground import arguments
 from booster.ground.torch_internals import (
+    PipelineStage,
+    computes_weights_apart,
     engine_backward,
     is_view,
     num_function_modes,
@@ -140,7 +141,14 @@ class _Chunk(PipelineStage):
         loss_of: Callable[[Any, Any], torch.Tensor],
     ) -> None:
         super().__init__(
-            stage.module, stage.index, num_stages, device, input_args=inputs, output_args=outputs, group=group
+            stage.module,
+            stage.index,
+            num_stages,
+            device,
+            input_args=inputs,
+            output_args=outputs,
+            group=group,
+            dw_builder=None if computes_weights_apart() else _with_the_inputs,
         )
         self._own = stage
         self._loss_of = loss_of
@@ -189,6 +197,15 @@ class _Chunk(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _with_the_inputs() -> Callable[[], None]:
+    """What is left to do for weights where their gradients were computed with those of inputs, which torch does if given this."""
+    return _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
