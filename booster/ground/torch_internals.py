@@ -424,6 +424,43 @@ def has_run(state: Any) -> bool:
     return hasattr(state._comm_ctx, "all_gather_stream")  # which has no value before, in any torch
 
 
+def end_iteration(module: Any) -> None:
+    """Bring a module that `fully_shard` was applied to, and all in it, to what they are between passes, after one that raised.
+
+    The module is the outermost such. Gradients that were on their way are lost.
+    """
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()
+    else:
+        _end_iteration_of_2_11(module._get_fsdp_state())
+
+
+def _end_iteration_of_2_11(root: Any) -> None:
+    """Do what `reset_iter_state` of later torch does: wait for what is on its way, and forget where the passes were."""
+    shared, passes = root._comm_ctx, root._state_ctx
+    idle = type(root._training_state).IDLE
+    wait = root._device_handle.current_stream().wait_event
+    for kept in (shared.all_gather_state, shared.reduce_scatter_state):
+        if kept is not None and kept.event is not None:
+            wait(kept.event)
+    shared.all_gather_state = shared.reduce_scatter_state = None
+    for state in passes.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+        group = state._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()  # waits for reductions, copies to the host and a gather that nobody took
+            if group._reshard_after_forward_event is not None:
+                wait(group._reshard_after_forward_event)
+                group._reshard_after_forward_event = None
+            group._partial_reduce_output = None
+            group._training_state = idle
+            group._to_sharded()
+    shared.post_forward_order.clear()
+    passes.iter_forward_root = None
+    passes.post_backward_final_callback_queued = False
+
+
 def run_hooks_outside_modes(module: nn.Module) -> None:
     """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from booster.ground.torch_internals import (
     all_gathered,
     drop_unreduced,
+    end_iteration,
     fsdp_groups,
     fsdp_params,
     fsdp_states,
@@ -234,9 +235,9 @@ def _forget_scales(sharded: Iterable[Any]) -> None:
 
 def recover(module: nn.Module) -> None:
     """Bring `module`, of which a forward or backward pass raised, to what it is between passes."""
-    # torch 2.13 has it. Before the first pass it raises, and would hide what the user is to see.
-    if isinstance(module, FSDPModule) and hasattr(module, "reset_iter_state") and has_run(*fsdp_states([module])):
-        module.reset_iter_state()
+    # Before the first pass torch's own way raises, and would hide what the user is to see.
+    if isinstance(module, FSDPModule) and has_run(*fsdp_states([module])):
+        end_iteration(module)
     reshard(module)
 
 
