@@ -606,7 +606,10 @@ def _declared(base: Any) -> type[Any]:
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
         def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-            backward, self.has_backward = self.has_backward, False  # else what is received into requires gradients from now on
+            backward, self.has_backward = (
+                self.has_backward,
+                False,
+            )  # else what is received into requires gradients from now on
             try:
                 return super()._prepare_forward_infra(*args, **kwargs)
             finally:
@@ -623,7 +626,8 @@ def _declared(base: Any) -> type[Any]:
             return [info.source if declared.requires_grad else None for info, declared in pairs]
 
         def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
-            pairs = zip(super()._create_grad_recv_info(act_send_info), self.get_outputs_meta())  # the last has an output alone
+            infos = super()._create_grad_recv_info(act_send_info)  # none, of the one output of the last stage
+            pairs = zip(infos, self.get_outputs_meta(), strict=False)
             return tuple(info if declared.requires_grad else None for info, declared in pairs)
 
         def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
@@ -641,7 +645,9 @@ def _declared(base: Any) -> type[Any]:
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
             if self.has_backward and not self.is_first:
-                given = zip(self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], self.inputs_meta, strict=True)
+                given = zip(
+                    self.bwd_cache[bwd_chunk_id], self.args_recv_info[bwd_chunk_id], self.inputs_meta, strict=True
+                )
                 self.bwd_cache[bwd_chunk_id] = tuple(
                     torch.zeros_like(info.buffer) if grad is None and declared.requires_grad else grad
                     for grad, info, declared in given

@@ -487,7 +487,9 @@ def parts_of_backward(rank, world_size):
     return found
 
 
-@pytest.mark.skipif(not computes_weights_apart(), reason="of torch 2.13: before, they are computed with those of inputs")
+@pytest.mark.skipif(
+    not computes_weights_apart(), reason="of torch 2.13: before, they are computed with those of inputs"
+)
 def test_a_precision_that_intercepts_functions_keeps_the_weights_part_of_backward_apart(ranks2):
     for plain, *under_modes in ranks2(parts_of_backward):
         assert plain["weight"] > 0
@@ -559,7 +561,13 @@ def calls_of_a_run(rank, world_size):
 # each micro-batch, what it does (`elsewhere`, which looks up what it returns), and all, with nn.Module's way to it; and all for
 # the block and the seven modules in it once a run, whose modes are compared with those of the user's. On torch 2.11 the library
 # does what later ones do of themselves with gradients that are received and sent.
-MOST_CALLS = {"first": 78 if torch.__version__ >= "2.12" else 82, "last": 250, "foreign block": 2, "foreign block, all": 6, "foreign block, once": 24}
+MOST_CALLS = {
+    "first": 78 if torch.__version__ >= "2.12" else 82,
+    "last": 250,
+    "foreign block": 2,
+    "foreign block, all": 6,
+    "foreign block, once": 24,
+}
 
 
 def test_a_micro_batch_costs_the_engine_few_calls_and_a_block_of_another_stage_next_to_none(ranks2):
