@@ -74,6 +74,20 @@ def _float64(pointer):
 
 
 @triton.jit
+def norm_of(sums, count, carried, pending, norm, BLOCK: tl.constexpr):
+    """Write the norm of true gradients, float64, clips that wait applied; `carried` and `pending` as of `decide`."""
+    tl.store(norm, tl.sqrt(_sum(sums, count, BLOCK)) * _float64(pending) / _float64(carried))
+
+
+@triton.jit
+def clip_by(norm, bound, pending, factor):
+    """Write what `pending` becomes by a clip to `bound`: nothing else where the norm is not finite."""
+    found = tl.load(norm)
+    clip = tl.minimum(tl.load(bound) / (found + 1e-6), 1.0)
+    tl.store(factor, _float64(pending) * tl.where(found < float("inf"), clip, 1.0))
+
+
+@triton.jit
 def _next_scale(scale, growth, hysteresis, found, options, out, words):
     """The rule of `DynamicScale`; writes the scale, float32, and its two trackers."""
     before = tl.load(scale).to(tl.float64)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
 from booster.kernels.rules.rule import MOST_STATES
 from booster.kernels.states import ABSENT, StateForm
 from booster.kernels.weights import WeightForm
 
 GRADIENT = 2  # the column of its address
+_SIZES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,7 @@ class Table:
             constants = _constants(each, gradients[place])
             self.kinds.append(Kind(first, len(tiles) - first, each.names, chance, constants))
         self.num_tiles = len(tiles)
+        self._bytes = sum(map(_bytes, stretches, gradients))
         self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
         self.rows = self._there(self._rows)
         self._tile_rows = [row for row, _ in tiles]
@@ -102,6 +105,11 @@ class Table:
         missing = (0,) * (MOST_STATES - len(each.codes))
         states = (*each.codes, *missing, *each.scales, *missing)
         return [each.weights, each.rest, address, *states, each.size, each.clock, dtype, each.copies]
+
+    @property
+    def bytes_of_a_step(self) -> float:
+        """What `measure` and `update` read and write of tensors: gradients twice, all else there and back."""
+        return self._bytes
 
     def _there(self, values: torch.Tensor) -> torch.Tensor:
         """A copy on the device that nobody waits for."""
@@ -138,3 +146,8 @@ def _constants(each: Stretch, dtype: int) -> dict[str, Any]:
     for index, way in enumerate(ways):
         constants |= {f"OPEN{index}": way.open, f"CLOSE{index}": way.close}
     return {**constants, "GRADIENT": dtype}
+
+
+def _bytes(each: Stretch, dtype: int) -> float:
+    kept = _SIZES[each.half] + each.form.bytes_kept + sum(way.bytes_kept for way in each.ways)
+    return each.size * (2 * _SIZES[dtype] + 2 * kept)

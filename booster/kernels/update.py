@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from booster.ground.device import HostCopy
 from booster.ground.torch_internals import note_step, step_hooks
-from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, decide, update
+from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, clip_by, decide, norm_of, update
 from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
 from booster.kernels.table import Kind, Table
@@ -78,9 +78,24 @@ class KernelUpdate(DeviceUpdate):
             return None
         return self.steps.table(self.params(), self._layout(), self.shards, self._collect)
 
-    def _measure(self, values: list[torch.Tensor], norm_type: float) -> Any:
+    def _true_norm(self, norm_type: float) -> Any:
         table = self._ready() if norm_type == 2.0 else None
-        return super()._measure(values, norm_type) if table is None else self._look(table)
+        if table is None:
+            return super()._true_norm(norm_type)
+        measured = self._look(table)
+        self._measured.append(measured)
+        norm = measured.norm(_on_device(self._scale, table.device), _on_device(self._factor, table.device))
+        if self._reported_norm is None:
+            self._reported_norm = norm
+        return norm
+
+    def _clipped(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+        if norm.dtype != torch.float64 or not isinstance(max_norm, float):
+            return super()._clipped(norm, max_norm)
+        factor = torch.empty_like(norm)
+        bound = self.steps.device_numbers("bound", (max_norm,), norm.device)
+        clip_by[(1,)](norm, bound, _on_device(self._factor, norm.device), factor, enable_fp_fusion=False)
+        return factor
 
     def _look(self, table: Table) -> _Measured:
         partials = table.measure()
@@ -257,8 +272,8 @@ class _Steps:
             self._broken = f"Triton does not compile kernels here: {str(error).strip().splitlines()[-1:]}"
             raise Unfit(self._broken) from error
 
-    def _device_numbers(self, name: str, values: Any, device: torch.device) -> torch.Tensor:
-        """Return `values` as float64 on `device`, copied there only where they changed."""
+    def device_numbers(self, name: str, values: Any, device: torch.device) -> torch.Tensor:
+        """Return `values` as float64 on `device`, copied there only where they changed under `name`."""
         known = self._values.get(name)
         if known is None or known[0] != values or known[1].device != device:
             numbers = torch.tensor(values, dtype=torch.float64)
@@ -281,8 +296,7 @@ class _Steps:
         """Decide and update; returns what was decided."""
         rule, device = self._rule, table.device
         rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(rule, self._optimizer.param_groups)]
-        carried = None if carried is None or _is_one(carried) else _tensor(carried, device)
-        pending = None if pending is None or _is_one(pending) else _tensor(pending, device)
+        carried, pending = _on_device(carried, device), _on_device(pending, device)
         scale = of.scaler if type(of.scaler) is DeviceScale else None
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
         growth, hysteresis = (None, None) if scale is None else scale.trackers
@@ -294,7 +308,7 @@ class _Steps:
             found_in,
             carried,
             pending,
-            self._device_numbers("options", options, device),
+            self.device_numbers("options", options, device),
             None if scale is None else scale.factor,
             growth,
             hysteresis,
@@ -304,7 +318,7 @@ class _Steps:
             out,
             table.clocks,
             table.num_clocks,
-            self._device_numbers("rows", rows, device),
+            self.device_numbers("rows", rows, device),
             table.scalars,
             CLIP=bound is not None,
             PREPARE=rule.prepare,
@@ -361,10 +375,16 @@ class _Measured:
         self._table, self._partials, self.sums, self.carried = table, partials, sums, carried
         self.params = list(dict.fromkeys(table.params))
 
+    def norm(self, carried: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:
+        """The norm, times `pending` and by `carried`, 0-dim on the device."""
+        found = torch.empty((), dtype=torch.float64, device=self.sums.device)
+        norm_of[(1,)](self.sums, self.sums.numel(), carried, pending, found, BLOCK=BLOCK, enable_fp_fusion=False)
+        return found
+
     @cached_property
     def total(self) -> torch.Tensor:
-        """The norm, 0-dim on the device."""
-        return (self.sums[0] if self.sums.numel() == 1 else _added_up(self.sums)).sqrt()
+        """The norm of the gradients as they are, 0-dim on the device."""
+        return self.norm(None, None)
 
     @cached_property
     def each(self) -> torch.Tensor:
@@ -414,10 +434,15 @@ def _added_up(partials: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _tensor(value: Any, device: torch.device) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return torch.full((), float(value), dtype=torch.float64, device=device)
+def _on_device(value: Any, device: torch.device) -> torch.Tensor | None:
+    """Return a factor as a tensor on `device`, None where it is 1."""
+    if value is None or _is_one(value):
+        return None
+    return (
+        value.to(device)
+        if isinstance(value, torch.Tensor)
+        else torch.full((), float(value), dtype=torch.float64, device=device)
+    )
 
 
 def _is_one(value: Any) -> bool:

@@ -39,6 +39,9 @@ rules = [rule_of(kind([param], lr=0.1)) for kind in (SGD, AdamW, RMSprop, Adagra
 compiled("measure", launches.measure, {"table": "*i64", "tiles": "*i32", "partials": "*fp64"},
          {"COLUMNS": launches.COLUMNS, "TILE": launches.TILE})
 compiled("add_up", launches.add_up, {"partials": "*fp64", "count": "i32", "total": "*fp64"}, {"BLOCK": launches.BLOCK})
+factors = {"carried": "*fp64", "pending": "*fp64"}
+compiled("norm_of", launches.norm_of, {"sums": "*fp64", "count": "i32", **factors, "norm": "*fp64"}, {"BLOCK": launches.BLOCK})
+compiled("clip_by", launches.clip_by, dict.fromkeys(("norm", "bound", "pending", "factor"), "*fp64"), {})
 names = "partials count found_in carried pending options scale growth hysteresis seed"
 names += " numbers out words clocks num_clocks rows scalars"
 types = "*fp64 i32 *fp32 *fp32 *fp64 *fp64 *fp32 *i64 *i64 *fp32 *fp64 *fp32 *i64 *i64 i32 *fp64 *fp32"
@@ -82,5 +85,5 @@ def test_every_kernel_compiles_for_a_gpu_and_fuses_no_multiplication_with_an_add
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 56
+    assert len(found) == 58
     assert [name for name, fused in found.items() if fused] == []

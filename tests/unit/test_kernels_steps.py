@@ -198,8 +198,8 @@ def test_a_weight_that_somebody_wrote_is_its_own_master():
 # ---- what a step costs ----
 
 
-def launched(step, grads, monkeypatch):
-    """Names of the kernels that one step launches."""
+def launched(step, grads, monkeypatch, clip=None):
+    """Names of the kernels that one step launches, after a clip of the user's."""
     from triton.runtime.interpreter import InterpretedFunction
 
     found = []
@@ -215,6 +215,8 @@ def launched(step, grads, monkeypatch):
         booster.backward(loss := _loss(model, grads), optimizer)
         assert loss is not None
         with HostReads() as reads:
+            if clip is not None:
+                optimizer.clip_grad_by_norm(clip)
             optimizer.step()
         optimizer.zero_grad()
     finally:
@@ -256,3 +258,32 @@ def test_a_step_that_looks_at_no_gradients_is_two_launches(monkeypatch):
     params = list(step[1].parameters())
     step_on(*step, gradients(params, 0))
     assert launched(step, gradients(params, 1), monkeypatch)[0] == ["decide", "update"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_clip_of_the_users_costs_two_small_launches(precision, monkeypatch):
+    step = pair(make_model, adamw, precision)[1]
+    params = list(step[1].parameters())
+    step_on(*step, gradients(params, 0))
+    step[2].settle()
+    names, reads = launched(step, gradients(params, 1), monkeypatch, clip=0.5)
+    assert names == ["measure", "norm_of", "clip_by", "decide", "update"]
+    assert reads == {}
+
+
+BYTES = {  # of a parameter: what a step reads and writes, its gradients a second time for the norm included
+    "fp32": (4 + 4, 4 * 2, 8 * 2, 0),
+    "masters": (2 + 2, 2 * 2 + 4 * 2, 8 * 2, 0),
+    "split": (2 + 2, 2 * 2 + 2 * 2, 8 * 2, 0),
+    "split24, 8bit": (2 + 2, 2 * 2 + 1 * 2, 2 * (1 + 2 / 32) * 2, 0),
+    "kahan": (2 + 2, 2 * 2 + 2 * 2, 8 * 2, 0),
+}
+
+
+@pytest.mark.parametrize("form", BYTES)
+def test_a_step_moves_the_bytes_of_the_formula(form):
+    precision, options = FORMS[form]
+    step = pair(lambda: nn.Linear(64, 64, bias=False), adamw, precision, clip_grad_norm=1.0, **options)[1]
+    step_on(*step, gradients(list(step[1].parameters()), 0))
+    table = step[2]._update.steps._table
+    assert table.bytes_of_a_step == pytest.approx(64 * 64 * sum(BYTES[form]))
