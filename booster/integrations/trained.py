@@ -17,7 +17,7 @@ from booster.booster import Booster
 from booster.integrations.region_hooks import RegionHooks
 from booster.interface.model import ModelWrapper, leave_raw_calls
 from booster.interface.optimizer import OptimizerWrapper
-from booster.model.dtensors import is_dtensor
+from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
 
 _logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Trained:
         if self.booster.plugin.group is None:
             leave_raw_calls(boosted)  # the hooks run such calls under the precision
         RegionHooks(self._own, boosted)
+        if any(map(is_part, self._own.parameters())):
+            generate_together(self._own)
         self._params = frozenset(map(id, boosted.parameters()))
         return boosted, self.optimizer
 
@@ -151,6 +153,16 @@ class Trained:
             raise ValueError(
                 f"{method} was given parameters that are not of the model that trains; pass model.parameters()"
             )
+
+
+def generate_together(model: nn.Module) -> None:
+    """Have ranks that hold parts of `model` generate in step, and gather the weights that `generate` itself reads."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # what transformers asks, of torch's FSDP
+    if hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")
 
 
 def id_of_memory(tensor: Any) -> int:

@@ -25,6 +25,7 @@ NEEDS = {
     "jsonargparse_config": ["jsonargparse"],
     "optuna_search": ["optuna"],
     "peft_lora": ["peft", "transformers"],
+    "rl_float16": ["transformers"],
     "third_party_optimizers": ["schedulefree", "lion-pytorch", "timm"],
     "timm_recipe": ["timm"],
     "torchmetrics_accuracy": ["torchmetrics"],
@@ -106,6 +107,19 @@ def test_adapters_of_peft_train_alone_and_merge(example, precision):
     fell(out, ["lora"], by=0.8)
     assert "frozen weights unchanged: True" in out
     assert abs(float(re.search(r"merged: loss ([\d.]+)", out)[1]) - losses(out)["lora"][1]) < 0.5
+
+
+@slow
+@quiet
+def test_float16_trains_the_policy_that_was_sampled_nearer_than_bfloat16(example):
+    out = example("rl_float16", "1")
+    rows = {line[:20].strip(): [float(word.rstrip("%")) for word in line[20:].split()] for line in out.splitlines()[1:]}
+    difference = {name: numbers[0] for name, numbers in rows.items()}
+    kl = {name: numbers[1] for name, numbers in rows.items()}
+    # Three bits more of significand: an eighth of the difference and its square of the divergence, with room for chance.
+    assert difference["fp16"] < difference["bf16"] / 5
+    assert difference["fp16, head in fp32"] < difference["bf16_naive"] / 5
+    assert kl["fp16"] < kl["bf16"] / 25
 
 
 @slow
