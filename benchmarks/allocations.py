@@ -51,7 +51,7 @@ def high_water(run: Callable[[], object], device: str) -> tuple[int, int]:
 
 def allocations(run: Callable[[], object]) -> tuple[list[tuple[int, int, int]], object]:
     """(time, address, bytes) of what the allocator for CPUs gave this thread, or took back, while `run` ran; and its result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         kept = run()
     found: list[tuple[int, int, int]] = []
     waiting = list(recorded.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]

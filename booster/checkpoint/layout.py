@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
+from booster.ground.torch_internals import gather_whole
 from booster.model.dtensors import is_dtensor
 from booster.shards.divided import Divided
 
@@ -26,7 +27,7 @@ def storable(tensor: Held) -> Held:
     parallelism divides part by part.
     """
     if is_dtensor(tensor) and not _is_boxes(tensor):  # type: ignore[arg-type]
-        return tensor.full_tensor()  # type: ignore[union-attr]
+        return gather_whole(tensor)
     return tensor
 
 

@@ -187,6 +187,29 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def gather_whole(tensor: Any) -> torch.Tensor:
+    """Return the whole of the DTensor `tensor`, on every rank: a collective.
+
+    torch 2.11 takes each strided placement for an order of plain shards, and refuses to gather those that are none, as those
+    of fused projections are that tensor parallelism divides part by part. Here they are told apart.
+    """
+    if torch.__version__.startswith("2.11."):
+        spec = tensor._spec
+        if spec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh) is None:
+            tensor = type(tensor).from_local(
+                tensor.to_local(),
+                spec.mesh,
+                spec.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+            tensor._spec.use_strided_shard_as_shard_order = False
+            tensor._spec.shard_order = spec.compute_default_shard_order(spec.placements)
+    whole: torch.Tensor = tensor.full_tensor()
+    return whole
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return how often `tensor` was written in place; writes through `.data` do not count."""
     return tensor._version

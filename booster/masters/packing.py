@@ -5,8 +5,6 @@ Which states of an optimizer are never negative, and which are to stay float32.
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -17,7 +15,7 @@ from torch.optim import Optimizer
 from booster.ground.torch_internals import unhooked
 from booster.masters.packed import Dither, Packed, Way
 from booster.masters.stand_in import State
-from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known
+from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known, probe_of
 
 _STEPS, _ELEMENTS = 8, 64
 
@@ -60,10 +58,7 @@ def _tried(optimizer: Optimizer) -> dict[str, Sign]:
     signs: dict[str, Sign] = {}
     for group in optimizer.param_groups:
         weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32))
-        probe = object.__new__(type(optimizer))
-        vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
-        probe.state = defaultdict(dict)
-        probe.param_groups = [{**group, "params": [weights]}]
+        probe = probe_of(optimizer, group, weights)
         for _ in range(_STEPS):
             weights.grad = torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32)
             try:

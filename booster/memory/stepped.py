@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +14,7 @@ from booster.masters.options import MasterOptions
 from booster.masters.packed import GROUP, Dither
 from booster.masters.packing import Packing
 from booster.memory.tracker import StorageTracker
-from booster.model.optimizer_kinds import kind_of
+from booster.model.optimizer_kinds import kind_of, probe_of
 from booster.tensors.flat import aligned, bucket_size
 from booster.update.fused import switch_to_fused
 from booster.update.parts import largest_part
@@ -154,10 +152,7 @@ def _observed(optimizer: Optimizer, fused: bool, num_dims: int) -> _Probe:
     shape = _lengths(num_dims)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     weights = torch.nn.Parameter(drawn)
-    probe = object.__new__(type(optimizer))
-    vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
-    probe.state = defaultdict(dict)
-    probe.param_groups = [{**optimizer.param_groups[0], "params": [weights]}]
+    probe = probe_of(optimizer, optimizer.param_groups[0], weights)
     if fused:
         switch_to_fused(probe)
     weights.grad = torch.ones(shape, dtype=torch.float32)

@@ -5,10 +5,13 @@ To teach the library another optimizer of torch, add a row to `KNOWN`.
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import optim
 from torch.optim import Optimizer
 
@@ -28,6 +31,7 @@ class Known:
     options: which of `states` are there only under an option of a group: the state, by the option.
     counts: its states that are one number, which counts or is made of what counts.
     shapes: of states of another shape: what gives each its shape, from that of the parameter.
+    made_at_once: whether it makes its states when it is made, and, in torch 2.11, only then.
     reads_all: whether a step reads all of them where any is there; SGD makes the momentum that it does not find.
     kernel: torch's fused kernel.
     takes_sparse: whether it takes sparse gradients, which no kernel does.
@@ -39,6 +43,7 @@ class Known:
     options: Mapping[str, str] = field(default_factory=dict)
     counts: tuple[str, ...] = ("step",)
     shapes: Callable[[Shape], Mapping[str, Shape]] = lambda whole: {}
+    made_at_once: bool = False
     reads_all: bool = True
     kernel: str | None = None
     takes_sparse: bool = False
@@ -70,7 +75,9 @@ KNOWN: Mapping[type[Optimizer], Known] = {
         kernel="aten::_fused_sgd_",
         takes_sparse=True,
     ),
-    optim.Adagrad: Known(states={"sum": "unsigned"}, kernel="aten::_fused_adagrad_", takes_sparse=True),
+    optim.Adagrad: Known(
+        states={"sum": "unsigned"}, kernel="aten::_fused_adagrad_", takes_sparse=True, made_at_once=True
+    ),
     optim.RMSprop: Known(
         states={"square_avg": "unsigned", "momentum_buffer": "signed", "grad_avg": "fp32"},
         options={"momentum": "momentum_buffer", "centered": "grad_avg"},
@@ -139,6 +146,19 @@ def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:
         f"{name} {would}, and is not known to treat every element by itself; if it does, call "
         f"booster.register_elementwise({name}) before boost(), otherwise {otherwise}"
     )
+
+
+def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.Tensor) -> Optimizer:
+    """Return an optimizer like `optimizer`, of the options of `group`, that steps `weights` alone and has no states yet."""
+    probe = object.__new__(type(optimizer))
+    vars(probe).update({name: copy.copy(value) for name, value in vars(optimizer).items()})
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**group, "params": [weights]}]
+    row = next((KNOWN[cls] for cls in type(optimizer).__mro__ if cls in KNOWN), UNKNOWN)
+    if row.made_at_once:
+        counts = {name: torch.zeros((), dtype=torch.float32) for name in row.counts}
+        probe.state[weights] = {**counts, **{name: torch.zeros_like(weights) for name in row.states}}
+    return probe
 
 
 def kind_of(optimizer: Optimizer) -> Kind:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from booster.ground.torch_internals import own_part, own_parts, placed_unlike
+from booster.ground.torch_internals import gather_whole, own_part, own_parts, placed_unlike
 from booster.model.optimizer_kinds import kind_of, known, unknown
 from booster.shards.base import Shards, State, StateOfParts, world_size
 from booster.tensors.trees import HALF_DTYPES
@@ -155,11 +155,11 @@ class DTensorShards(Shards):
 
     def placed(self, value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
         if not isinstance(param, DTensor):
-            return value.full_tensor() if isinstance(value, DTensor) else value
+            return gather_whole(value) if isinstance(value, DTensor) else value
         mesh, placements = param.device_mesh, param.placements
         check_own(value, param)
         if isinstance(value, DTensor) and (value.device_mesh, value.placements) != (mesh, placements):
-            value = value.full_tensor()
+            value = gather_whole(value)
         if not isinstance(value, DTensor):
             # Every rank has the whole: no communication.
             value = distribute_tensor(value.to(param.device), mesh, placements, src_data_rank=None)

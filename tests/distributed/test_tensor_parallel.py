@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from booster import Booster
+from booster.ground.torch_internals import gather_whole
 from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
 from booster.plugin import HybridParallelPlugin
@@ -399,7 +400,7 @@ def divide(model, mesh, plan=None, sequence=False, policy=None):
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return gather_whole(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def loss_of(out):
@@ -499,6 +500,7 @@ def check_second_gradients(rank, world_size, name):
 
 
 # torch's own styles (2.13) lose what comes back to the gradients that they sum.
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="of torch 2.11, whose DTensors differentiate once")
 @pytest.mark.parametrize("name", [name for name in CASES if "styles" not in name])
 def test_gradients_of_gradients_are_those_of_the_whole_model(ranks2, name):
     ranks2(check_second_gradients, name)

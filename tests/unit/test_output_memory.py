@@ -64,7 +64,7 @@ def test_half_logits_are_freed_before_the_criterion_is_called(precision, options
 def highest(step):
     """The most bytes that `step` holds at once, in units of the logits in half, by the allocator's own record."""
     step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         step()
     held = most = 0
     for event in record.profiler.kineto_results.events():
