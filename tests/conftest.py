@@ -22,6 +22,12 @@ from pool import RankPool
 
 torch.set_num_threads(1)
 
+if torch.cuda.is_available():
+    # Torch's compiler imports inductor when it is reset where there is a GPU, and warns that parts of itself are deprecated.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("torch._inductor.cudagraph_trees")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", metavar="FILE", help="write which precisions passed on which parallelism, as JSON")

@@ -6,6 +6,7 @@ To teach the library another optimizer of torch, add a row to `KNOWN`.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -101,6 +102,24 @@ _SIGNS = ("signed", "unsigned", "fp32")
 def known(optimizer: Optimizer) -> Known:
     """The row of `optimizer`; `UNKNOWN` for what is not torch's."""
     return KNOWN.get(type(optimizer), UNKNOWN)
+
+
+def begins_late(cls: type[Optimizer]) -> bool:
+    """Whether a step of `cls` gives a state to a parameter that has none, as it does but for Adagrad in torch 2.11."""
+    return not KNOWN.get(cls, UNKNOWN).made_at_once or _adagrad_begins_late()
+
+
+@functools.cache
+def _adagrad_begins_late() -> bool:
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = optim.Adagrad([weight])
+    optimizer.state.clear()
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | None = None) -> type[Optimizer]:

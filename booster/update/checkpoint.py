@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import LBFGS, SGD, Optimizer
 
-from booster.model.optimizer_kinds import KNOWN, kind_of, known
+from booster.model.optimizer_kinds import KNOWN, begins_late, kind_of, known
 from booster.shards.divided import Divided
 
 if TYPE_CHECKING:
@@ -182,17 +182,19 @@ def check_shapes(update: Update, state_dict: Mapping[str, Any]) -> None:
 def check_complete(update: Update, state_dict: Mapping[str, Any]) -> None:
     """Raise ValueError if `state_dict`, whose parameters are numbered, holds a part of what a step of torch's reads of one.
 
-    What has no state at all begins anew. Of optimizers not torch's nobody knows.
+    What has no state at all begins anew, unless it would fail in its first step. Of optimizers not torch's nobody knows.
     """
     row = known(update.optimizer)
     if not row.reads_all:
         return
     states, index = state_dict["state"], 0
+    may_lack_all = begins_late(type(update.optimizer))
     for group, given in zip(update.optimizer.param_groups, state_dict["param_groups"], strict=True):
         read = row.read(given)
         for param in group["params"]:
-            state = states.get(index)
-            missing = sorted(read - state.keys()) if state else []
+            state = states.get(index, {})
+            is_stepped = param.requires_grad and not may_lack_all
+            missing = sorted(read - state.keys()) if state or is_stepped else []
             if missing:
                 raise ValueError(
                     f"the optimizer state of {update.name_of(param)} lacks {missing}, which {type(update.optimizer).__name__} "

@@ -66,6 +66,9 @@ def _run(folder: str) -> None:
         os.dup2(file, descriptor)
         os.close(file)
     os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # the batches of pages lie on the CPU, and so are their models, whatever there is
+    )
     sys.path[:] = [folder, str(ROOT), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")))]
     sys.argv = ["page.py"]
     warnings.resetwarnings()

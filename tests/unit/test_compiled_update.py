@@ -1,4 +1,4 @@
-"""Booster(fused_optimizer="compile"): the same updates, compiled, for any optimizer; a warning where nothing compiles."""
+"""fused_optimizer="compile": the same updates, compiled, for any optimizer; a warning where nothing compiles."""
 
 import copy
 import logging
@@ -38,7 +38,7 @@ def train(fused_optimizer: bool | str, name: str, precision: str) -> tuple[list[
     optimizer_class, options = OPTIMIZERS[name]
     raw = optimizer_class(model.parameters(), **options)
     scheduler = torch.optim.lr_scheduler.StepLR(raw, 1, 0.9)
-    booster = Booster(mixed_precision=precision, fused_optimizer=fused_optimizer)
+    booster = Booster("cpu", mixed_precision=precision, fused_optimizer=fused_optimizer)
     model, optimizer, _, _, scheduler = booster.boost(model, raw, lr_scheduler=scheduler)
     applied = []
     for index, x in enumerate(torch.randn(8, 32, 8)):
@@ -121,7 +121,7 @@ def test_a_schedule_does_not_recompile(compiler: None) -> None:
 def test_step_hooks_see_unscaled_gradients_under_a_compiled_update(compiler: None) -> None:
     model = nn.Linear(2, 1, bias=False)
     raw = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-    booster = Booster(mixed_precision="fp16", fused_optimizer="compile")
+    booster = Booster("cpu", mixed_precision="fp16", fused_optimizer="compile")
     model, optimizer, *_ = booster.boost(model, raw)
     seen = []
     raw.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
@@ -141,7 +141,7 @@ def test_without_a_compiler_one_warning_says_so_and_the_default_is_used(
     monkeypatch.setattr(torch, "compile", broken)
     model = nn.Linear(2, 1)
     with caplog.at_level(logging.WARNING, "booster"):
-        _, optimizer, *_ = Booster(fused_optimizer="compile").boost(model, torch.optim.AdamW(model.parameters()))
+        _, optimizer, *_ = Booster("cpu", fused_optimizer="compile").boost(model, torch.optim.AdamW(model.parameters()))
     assert type(optimizer._update) is HostUpdate
     assert optimizer.param_groups[0]["fused"] is True
     assert [record.message for record in caplog.records] == [

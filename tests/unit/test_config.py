@@ -296,7 +296,7 @@ def test_an_illegal_norm_raises(clip):
     with pytest.raises(ValueError, match="clip_grad"):
         Booster.from_config(fp16={"mode": "naive", "clip_grad": clip})
     with pytest.raises(ValueError, match="clip_grad_norm"):
-        Booster(clip_grad_norm=clip)
+        Booster("cpu", clip_grad_norm=clip)
 
 
 @pytest.mark.parametrize(

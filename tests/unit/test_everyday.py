@@ -22,7 +22,7 @@ def deterministic_again():
 
 
 def test_a_world_of_one_is_main_prints_and_waits_for_nobody(capsys):
-    b = Booster()
+    b = Booster("cpu")
     assert b.is_main
     b.print("loss", 0.5, sep="=", end="!")
     b.wait_for_everyone()
@@ -30,22 +30,22 @@ def test_a_world_of_one_is_main_prints_and_waits_for_nobody(capsys):
 
 
 def test_progress_gives_the_items_and_draws_a_bar_that_counts_them(capsys):
-    assert list(Booster().progress([3, 1, 2], "epoch 1")) == [3, 1, 2]
+    assert list(Booster("cpu").progress([3, 1, 2], "epoch 1")) == [3, 1, 2]
     drawn = capsys.readouterr().out
     assert "epoch 1" in drawn
     assert "100%" in drawn
 
 
 def test_progress_takes_items_of_unknown_number(capsys):
-    assert list(Booster().progress(iter([3, 1]), "stream")) == [3, 1]
-    assert list(Booster().progress(iter([3, 1]), "stream", total=2)) == [3, 1]
+    assert list(Booster("cpu").progress(iter([3, 1]), "stream")) == [3, 1]
+    assert list(Booster("cpu").progress(iter([3, 1]), "stream", total=2)) == [3, 1]
     assert "100%" in capsys.readouterr().out
 
 
 def test_progress_without_rich_names_the_line_that_installs_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
     with pytest.raises(ImportError, match=r"pip install 'booster-amp\[report\]'"):
-        Booster().progress([1])
+        Booster("cpu").progress([1])
 
 
 # ---- several ranks ----
@@ -55,7 +55,7 @@ def of_one_rank(rank, world_size):
     import contextlib
     import io
 
-    b = Booster()
+    b = Booster("cpu")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         b.print("once")
@@ -184,7 +184,7 @@ def train(b, steps, profile):
 
 
 def test_profile_writes_one_trace_of_the_wanted_steps(tmp_path):
-    b = Booster()
+    b = Booster("cpu")
     with b.profile(tmp_path / "trace", skip=1, steps=2) as profile:
         train(b, 5, profile)
     events = json.loads((tmp_path / "trace" / "rank_0.json").read_text())["traceEvents"]
@@ -194,13 +194,13 @@ def test_profile_writes_one_trace_of_the_wanted_steps(tmp_path):
 
 
 def test_profile_that_was_never_stepped_says_so(tmp_path):
-    b = Booster()
+    b = Booster("cpu")
     with pytest.raises(RuntimeError, match=r"call \.step\(\) .* after each of the 5 steps"), b.profile(tmp_path):
         train(b, 6, None)
 
 
 def test_an_error_inside_profile_comes_through(tmp_path):
-    with pytest.raises(KeyError), Booster().profile(tmp_path):
+    with pytest.raises(KeyError), Booster("cpu").profile(tmp_path):
         raise KeyError
 
 

@@ -286,3 +286,18 @@ def test_nothing_iterates_over_a_weak_set():
         ]
         found += [f"{file.name}: {ast.unparse(loop)}" for loop in loops if ast.unparse(loop) in weak]
     assert found == []
+
+
+def test_tests_that_run_beside_a_gpu_say_on_which_device():
+    unsaid = []
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        unsaid += [
+            f"{file.name}: {ast.unparse(call)}"
+            for call in calls
+            if getattr(call.func, "id", getattr(call.func, "attr", None)) == "Booster"
+            and not call.args
+            and not {"device", None} & {keyword.arg for keyword in call.keywords}
+        ]
+    # Of machines without a GPU, where alone it runs.
+    assert unsaid == ["test_booster.py: Booster()"]

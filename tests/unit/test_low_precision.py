@@ -191,7 +191,12 @@ def test_kernels_that_a_cpu_has_agree_with_the_emulation(name):
     linear, x, g = data((3, 7), 48, 32)  # 21 rows: filled up
     emulated = passes(LowPrecisionLinear.of(copy.deepcopy(linear), RECIPES[name], kernels=False), x, g)
     recipe = kernels.for_device(RECIPES[name], torch.device("cpu"))
-    run = passes(LowPrecisionLinear.of(linear, recipe, kernels=True), x, g)
+    try:
+        run = passes(LowPrecisionLinear.of(linear, recipe, kernels=True), x, g)
+    except NotImplementedError as error:  # torch 2.11 multiplies fp8 on GPUs alone
+        if "aten::_scaled_mm_v2" not in str(error):
+            raise
+        pytest.skip(f"torch {torch.__version__} has no kernel of scaled_mm for CPUs")
     for key in run:
         torch.testing.assert_close(
             run[key], emulated[key], rtol=2.0**-7, atol=2.0**-7 * float(emulated[key].abs().mean())

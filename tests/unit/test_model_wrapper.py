@@ -7,7 +7,6 @@ import io
 import shutil
 import threading
 import types
-import warnings
 from typing import NamedTuple
 
 import pytest
@@ -574,16 +573,8 @@ def test_inputs_reach_the_model_as_they_are(batch):
 BACKENDS = ["eager", "aot_eager"]
 
 
-@pytest.fixture(scope="module")
-def _compiler():
-    """Where a GPU is there, the first reset imports inductor, with warnings that are not ours to fix."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch._dynamo.reset()
-
-
 @pytest.fixture(autouse=True)
-def _fresh_compiler(_compiler):
+def _fresh_compiler():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

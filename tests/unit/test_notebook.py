@@ -20,7 +20,7 @@ def test_each_rank_runs_the_function_launched_and_sees_what_was_made_before(tmp_
         text = f"{total.item()} {dist.get_world_size()} {coordinator.local_rank} {torch.initial_seed()}"
         (folder / str(dist.get_rank())).write_text(text)
 
-    launch_notebook(work, 2, tmp_path, 10.0, seed=5)
+    launch_notebook(work, 2, tmp_path, 10.0, backend="gloo", seed=5)
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["60.0 2 0 5", "60.0 2 1 5"]
     assert not dist.is_initialized()
 
@@ -32,7 +32,7 @@ def test_the_traceback_of_a_rank_that_fails_is_raised_and_the_others_are_ended()
         dist.barrier()
 
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="no such file as data.bin"):
-        launch_notebook(work, 2)
+        launch_notebook(work, 2, backend="gloo")
 
 
 def test_a_process_that_used_cuda_is_refused_before_anything_starts(monkeypatch):
@@ -55,7 +55,7 @@ CELLS = [
     """
     def train(steps):
         model = torch.nn.Linear(4, 1)
-        b = booster.Booster(mixed_precision="bf16", plugin=booster.plugin.TorchDDPPlugin())
+        b = booster.Booster("cpu", "bf16", plugin=booster.plugin.TorchDDPPlugin())
         model, optimizer, criterion, _, _ = b.boost(
             model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss()
         )
@@ -68,8 +68,8 @@ CELLS = [
         b.print(f"ranks {torch.distributed.get_world_size()} loss {loss.item():.4f}")
     """,
     "torch.randn(500, 500) @ torch.randn(500, 500)",  # threads of the notebook must not matter
-    "booster.launch_notebook(train, 2, 20)",
-    "booster.launch_notebook(train, 2, 20)",  # a cell is run again
+    "booster.launch_notebook(train, 2, 20, backend='gloo')",
+    "booster.launch_notebook(train, 2, 20, backend='gloo')",  # a cell is run again
 ]
 
 

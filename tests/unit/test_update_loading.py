@@ -9,6 +9,7 @@ from torch import nn
 
 from booster import Booster, register_elementwise
 from booster.mixed_precision import FP16ApexMixedPrecision
+from booster.model.optimizer_kinds import begins_late
 
 
 @register_elementwise
@@ -165,7 +166,11 @@ def test_refuses_a_part_of_what_the_step_reads(name, precision):
         with pytest.raises(ValueError, match=rf"of 1.bias lacks \['{entry}'\]"):
             optimizer.load_state_dict(state)
     del given["state"][3]  # which begins anew
-    optimizer.load_state_dict(given)
+    if not begins_late(torch.optim.Adagrad) and name == "Adagrad":
+        with pytest.raises(ValueError, match=r"of 1.bias lacks \['step', 'sum'\]"):
+            optimizer.load_state_dict(given)
+    else:
+        optimizer.load_state_dict(given)
     step()
 
 

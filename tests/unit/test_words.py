@@ -95,7 +95,7 @@ def test_precision_as_a_keyword_names_mixed_precision():
     with pytest.raises(TypeError, match=r"mixed_precision='fp16'"):
         Booster("cpu", precision="fp16")
     with pytest.raises(TypeError, match=r"'strategy': a parallelism is a plugin"):
-        Booster(strategy="ddp")
+        Booster("cpu", strategy="ddp")
     with pytest.raises(
         TypeError, match=r"'keep_fp32': legal are device, mixed_precision, plugin, .*half_products; options of"
     ):
