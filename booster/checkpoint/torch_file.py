@@ -142,7 +142,8 @@ def _stored(file: IO[bytes], budget: _Budget) -> set[str]:
     argument: Any
     last = 0
     for opcode, argument, place in pickletools.genops(file):
-        name, made = opcode.name, None
+        name = opcode.name
+        made: Any = None
         budget.spend(_COSTS.get(name, _COST) + _COST_OF_A_BYTE * ((place or 0) - last))
         last = place or 0
         if name == "MARK":
