@@ -23,7 +23,7 @@ from pathlib import Path
 
 from booster.checkpoint.lock import LOCK, Lock, lock_of, locked_name, read_lock, remove_lock
 from booster.checkpoint.manifest import MANIFEST, CheckpointError, problems, read_manifest, read_text
-from booster.model.modules import printable
+from booster.ground.foreign_files import printable
 
 _logger = logging.getLogger(__name__)
 _LONG_AGO = 3600.0  # seconds, more than clocks differ

@@ -23,10 +23,11 @@ from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.way_back import load_module, may_refuse, way_back
 from booster.checkpoint.weights import weights_for
 from booster.data import OWN_STATE, DataLoaderWrapper, skips
+from booster.ground.foreign_files import printable
 from booster.ground.randomness import random_state, set_random_state
 from booster.interface.model import ModelWrapper, Pinned, pins_of
 from booster.interface.scheduler import LRSchedulerWrapper, known_state
-from booster.model.modules import bare, printable
+from booster.model.modules import bare
 from booster.update.loading import Reading
 
 _logger = logging.getLogger(__name__)

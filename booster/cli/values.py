@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from booster.model.modules import printable
+from booster.ground.foreign_files import printable
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:

@@ -79,6 +79,15 @@ def replace_regular(path: Path, data: bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
+def printable(text: str) -> str:
+    """Return `text` with whatever a terminal would act on, or not show, as its escape: a name may come from a file."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
 def json_cost(data: bytes) -> int:
     """Return the bytes of memory that reading a JSON text takes at most: the text, what it is decoded to, and its values.
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from booster.ground.foreign_files import printable
 from booster.ground.meetings import Meetings
 from booster.ground.torch_internals import default_store
-from booster.model.modules import printable
 
 PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are

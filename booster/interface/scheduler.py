@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from booster.ground.foreign_files import printable
 from booster.interface.optimizer import OptimizerWrapper
-from booster.model.modules import printable
 from booster.model.state_kinds import of_names
 
 _logger = logging.getLogger(__name__)

@@ -82,12 +82,3 @@ def parents(name: str) -> Iterator[str]:
 def spelled(names: Sequence[str], most: int = 10) -> str:
     """Return `names` for a message: the first `most` of them, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def printable(text: str) -> str:
-    """Return `text` with whatever a terminal would act on, or not show, as its escape: a name may come from a file."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode()

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from booster.ground import arguments
-from booster.ground.foreign_files import open_regular, parse_json
-from booster.model.modules import printable
+from booster.ground.foreign_files import open_regular, parse_json, printable
 from booster.numerics.record.underflow import Underflow, merge
 
 _MOST = 2**63
