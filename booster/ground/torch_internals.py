@@ -624,7 +624,9 @@ def _declared(base: Any) -> type[Any]:
     greeting to its own rank where two stages in a row lie there, which gloo cannot.
     """
 
-    class DeclaredStage(base):  # type: ignore[misc]
+    class DeclaredStage(base):
+        has_backward: bool
+
         def _get_init_p2p_neighbors_ops(self) -> list[Any]:
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 

@@ -200,7 +200,7 @@ class _Chunk(PipelineStage):
 
 
 def _with_the_inputs() -> Callable[[], None]:
-    """What is left to do for weights where their gradients were computed with those of inputs, which torch does given this."""
+    """What is left to do for weights: nothing. Given this, torch computes their gradients with those of inputs."""
     return _nothing
 
 
