@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from booster.nn.lr_scheduler import CosineAnnealingWarmupLR, LinearWarmupLR
 
-COMPARE_STEPS = 300  # most CPUs emulate float16 arithmetic, some twenty times slower than bfloat16
+COMPARE_STEPS = 300  # of each precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Recipe:
     dataset: str = "fashion-mnist-subset"
     batch_size: int = 64
     lr: float = 1e-3
-    steps: int | None = 900
+    steps: int | None = 500
     epochs: int | None = None
     drop_rate: float = 0.0
     tutorial: bool = False

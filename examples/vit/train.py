@@ -128,7 +128,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=data, help="folder of downloaded sets (default: $DATA or ./data)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=_positive)
-    length.add_argument("--steps", type=_positive, help="updates (default: 900; 300 with --compare)")
+    length.add_argument("--steps", type=_positive, help="updates (default: 500; 300 with --compare)")
     parser.add_argument("--batch-size", type=_positive, help="images per update, over all processes (default: 64)")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: 1e-3)")
     parser.add_argument("--seed", type=int, default=1024)
