@@ -506,6 +506,32 @@ def _outside_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(run)  # as the hook itself is
 
 
+def shards_integers() -> bool:
+    """Return whether `fully_shard` takes parameters of integers, which it refuses, or casts to half, before torch 2.13."""
+    return torch.__version__ >= "2.13"
+
+
+def see_all_outputs(module: nn.Module, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+    """Let `fully_shard`, just applied to `module`, gather for backward where its outputs lie in whatever `walk` looks into.
+
+    Torch 2.11 looks into no dataclass and no subclass of tuple and list, and computes backward with parameters that were freed.
+    """
+    (state,) = fsdp_states([module])
+    if not hasattr(sys.modules[type(state).__module__], "collect_grad_tensors"):
+        module.register_forward_hook(torch.compiler.disable(_OtherOutputs(state, walk)))
+
+
+class _OtherOutputs:
+    def __init__(self, state: Any, walk: Callable[[Any], Iterable[torch.Tensor]]) -> None:
+        self._state = state
+        self._walk = walk
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._state._training_state.name == "IDLE":  # not where activations are computed again
+            seen = {id(leaf) for leaf in pytree.tree_leaves(output)}
+            self._state._register_pre_backward_hook([tensor for tensor in self._walk(output) if id(tensor) not in seen])
+
+
 def settle_dtypes(group: Any) -> None:
     """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
     if getattr(group, "_orig_dtype", True) is None:

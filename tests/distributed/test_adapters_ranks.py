@@ -6,6 +6,7 @@ from lora import TOLERANCES, adapted, base, boosted, differs, loaded, quantised_
 from safetensors.torch import save_file
 
 from booster import describe
+from booster.ground.torch_internals import shards_integers
 from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
@@ -65,9 +66,25 @@ def path(tmp_path_factory):
 
 
 QUICK = ["fp16", "bf16_naive"]
+NOT_SHARDED = pytest.mark.skipif(not shards_integers(), reason="of torch 2.13: before, fully_shard takes no integers")
+SHARDING = pytest.param("FSDP", marks=NOT_SHARDED)
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+def kept_as_it_was(rank, world_size, path):
+    model = adapted(loaded(path, storage_dtype="nf4"))
+    before = {name: (id(param), param.dtype) for name, param in model.named_parameters()}
+    told = "does not shard parameters of integers, such as blocks.0.up.base_layer.*2.13 or newer"
+    with pytest.raises(ValueError, match=told):
+        boosted(model, "bf16", TorchFSDPPlugin())
+    return {name: (id(param), param.dtype) for name, param in model.named_parameters()} == before
+
+
+@pytest.mark.skipif(shards_integers(), reason="of torch before 2.13")
+def test_parameters_of_integers_are_refused_by_name_where_torch_cannot_shard_them(ranks2, path):
+    assert ranks2(kept_as_it_was, path) == [True, True]
+
+
+@pytest.mark.parametrize("plugin", [SHARDING if name == "FSDP" else name for name in PLUGINS])
 @pytest.mark.parametrize(
     "precisions", [QUICK, pytest.param([name for name in PRECISIONS if name not in QUICK], marks=pytest.mark.slow)]
 )
@@ -110,7 +127,7 @@ def resume(rank, world_size, path, folder, plugin):
     return steps(other, 2, first=2, rank=rank, world_size=world_size)[0] == expected
 
 
-@pytest.mark.parametrize("plugin", ["ZeRO-2", "FSDP"])
+@pytest.mark.parametrize("plugin", ["ZeRO-2", SHARDING])
 def test_a_run_is_saved_and_goes_on_to_the_bit(ranks2, path, tmp_path, plugin):
     assert ranks2(resume, path, str(tmp_path), plugin) == [True, True]
 
@@ -128,6 +145,7 @@ def described(rank, world_size, path):
     }
 
 
+@NOT_SHARDED
 def test_a_description_of_what_is_divided_counts_this_rank_s_part_and_asks_no_other_rank(ranks2, path):
     rows, nothing = ranks2(described, path)
     assert nothing is None

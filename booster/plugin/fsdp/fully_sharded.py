@@ -26,8 +26,10 @@ from booster.ground.torch_internals import (
     is_in_forward,
     is_view,
     run_hooks_outside_modes,
+    see_all_outputs,
     set_gather,
     settle_dtypes,
+    shards_integers,
 )
 from booster.mixed_precision.policy import DtypePolicy, install_keep_fp32
 from booster.model.meta import check_meta, materialise
@@ -78,7 +80,8 @@ def shard_module(
     gathered parameters and buffers are `policy.param`; modules of `policy.keep_fp32` are float32 throughout, see
     `policy.install_keep_fp32`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper` does.
 
-    Raises ValueError, before anything is changed, for parameters that cannot be sharded or have no values; RuntimeError
+    Raises ValueError, before anything is changed, for parameters that cannot be sharded, those of integers before torch 2.13
+    among them, or have no values; RuntimeError
     if a module is sharded already.
     """
     model = bare(module)
@@ -97,6 +100,15 @@ def shard_module(
             "are gathered in fp8 are not cut like that; pass True or False, or leave gather_in_fp8 False"
         )
     check_meta(model)
+    integers = [
+        name for name, param in model.named_parameters() if not (param.is_floating_point() or param.is_complex())
+    ]
+    if integers and not shards_integers():
+        raise ValueError(
+            f"fully_shard of torch {torch.__version__} does not shard parameters of integers, such as {integers[0]}, of "
+            f"{len(integers)}; use torch 2.13 or newer, TorchDDPPlugin or LowLevelZeroPlugin, or keep frozen weights in a "
+            "float dtype"
+        )
     groups = plan_groups(
         model,
         blocks=blocks,
@@ -126,6 +138,8 @@ def shard_module(
         )
         for child in group.modules:
             run_hooks_outside_modes(child)
+        if len(group.modules) == 1:  # several are leaves, which return tensors
+            see_all_outputs(group.modules[0], tensors)
     install_keep_fp32(model, policy)
     model.register_load_state_dict_pre_hook(ShardLoaded(policy))
     model.register_forward_pre_hook(_AdmitUnfrozen(model))
