@@ -16,7 +16,7 @@ BUDGETS = {
     "ground": 1800,
     "integrations": 700,
     "interface": 1600,
-    "kernels": 1500,
+    "kernels": 2100,
     "masters": 4200,
     "memory": 1900,
     "mixed_precision": 6600,
