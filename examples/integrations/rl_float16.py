@@ -23,7 +23,8 @@ ROWS = {  # of the table: precision of training, dtype of the sampler's weights
     "fp16, head in fp32": (lambda: FP16NaiveMixedPrecision(keep_fp32=("lm_head",)), F16),
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-PROMPT, LENGTH, STEPS = 4, 20, 30
+PROMPT, STEPS = 4, 30
+SETTINGS = {"max_new_tokens": 20, "do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
 
 
 def policy() -> hf.LlamaForCausalLM:
@@ -48,14 +49,7 @@ def run(precision: object, dtype: torch.dtype, seed: int) -> torch.Tensor:
         sampler.load_state_dict(model.state_dict())  # rounds float32 weights as the forward does; half ones to the bit
         prompts = torch.randint(0, 64, (16, PROMPT))
         with torch.no_grad():
-            settings = {
-                "max_new_tokens": LENGTH,
-                "do_sample": True,
-                "top_k": 0,
-                "eos_token_id": None,
-                "pad_token_id": 0,
-            }
-            tokens = sampler.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+            tokens = sampler.generate(prompts, attention_mask=torch.ones_like(prompts), **SETTINGS)
             sampled, every_sampled = log_probs(sampler(input_ids=tokens, use_cache=False).logits, tokens)
         trained, every_trained = log_probs(model(input_ids=tokens, use_cache=False).logits, tokens)
         reward = (tokens[:, PROMPT:] % 2 == 0).float().mean(1)
