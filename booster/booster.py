@@ -57,8 +57,8 @@ class Booster:
     group, if any, can use it, otherwise the CPU. mixed_precision: a name (see `booster.mixed_precision.available`), a
     `MixedPrecision`, or None for float32. plugin: a `Plugin`, or None for a single device.
 
-    fused_optimizer: True lets torch optimizers that have a fused kernel use it, and on CUDA steps by Triton kernels where
-    it can; "triton" raises ValueError at `boost` where those cannot step; "compile" compiles the update of any optimizer
+    fused_optimizer: True lets torch optimizers that have a fused kernel use it; "triton" steps by Triton kernels of this
+    library, and raises ValueError at `boost` where those cannot step; "compile" compiles the update of any optimizer
     instead, and says so in a WARNING where it cannot; False does none of it. clip_grad_norm: every `step()` clips the
     gradients of its optimizer to this norm; 0 does not. skip_nonfinite: skip steps whose gradients are not finite also
     without a loss scaler and without clipping. max_consecutive_skips: so many skipped steps in a row raise

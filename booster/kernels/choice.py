@@ -1,4 +1,4 @@
-"""Whether an optimizer is stepped by kernels: where it can be and is asked for, or lies on CUDA."""
+"""Whether an optimizer is stepped by kernels: where that is asked for."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:
 
 def _made(make: Callable[[Job], Update], job: Job) -> Update:
     update = make(job)
-    asked = job.options.fused_optimizer == ASKED
-    device = _device(job)
-    if not asked and device.type != "cuda":
+    if job.options.fused_optimizer != ASKED:
         return update
+    device = _device(job)
     reason = _refusal(update, job, device)
     if job.shards.sharded and job.group is not None and agreement.largest(float(reason is not None), job.group):
         reason = reason or "that of another rank cannot be"
@@ -47,13 +46,10 @@ def _made(make: Callable[[Job], Update], job: Job) -> Update:
     if reason is None:
         _logger.info("%s is stepped by Triton kernels on %s", name, device.type)
         return _kernel_update(update, on_device(job, device))
-    if asked:
-        raise ValueError(
-            f"fused_optimizer={ASKED!r} cannot step this {name} by kernels: {reason}; leave fused_optimizer True, which takes "
-            "them where it can"
-        )
-    _logger.info("%s is not stepped by Triton kernels: %s", name, reason)
-    return update
+    raise ValueError(
+        f"fused_optimizer={ASKED!r} cannot step this {name} by kernels: {reason}; leave fused_optimizer True, which takes "
+        "torch's fused ones"
+    )
 
 
 def _device(job: Job) -> torch.device:
@@ -101,7 +97,6 @@ def _refused_groups(job: Job) -> str | None:
     rule = rule_of(optimizer)
     if rule is None:
         return "its class has no rule among them"
-    asked = job.options.fused_optimizer == ASKED
     for group in optimizer.param_groups:
         refused = rule.refusal(group)
         if refused is not None:
@@ -109,8 +104,6 @@ def _refused_groups(job: Job) -> str | None:
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 return f"it was built with {option}=True"
-        if not asked and (group.get("foreach") is not None or (group.get("fused") and not job.switched)):
-            return "it was built with foreach= or fused="
         if any(isinstance(value, torch.Tensor) and value.is_cuda for value in group.values()):
             return "a learning rate or another option of it is a tensor on a device"
     return None
