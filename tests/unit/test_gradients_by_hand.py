@@ -198,3 +198,23 @@ def test_gradients_that_conflict_are_projected_as_in_float32():
         moved[precision] = before - flat(model)
     torch.testing.assert_close(moved["O2"], moved["fp32"], rtol=0.0, atol=2e-3)
     assert moved["fp32"].abs().max() > 0.05
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_gradients_that_no_backward_brought_move_the_weights_or_raise(precision, steps_before):
+    booster, model, optimizer = boost(PRECISIONS[precision](), plain_sgd)
+    for _ in range(steps_before):
+        backward(booster, model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = flat(model)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, HAND)
+    if optimizer.loss_scale != 1.0 and precision not in TRUE_AT_REST or precision.startswith("O2"):
+        with pytest.raises(RuntimeError, match="there are gradients, but no booster.backward"):
+            optimizer.step()
+        assert torch.equal(flat(model), before)
+    else:
+        assert optimizer.step().applied
+        torch.testing.assert_close(before - flat(model), torch.full_like(before, RATE * HAND), rtol=0.0, atol=4e-3)

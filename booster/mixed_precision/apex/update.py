@@ -306,6 +306,11 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         MasterUpdate.__init__(self, job, masters=masters)
         self._begin(verbose)
 
+    def step(self) -> StepResult:
+        if self._num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self._held()):
+            self._require_backward()  # or the step would say that it was applied, and move nothing
+        return super().step()
+
     def reset(self) -> None:
         super().reset()
         # New ones: what is set aside for a while keeps those that it has.
