@@ -59,7 +59,7 @@ class KernelUpdate(DeviceUpdate):
         if asked or norm_type != 2.0 or self.listeners:
             return super().clip_norm(max_norm, norm_type, error_if_nonfinite, asked=asked)
         self._check, self._bound = True, max_norm
-        return torch.full((), float("nan"))  # which nobody asked for
+        return torch.full((), float("nan"), dtype=torch.float32)  # which nobody asked for
 
     def _collect(self, stretches: Stretches) -> None:
         """Add what is to be stepped. Raises Unfit."""
