@@ -53,7 +53,7 @@ MODES: dict[str, Callable[[], MixedPrecision]] = {
     "bf16_naive, no masters, kahan": lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"),
     "fp16_naive": lambda: make("fp16_naive"),
     "fp16_naive, split masters": lambda: FP16NaiveMixedPrecision(master_weights="split"),
-    "fp32, 8bit states": lambda: make("fp32").with_states("8bit"),
+    "fp32, 8bit states": lambda: make("fp32").with_kept(states="8bit"),
     "bf16_naive, split24, 8bit states": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),
     "fp16_naive, split24, 8bit states": lambda: FP16NaiveMixedPrecision(master_weights="split24", states="8bit"),
 }

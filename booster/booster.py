@@ -113,11 +113,8 @@ class Booster:
             checks.refuse_unknown(unknown, options)
         checks.check_places(device, mixed_precision, plugin)
         checks.check_plugin(plugin)
-        self.precision = make(mixed_precision)
-        if states is not None:
-            self.precision = self.precision.with_states(states)
-        if arguments.flag("offload_states", offload_states):
-            self.precision = self.precision.offloading_states()
+        offload = arguments.flag("offload_states", offload_states)
+        self.precision = make(mixed_precision).with_kept(states=states, offload=offload)
         self.plugin = plugin or SingleDevice()
         self.device = resolve_device(device)
         if patience is not None:

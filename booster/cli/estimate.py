@@ -198,7 +198,7 @@ def _made(name: str, *, emulate: bool = False) -> Any:
     plain = name.removesuffix(_PACKED)
     if plain in kinds:
         return kinds[plain](master_weights="split24", states="8bit")
-    return make(_made(plain, emulate=emulate)).with_states("8bit")
+    return make(_made(plain, emulate=emulate)).with_kept(states="8bit")
 
 
 def _precisions(text: str) -> list[str]:

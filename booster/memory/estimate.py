@@ -108,11 +108,10 @@ def estimate(
     arguments.choice("release_gradients", release_gradients, (False, "exact", "previous_norm"))
     arguments.flag("clips", clips)
     bucket_bytes = arguments.number("bucket_cap_mb", bucket_cap_mb, above=0) * 2**20
-    if arguments.flag("offload_states", offload_states):
-        own = own.offloading_states()
-    if own.offloads_states:
+    own = own.with_kept(offload=arguments.flag("offload_states", offload_states))
+    if own.kept.offload:
         MasterOptions(offload=True).check(optimizer)
-    options, fused = own.master_options_on(device), fused_optimizer
+    options, fused = own.masters_on(device), fused_optimizer
     policy = own.policy_for(model)
     if plugin in ("zero1", "zero2"):
         check_gathers(policy)

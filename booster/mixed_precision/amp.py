@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -13,16 +12,14 @@ from torch import nn
 from booster.ground import arguments
 from booster.interface.model import ModelWrapper, keep_pins
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale
-from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products import HalfProducts
-from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, KeptModules, RunPins, compute_in_fp32, normalise_keep_fp32
+from booster.mixed_precision.keep_fp32 import AUTO, KeepFP32, RunPins, normalise_keep_fp32
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
-from booster.tensors.cast_regions import both
-from booster.tensors.trees import HALF_DTYPES
 
 
-class AutocastMixedPrecision(MixedPrecision):
+class AutocastMixedPrecision(HalfPrecision):
     """Float32 parameters; forward passes run under `torch.autocast` to `dtype`. Base of `fp16` and `bf16`.
 
     cache_enabled: keep each weight's half copy for the rest of a forward pass. output_dtype: floating dtype of what the
@@ -35,7 +32,6 @@ class AutocastMixedPrecision(MixedPrecision):
     """
 
     dtype: torch.dtype
-    half_products: HalfProducts
 
     def __init__(
         self,
@@ -61,29 +57,6 @@ class AutocastMixedPrecision(MixedPrecision):
         gather = self.dtype if arguments.flag("gather_in_half", gather_in_half) else None
         self.policy = DtypePolicy(compute=self.dtype, gather=gather, output=output_dtype)
 
-    def bind(self, device: torch.device) -> None:
-        super().bind(device)
-        if device.type == "cuda" and self.dtype == torch.bfloat16:
-            with torch.cuda.device(device):
-                native = torch.cuda.is_bf16_supported(including_emulation=False)
-            if not native:
-                name = torch.cuda.get_device_name(device)
-                raise ValueError(f"{name} only emulates bfloat16, slowly; use mixed_precision='fp16' or 'fp32'")
-
-    def keeping(self, names: Iterable[str]) -> AutocastMixedPrecision:
-        clone = copy.deepcopy(self)
-        clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
-        return clone
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        device_type = "cpu" if self._device is None else self._device.type
-        autocast = torch.autocast(device_type, self.dtype, cache_enabled=self._cache_enabled)
-        products = self.half_products.forward_context(device_type)
-        return autocast if products is None else both(autocast, products)
-
-    def backward_context(self) -> AbstractContextManager[Any]:
-        return self.half_products.backward_context("cpu" if self._device is None else self._device.type)
-
     @property
     def pins_during_run(self) -> bool:
         return self._pins_during_run
@@ -93,43 +66,6 @@ class AutocastMixedPrecision(MixedPrecision):
         if self._pins_during_run:
             keep_pins(boosted, RunPins(bare(placed), self.device.type))
         return boosted
-
-    def check(self, model: nn.Module) -> None:
-        half = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF_DTYPES]
-        if half:
-            shown = ", ".join(half[:10]) + (f" and {len(half) - 10} more" if len(half) > 10 else "")
-            raise ValueError(
-                f"{type(self).__name__} trains float32 parameters, but these trainable ones are in half precision: {shown}. "
-                f"{_cure(model, self._naive_name)}"
-            )
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        if self._keep_fp32:
-            inner = bare(model)  # names as the user knows them, also in a compiled model
-            for name in KeptModules(inner, self._keep_fp32).names:
-                compute_in_fp32(inner.get_submodule(name), self.device.type)
-        return model
-
-    @property
-    def _naive_name(self) -> str:
-        return "fp16_naive" if self.dtype == torch.float16 else "bf16_naive"
-
-
-def _cure(model: nn.Module, naive: str) -> str:
-    """What to do about trainable half parameters of `model`: without wide copies of those that are frozen, if most are."""
-    sizes = {True: 0, False: 0}
-    for param in model.parameters():
-        sizes[param.requires_grad] += param.numel()
-    if sizes[False] > sizes[True]:
-        return (
-            "Most weights are frozen, as under LoRA, and may stay half: cast what trains, with `for p in filter(lambda p: "
-            "p.requires_grad, model.parameters()): p.data = p.data.float()`, or use "
-            f"mixed_precision={naive!r}, which keeps float32 masters of it"
-        )
-    return (
-        f"Use mixed_precision={naive!r}, which keeps float32 masters of half weights, or load the model in float32 with "
-        "model.float()"
-    )
 
 
 class FP16TorchMixedPrecision(AutocastMixedPrecision):

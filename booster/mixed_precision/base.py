@@ -26,7 +26,8 @@ from booster.masters.packing import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.half_products import CHOICES, Choice, HalfProducts
 from booster.mixed_precision.hardware import ONEDNN, missing_on_cpu, switched
-from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement
+from booster.mixed_precision.keep_fp32 import KeepFP32
+from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, Placement
 from booster.model.modules import PlacedModule, bare
 from booster.model.params import named_parameters, placed_parameters, rebind
 from booster.shards import Shards
@@ -42,7 +43,8 @@ class MixedPrecision:
     """A precision: how model and criterion compute, and whether the loss is scaled. This base class changes nothing.
 
     To write one, override what differs: `policy` or `policy_for` (dtypes as data), `forward_context` (entered around every
-    forward, in the thread that runs it), `make_scaler`, `check` (refuse what cannot work), `convert` (swap modules),
+    forward, in the thread that runs it), `make_scaler`, `check` (refuse what cannot work), `convert` (swap modules, as a
+    `conversion` does, an object that precisions of any kind may hold),
     `make_update` (how parameters are stepped), `after_step` (follow the weights). `configure` puts them together and seldom
     needs overriding. Pass an instance to `Booster`, or `register` the class under a name.
 
@@ -50,10 +52,12 @@ class MixedPrecision:
     """
 
     policy = DtypePolicy()
+    kept = MasterOptions(master_weights="none")  # of states, and beside half weights
+    conversion: Conversion | None = None  # layers of another kind in place of the model's own
     half_products: HalfProducts | None = None  # how a strategy has products of halves computed, where it makes any
+    _keep_fp32: tuple[KeepFP32, ...] = ()
     _device: torch.device | None = None
-    _states: States = "fp32"
-    _offload = False
+    _update_on_masters: Callable[..., Update] = staticmethod(choose_master_update)
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +76,9 @@ class MixedPrecision:
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:
         """The policy that `model` is placed with, where it depends on the model."""
-        return self.policy
+        if self.conversion is None:
+            return self.policy
+        return self.conversion.policy(model, self.policy, self.device, self._keep_fp32)
 
     def bind(self, device: torch.device) -> None:
         """Learn the device; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
@@ -81,6 +87,8 @@ class MixedPrecision:
                 f"this {type(self).__name__} object runs on {self._device} already; make another one for {device}"
             )
         self._device = device
+        if self.conversion is not None:
+            self.conversion.runs(device)
 
     def choose_half_products(self, choice: Choice, device: torch.device) -> None:
         """Learn how products of halves are to be computed; `Booster` calls it, before `bind`. See `half_products` there.
@@ -134,7 +142,7 @@ class MixedPrecision:
     @property
     def is_rehearsal(self) -> bool:
         """Whether `device` only emulates this precision: its numbers, slower than the dtype that they are computed in."""
-        return False
+        return self.conversion is not None and not self.conversion.runs(self.device)
 
     @property
     def pins_during_run(self) -> bool:
@@ -162,6 +170,8 @@ class MixedPrecision:
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Swap modules or install hooks; runs before the plugin places the model."""
+        if self.conversion is not None:
+            self.conversion.convert(model, self.device, self._keep_fp32)
         return model
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
@@ -170,11 +180,13 @@ class MixedPrecision:
 
     def may_fuse(self, optimizer: Optimizer) -> bool:
         """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
-        return self.master_options is not None or has_sound_kernel(optimizer)  # where it is buckets that are stepped
+        in_buckets = self.masters_on(self.device) is not None  # which are float32
+        return in_buckets or has_sound_kernel(optimizer)
 
     def may_compile(self, optimizer: Optimizer) -> bool:
         """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""
-        return self.master_options is None or can_compile_masters(optimizer, self.master_options)
+        options = self.masters_on(self.device)
+        return options is None or can_compile_masters(optimizer, options)
 
     def make_update(
         self,
@@ -188,91 +200,64 @@ class MixedPrecision:
 
         names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
         """
-        if self.master_options is None:
-            return None
-        masters = Masters(optimizer, names, self.master_options, sources=weights, compiled=compiled)
-        return functools.partial(choose_master_update, masters=masters, compiled=compiled)
+        return self._on_masters(optimizer, names, weights, compiled=compiled)
 
-    def make_released_update(
+    def _on_masters(
         self,
         optimizer: Optimizer,
         names: Mapping[torch.Tensor, str],
         weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool = False,
+        released: bool = False,
     ) -> Callable[[Job], Update] | None:
-        """As `make_update`, of one that steps within backward, in parts; asked only where `release_refusal` is None."""
-        if self.master_options is None:
+        """As `make_update`. released: it steps within backward, in parts."""
+        options = self.masters_on(self.device)
+        if options is None:
             return None
-        masters = Masters(optimizer, names, self.master_options, sources=weights, released=True)
-        return functools.partial(choose_master_update, masters=masters)
+        masters = Masters(optimizer, names, options, sources=weights, compiled=compiled, released=released)
+        return functools.partial(self._update_on_masters, masters=masters, compiled=compiled)
 
     @property
     def release_refusal(self) -> str | None:
         """Why the update cannot step within backward, as release_gradients asks; None: it can."""
-        return (
-            f"{type(self).__name__} has an update of its own, which steps all at once" if self.has_own_update else None
-        )
+        if self.has_own_update:
+            return f"{type(self).__name__} has an update of its own, which steps all at once"
+        if self.kept.rounding == "stochastic":
+            return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
+        return None
 
-    @property
-    def master_options(self) -> MasterOptions | None:
-        """What is kept beside half weights, and of states; None where parameters are stepped as they are."""
-        return self.master_options_on(self.device)
+    def masters_on(self, device: torch.device) -> MasterOptions | None:
+        """What the step of an optimizer goes through for parameters on `device`; None where it steps them as they are."""
+        packs = self.kept.states != "fp32"
+        return self.kept if packs or (self.kept.offload and moves(device)) else None
 
-    def master_options_on(self, device: torch.device) -> MasterOptions | None:
-        """`master_options` for parameters on `device`; where states lie on the host already, nothing is done for that."""
-        if self._states == "fp32" and not (self._offload and moves(device)):
-            return None
-        return MasterOptions(master_weights="none", states=self._states, offload=self._offload)
+    def with_kept(self, *, states: States | None = None, offload: bool = False) -> MixedPrecision:
+        """A strategy like this one that keeps states of optimizers so, see `MasterOptions`; this one, where it does already.
 
-    @property
-    def states(self) -> States:
-        """How the states of optimizers are kept between steps: "fp32" is as they are."""
-        return self._states
-
-    def with_states(self, states: States) -> MixedPrecision:
-        """A strategy like this one under which the states of optimizers are kept so; this one, where they are already.
-
-        states: see `MasterOptions`. Raises ValueError where they are kept in another way already, or where the strategy has an
-        update of its own that does not pack them.
+        states: None leaves them as they are kept. offload: states and masters lie in the host's memory between steps.
+        Raises ValueError where states are kept in another way already, or where the strategy has an update of its own.
         """
-        arguments.choice("states", states, STATES)
-        if states == self.states:
+        if states is not None:
+            arguments.choice("states", states, STATES)
+            if self.kept.states not in ("fp32", states):
+                raise ValueError(
+                    f"states is {states!r} for Booster and {self.kept.states!r} for {type(self).__name__}; give it once"
+                )
+        packed = states or self.kept.states
+        kept = dataclasses.replace(self.kept, states=packed, offload=offload or self.kept.offload)
+        if kept == self.kept:
             return self
-        if self.states != "fp32":
-            raise ValueError(
-                f"states is {states!r} for Booster and {self.states!r} for {type(self).__name__}; give it once"
-            )
-        return self._keeping_states(states)
-
-    def _keeping_states(self, states: States) -> MixedPrecision:
         if self.has_own_update:
+            does, given = "keeps states on the device", "offload_states=True"
+            if packed != self.kept.states:
+                does, given = "keeps states as they are", f"states={states!r}"
             raise ValueError(
-                f"{type(self).__name__} steps parameters in a way of its own, which keeps states as they are; leave out "
-                f"states={states!r}, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
+                f"{type(self).__name__} steps parameters in a way of its own, which {does}; leave out {given}, or use another "
+                "precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
             )
         clone = copy.copy(self)
-        clone._states = states
-        return clone
-
-    @property
-    def offloads_states(self) -> bool:
-        """Whether states and masters lie in the host's memory between steps."""
-        return self._offload
-
-    def offloading_states(self) -> MixedPrecision:
-        """A strategy like this one under which states of optimizers, and masters, lie in the host's memory between steps.
-
-        Raises ValueError where the strategy has an update of its own, which leaves them on the device.
-        """
-        return self if self.offloads_states else self._offloading_states()
-
-    def _offloading_states(self) -> MixedPrecision:
-        if self.has_own_update:
-            raise ValueError(
-                f"{type(self).__name__} steps parameters in a way of its own, which keeps states on the device; leave out "
-                "offload_states=True, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
-            )
-        clone = copy.copy(self)
-        clone._offload = True
+        clone.kept = kept
         return clone
 
     @property
@@ -321,9 +306,9 @@ class MixedPrecision:
             policy = dataclasses.replace(policy, release=True)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
         for each in optimizers:
-            if self.master_options is not None:
-                self.master_options.check(each)
-            if self.offloads_states:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
+            if (of_masters := self.masters_on(self.device)) is not None:
+                of_masters.check(each)
+            if self.kept.offload:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
                 MasterOptions(offload=True).check(each)
         kept = self.keep_weights(model, placement) if optimizers else {}
         placed = placement.place(self.convert(model), policy, self.device)
@@ -365,7 +350,7 @@ class MixedPrecision:
             shards.names = names
             weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
             if options.release_gradients:
-                make_update = self.make_released_update(optimizer, names, weights)
+                make_update = self._on_masters(optimizer, names, weights, released=True)
             else:
                 make_update = self.make_update(optimizer, names, weights, compiled=compiled)
         job = Job(

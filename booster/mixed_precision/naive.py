@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,25 +15,19 @@ from torch.optim import Optimizer
 from booster.ground import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, check_scale, check_scale_options
-from booster.masters.compiled import can_compile_masters
-from booster.masters.masters import Masters
 from booster.masters.options import MasterOptions, MasterWeights, Rounding
 from booster.masters.packing import States
 from booster.masters.update import choose_master_update
-from booster.mixed_precision.base import MixedPrecision, Placement
 from booster.mixed_precision.buffers import BufferAverage
+from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32, is_batch_norm, normalise_keep_fp32
-from booster.mixed_precision.new_tensors import NewTensors
-from booster.mixed_precision.policy import DtypePolicy, half_policy
-from booster.model.meta import arrive
-from booster.model.modules import PlacedModule, bare
-from booster.tensors.cast_regions import both
-from booster.update.base import Job, Update
+from booster.mixed_precision.policy import DtypePolicy, Placement
+from booster.model.modules import PlacedModule
 from booster.update.outcome import UpdateOptions
 
 
-class NaiveMixedPrecision(MixedPrecision):
+class NaiveMixedPrecision(HalfPrecision):
     """Parameters, activations and gradients in `dtype`. Base of `fp16_naive` and `bf16_naive`.
 
     log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`, one read of them a step.
@@ -50,7 +43,6 @@ class NaiveMixedPrecision(MixedPrecision):
     """
 
     dtype: torch.dtype
-    half_products: HalfProducts
 
     def __init__(
         self,
@@ -67,124 +59,21 @@ class NaiveMixedPrecision(MixedPrecision):
         states: States = "fp32",
     ) -> None:
         arguments.flag("output_to_fp32", output_to_fp32)
-        self._count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
+        count_zeros = arguments.flag("log_num_zeros_in_grad", log_num_zeros_in_grad)
         self._max_norm = float(arguments.number("clip_grad_norm", clip_grad_norm, least=0, fix="0 is off"))
-        self._verbose = arguments.flag("verbose", verbose)
+        verbose = arguments.flag("verbose", verbose)
+        self._update_on_masters = functools.partial(choose_master_update, count_zeros=count_zeros, verbose=verbose)
         self._keep_fp32 = normalise_keep_fp32(keep_fp32)
         self._sync_buffer = arguments.flag("sync_buffer", sync_buffer)
-        self._masters = MasterOptions(master_weights=master_weights, rounding=rounding, states=states)
-        self._default_dtype = arguments.flag("default_dtype", default_dtype)
+        self.kept = MasterOptions(master_weights=master_weights, rounding=rounding, states=states)
+        arguments.flag("default_dtype", default_dtype)
         if not hasattr(self, "dtype"):
             raise TypeError(
                 f"{type(self).__name__} has no dtype; use FP16NaiveMixedPrecision or BF16NaiveMixedPrecision"
             )
+        self._new_tensors = self.dtype if default_dtype else None
         self.half_products = HalfProducts(self.dtype, sdpa_fp32)
         self.policy = DtypePolicy(param=self.dtype, output=torch.float32 if output_to_fp32 else None)
-
-    @property
-    def input_dtype(self) -> torch.dtype:
-        return self.dtype
-
-    def policy_for(self, model: nn.Module) -> DtypePolicy:
-        policy = half_policy(model, self.dtype, keep_fp32=self._keep_fp32, output=self.policy.output)
-        return dataclasses.replace(policy, store=self._store)
-
-    def master_options_on(self, device: torch.device) -> MasterOptions:
-        return self._masters
-
-    @property
-    def states(self) -> States:
-        return self._masters.states
-
-    def _keeping_states(self, states: States) -> NaiveMixedPrecision:
-        clone = copy.copy(self)
-        clone._masters = dataclasses.replace(self._masters, states=states)
-        return clone
-
-    @property
-    def offloads_states(self) -> bool:
-        return self._masters.offload
-
-    def _offloading_states(self) -> NaiveMixedPrecision:
-        clone = copy.copy(self)
-        clone._masters = dataclasses.replace(self._masters, offload=True)
-        return clone
-
-    @property
-    def _store(self) -> torch.dtype | None:
-        # Where a plugin shards, float32 shards are the masters, unless another form of them was asked for by name.
-        return self.dtype if self._masters.master_weights in ("split", "split24", "none") else None
-
-    def bind(self, device: torch.device) -> None:
-        super().bind(device)
-        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
-            name = torch.cuda.get_device_name(device)
-            raise ValueError(f"bfloat16 does not run on {name}; use mixed_precision='fp16_naive' or 'fp32'")
-
-    def keeping(self, names: Iterable[str]) -> NaiveMixedPrecision:
-        clone = copy.deepcopy(self)
-        clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
-        return clone
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        device_type = "cpu" if self._device is None else self._device.type
-        inner = self.half_products.forward_context(device_type) or nullcontext()
-        return both(NewTensors(self.dtype), inner) if self._default_dtype else inner
-
-    def backward_context(self) -> AbstractContextManager[Any]:
-        inner = self.half_products.backward_context("cpu" if self._device is None else self._device.type)
-        return both(NewTensors(self.dtype), inner) if self._default_dtype else inner
-
-    def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
-        if placement.stores_float32 and self._store is None:
-            return {}
-        arrive(model, self.device)
-        placement.synchronise(model)
-        wide = (torch.float32, torch.float64)
-        return {
-            name: param.detach()  # keeps the storage that casting takes from the parameter
-            for name, param in bare(model).named_parameters()
-            if param.requires_grad and param.dtype in wide
-        }
-
-    def may_fuse(self, optimizer: Optimizer) -> bool:
-        return True  # it is float32 that is stepped
-
-    def may_compile(self, optimizer: Optimizer) -> bool:
-        return can_compile_masters(optimizer, self._masters)
-
-    def make_update(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        weights: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        compiled: bool,
-    ) -> Callable[[Job], Update]:
-        return self._update_of(Masters(optimizer, names, self._masters, sources=weights, compiled=compiled), compiled)
-
-    def make_released_update(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        weights: Mapping[torch.Tensor, torch.Tensor],
-    ) -> Callable[[Job], Update]:
-        return self._update_of(Masters(optimizer, names, self._masters, sources=weights, released=True), False)
-
-    def _update_of(self, masters: Masters, compiled: bool) -> Callable[[Job], Update]:
-        return functools.partial(
-            choose_master_update,
-            masters=masters,
-            count_zeros=self._count_zeros,
-            verbose=self._verbose,
-            compiled=compiled,
-        )
-
-    @property
-    def release_refusal(self) -> str | None:
-        if self._masters.rounding == "stochastic":
-            return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
-        return None
 
     def configure(
         self,

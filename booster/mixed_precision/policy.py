@@ -176,6 +176,24 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
             yield param.grad
 
 
+class Conversion(Protocol):
+    """Layers of another kind in place of a model's own, swapped before it is placed; any precision may hold one."""
+
+    def runs(self, device: torch.device) -> bool:
+        """Whether `device` computes in such layers, and does not emulate them; raises ValueError where it may do neither."""
+
+    def policy(
+        self, model: nn.Module, policy: DtypePolicy, device: torch.device, keep_fp32: Iterable[KeepFP32]
+    ) -> DtypePolicy:
+        """Return the policy of `model`, which is not changed yet, once it is converted; raises ValueError if it cannot be.
+
+        policy: what it is otherwise. keep_fp32: which modules are to compute in float32, and stay as they are.
+        """
+
+    def convert(self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32]) -> None:
+        """Swap the layers of `model`, in place, for those of `device`."""
+
+
 @runtime_checkable
 class Placement(Protocol):
     """What a strategy asks of a parallelism, which it knows by nothing else. Every `booster.plugin.Plugin` is one."""

@@ -18,7 +18,7 @@ PRECISIONS = {
     "fp32": lambda: make("fp32"),
     "bf16": lambda: make("bf16"),
     "fp16": lambda: make("fp16"),
-    "bf16, 8bit": lambda: make("bf16").with_states("8bit"),
+    "bf16, 8bit": lambda: make("bf16").with_kept(states="8bit"),
     "bf16_naive": lambda: BF16NaiveMixedPrecision(),
     "bf16_naive, separate": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
     "bf16_naive, split24, 8bit": lambda: BF16NaiveMixedPrecision(master_weights="split24", states="8bit"),

@@ -18,7 +18,11 @@ from booster import Booster
 from booster.mixed_precision import (
     FP32,
     BF16MixedPrecision,
+    BF16NaiveMixedPrecision,
     FP8MixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
     Int8MixedPrecision,
     LowPrecision,
     MixedPrecision,
@@ -26,10 +30,12 @@ from booster.mixed_precision import (
     NVFP4MixedPrecision,
     TF32MixedPrecision,
 )
+from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.hardware import sums_int8_exactly
 from booster.mixed_precision.low_precision import kernels, self_check
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, product, rotated
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
+from booster.mixed_precision.low_precision.strategy import LinearConversion
 from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
 
 RECIPES = {
@@ -364,7 +370,7 @@ def test_the_table_of_hardware_says_what_precisions_do_there(monkeypatch, hardwa
     capabilities = [tuple(map(int, each.split("."))) for each in re.findall(r"\d+\.\d", hardware)]
     monkeypatch.setattr(torch.version, "hip", "6.4" if hardware == "AMD" else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: hardware)
-    monkeypatch.setattr(BF16MixedPrecision, "bind", MixedPrecision.bind)  # it asks the device itself
+    monkeypatch.setattr(HalfPrecision, "bind", MixedPrecision.bind)  # it asks the device itself
     for capability in capabilities or [(9, 9)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         device = torch.device("cpu" if hardware == "CPU" else "cuda:0")
@@ -531,6 +537,50 @@ def test_keep_says_what_stays_wide(keep, expected, caplog):
     assert line.startswith(f"fp8 tensorwise: {len(expected)} linear layers of Net converted; wide stay: ")
     assert "odd (32 -> 30, no multiples of 16)" in line
     assert ("embed (the first)" in line) == (keep is None)
+
+
+@pytest.mark.parametrize(
+    ("around", "options"),
+    [
+        (BF16MixedPrecision, {}),
+        (BF16NaiveMixedPrecision, {"weights": "bf16"}),
+        (MixedPrecision, {"compute_dtype": torch.float32}),
+    ],
+)
+def test_a_low_precision_is_the_precision_around_its_layers_and_a_conversion(around, options):
+    precision = around()
+    precision.conversion = LinearConversion(
+        FP8_RECIPES["rowwise"], emulate=True, dtype=options.get("compute_dtype", torch.bfloat16)
+    )
+    low = FP8MixedPrecision("rowwise", emulate=True, **options)
+    mine, theirs = boosted(precision), boosted(low)
+    assert converted(mine[1]) == converted(theirs[1]) == INNER
+    assert train(mine) == train(theirs)
+    for one, two in zip(mine[1].parameters(), theirs[1].parameters(), strict=True):
+        assert one.dtype == two.dtype
+        assert torch.equal(one, two)
+    assert precision.is_rehearsal
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        FP16TorchMixedPrecision,
+        FP16NaiveMixedPrecision,
+        *(lambda n=n: FP16ApexMixedPrecision(f"O{n}") for n in range(3)),
+    ],
+    ids=["fp16", "fp16_naive", "O0", "O1", "O2"],
+)
+def test_any_other_precision_may_hold_a_conversion_too(make):
+    precision, plain = make(), boosted(make())
+    precision.conversion = LinearConversion(INT8_RECIPE, emulate=True, keep=(), dtype=torch.float16)
+    run = boosted(precision)
+    assert converted(run[1]) == INNER
+    assert converted(plain[1]) == []
+    of_low, of_plain = train(run, steps=20), train(plain, steps=20)
+    assert of_low != of_plain
+    assert of_low[-1] < of_low[0] / 2
+    assert of_low == pytest.approx(of_plain, rel=0.1)
 
 
 def test_a_rehearsal_says_so_once(caplog):
@@ -767,6 +817,10 @@ class Wide(nn.Linear):
         ),
         (Int8MixedPrecision(), "Int8MixedPrecision(device='cpu')"),
         (Int8MixedPrecision().keeping(["norm"]), "Int8MixedPrecision(keep_fp32=('norm',), device='cpu')"),
+        (
+            FP8MixedPrecision(emulate=True).keeping(["norm"]),
+            "FP8MixedPrecision(recipe='tensorwise', emulate=True, keep_fp32=('norm',), device='cpu')",
+        ),
         (TF32MixedPrecision(emulate=True), "TF32MixedPrecision(emulate=True, device='cpu')"),
         (FP32(products="bfloat16"), "FP32(products='bfloat16', device='cpu')"),
         (FP32(), "FP32(device='cpu')"),

@@ -112,7 +112,7 @@ def assert_same(a, b):
 def test_on_a_cpu_every_precision_trains_to_the_same_bits_and_states_stay_where_they_are(name):
     make = {**WIDE, **NAIVE}[name]
     plain, offloaded = Run(make()), Run(make(), offload_states=True)
-    assert offloaded.booster.precision.offloads_states
+    assert offloaded.booster.precision.kept.offload
     assert plain.train(4, poison=[2]) == offloaded.train(4, poison=[2])
     assert_same(plain, offloaded)
     own = [value for state in offloaded.inner.state.values() for value in state.values()]
@@ -308,7 +308,7 @@ def test_a_precision_with_an_update_of_its_own_is_refused_when_the_booster_is_ma
 
 def test_every_other_precision_takes_it():
     for name in sorted(set(available()) - {"fp16_apex"}):
-        assert make(name).offloading_states().offloads_states
+        assert make(name).with_kept(offload=True).kept.offload
 
 
 # ---------------------------------------------------------------------- what it takes of memory

@@ -92,7 +92,7 @@ def test_what_a_booster_measures_is_what_was_estimated():
     expected = booster.estimate_memory(model, optimizer, batch, criterion)
     assert (
         expected.states
-        == estimate(model, optimizer, batch, criterion, precision=make("bf16").with_states("8bit")).states
+        == estimate(model, optimizer, batch, criterion, precision=make("bf16").with_kept(states="8bit")).states
     )
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, criterion)
     booster.backward(criterion(model(batch[0]), batch[1]), optimizer)
@@ -256,13 +256,13 @@ def test_states_are_given_once_and_legal():
         Booster("cpu", states="4bit")
     precision = BF16NaiveMixedPrecision(states="8bit")
     assert Booster("cpu", precision, states="8bit").precision is precision
-    assert Booster("cpu", "bf16_naive", states="8bit").precision.master_options.states == "8bit"
+    assert Booster("cpu", "bf16_naive", states="8bit").precision.kept.states == "8bit"
     plain = BF16MixedPrecision()
-    assert Booster("cpu", plain, states="8bit").precision.states == "8bit"
-    assert plain.states == "fp32"
+    assert Booster("cpu", plain, states="8bit").precision.kept.states == "8bit"
+    assert plain.kept.states == "fp32"
     for given in (BF16NaiveMixedPrecision(), Int8MixedPrecision(emulate=True)):
-        assert Booster("cpu", given, states="8bit").precision.states == "8bit"
-        assert given.states == "fp32"
+        assert Booster("cpu", given, states="8bit").precision.kept.states == "8bit"
+        assert given.kept.states == "fp32"
 
 
 def test_a_precision_with_an_update_of_its_own_refuses_packed_states():

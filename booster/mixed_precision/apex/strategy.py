@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,11 +124,13 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return self.options.model_dtype
 
     def policy_for(self, model: nn.Module) -> DtypePolicy:
-        if self.options.keep_batchnorm_fp32 and self.policy.param not in (None, torch.float32):
-            if is_affine_batch_norm("", bare(model)):
-                return DtypePolicy(param=torch.float32, output=self.policy.output)
-            return half_policy(model, self.policy.param, keep_fp32=is_affine_batch_norm, output=self.policy.output)
-        return self.policy
+        policy = super().policy_for(model)
+        if not self.options.keep_batchnorm_fp32 or policy.param in (None, torch.float32):
+            return policy
+        if is_affine_batch_norm("", bare(model)):
+            return dataclasses.replace(policy, param=torch.float32)
+        half = half_policy(model, policy.param, keep_fp32=is_affine_batch_norm, output=policy.output)
+        return dataclasses.replace(policy, keep_fp32=half.keep_fp32)
 
     def check(self, model: nn.Module) -> None:
         for kind, tensors in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -149,7 +152,7 @@ class FP16ApexMixedPrecision(MixedPrecision):
     def convert(self, model: nn.Module) -> nn.Module:
         if self.policy.param == torch.float16:
             save_in_float32(bare(model))
-        return model
+        return super().convert(model)
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         return ApexModel(placed, self, input_dtype=self.input_dtype)
@@ -190,6 +193,11 @@ class FP16ApexMixedPrecision(MixedPrecision):
         if self._real is not None and self._o1.registers:
             raise RuntimeError(
                 "functions are registered with this strategy, and the real apex.amp would not cast their arguments; use "
+                "backend='native'"
+            )
+        if self._real is not None and self.conversion is not None:
+            raise RuntimeError(
+                "this strategy holds a conversion, and the real apex.amp casts functions that such layers do not call; use "
                 "backend='native'"
             )
         if self._real is None:

@@ -1,0 +1,134 @@
+"""What computes in a half dtype: on float32 weights under autocast, or on half weights throughout."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.masters.options import MasterOptions
+from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.half_products import HalfProducts
+from booster.mixed_precision.keep_fp32 import KeptModules, compute_in_fp32
+from booster.mixed_precision.new_tensors import NewTensors
+from booster.mixed_precision.policy import DtypePolicy, Placement, half_policy
+from booster.model.meta import arrive
+from booster.model.modules import bare
+from booster.tensors.cast_regions import both
+from booster.tensors.trees import HALF_DTYPES
+
+
+class HalfPrecision(MixedPrecision):
+    """Which of the two it is, the policy says: `compute` is the dtype of autocast's products, `param` that of half weights.
+
+    Base of autocast's precisions, of those with half weights, and of low precisions, whose other layers are one or the other.
+    """
+
+    half_products: HalfProducts
+    _cache_enabled = True  # of autocast
+    _new_tensors: torch.dtype | None = None  # dtype of those that a forward makes without saying which
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.policy.param
+
+    def bind(self, device: torch.device) -> None:
+        super().bind(device)
+        if device.type != "cuda" or torch.bfloat16 not in (self.policy.compute, self.policy.param):
+            return
+        natively = self.policy.compute is not None
+        with torch.cuda.device(device):
+            runs = torch.cuda.is_bf16_supported(including_emulation=not natively)
+        if runs:
+            return
+        name = torch.cuda.get_device_name(device)
+        if natively:
+            raise ValueError(f"{name} only emulates bfloat16, slowly; use mixed_precision='fp16' or 'fp32'")
+        raise ValueError(f"bfloat16 does not run on {name}; use mixed_precision='fp16_naive' or 'fp32'")
+
+    def keeping(self, names: Iterable[str]) -> HalfPrecision:
+        clone = copy.deepcopy(self)
+        clone._device, clone._keep_fp32 = None, (*self._keep_fp32, *names)
+        return clone
+
+    def policy_for(self, model: nn.Module) -> DtypePolicy:
+        policy = super().policy_for(model)
+        if policy.param is None:
+            return policy
+        half = half_policy(model, policy.param, keep_fp32=self._keep_fp32, output=policy.output)
+        return dataclasses.replace(policy, keep_fp32=half.keep_fp32, store=self._store)
+
+    def check(self, model: nn.Module) -> None:
+        if self.policy.compute is None:
+            return
+        half = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF_DTYPES]
+        if half:
+            shown = ", ".join(half[:10]) + (f" and {len(half) - 10} more" if len(half) > 10 else "")
+            naive = "fp16_naive" if self.policy.compute == torch.float16 else "bf16_naive"
+            raise ValueError(
+                f"{type(self).__name__} trains float32 parameters, but these trainable ones are in half precision: {shown}. "
+                f"{_cure(model, naive)}"
+            )
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        model = super().convert(model)
+        if self._keep_fp32 and self.policy.compute is not None:
+            inner = bare(model)  # names as the user knows them, also in a compiled model
+            for name in KeptModules(inner, self._keep_fp32).names:
+                compute_in_fp32(inner.get_submodule(name), self.device.type)
+        return model
+
+    def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
+        if self.policy.param is None or (placement.stores_float32 and self._store is None):
+            return {}
+        arrive(model, self.device)
+        placement.synchronise(model)
+        wide = (torch.float32, torch.float64)
+        return {
+            name: param.detach()  # keeps the storage that casting takes from the parameter
+            for name, param in bare(model).named_parameters()
+            if param.requires_grad and param.dtype in wide
+        }
+
+    def masters_on(self, device: torch.device) -> MasterOptions | None:
+        return super().masters_on(device) if self.policy.param is None else self.kept
+
+    @property
+    def _store(self) -> torch.dtype | None:
+        # Where a plugin shards, float32 shards are the masters, unless another form of them was asked for by name.
+        return self.policy.param if self.kept.master_weights in ("split", "split24", "none") else None
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        device_type, compute = "cpu" if self._device is None else self._device.type, self.policy.compute
+        products = self.half_products.forward_context(device_type)
+        if compute is not None:
+            autocast = torch.autocast(device_type, compute, cache_enabled=self._cache_enabled)
+            return autocast if products is None else both(autocast, products)
+        inner = products or nullcontext()
+        return both(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
+
+    def backward_context(self) -> AbstractContextManager[Any]:
+        inner = self.half_products.backward_context("cpu" if self._device is None else self._device.type)
+        return both(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
+
+
+def _cure(model: nn.Module, naive: str) -> str:
+    """What to do about trainable half parameters of `model`: without wide copies of those that are frozen, if most are."""
+    sizes = {True: 0, False: 0}
+    for param in model.parameters():
+        sizes[param.requires_grad] += param.numel()
+    if sizes[False] > sizes[True]:
+        return (
+            "Most weights are frozen, as under LoRA, and may stay half: cast what trains, with `for p in filter(lambda p: "
+            "p.requires_grad, model.parameters()): p.data = p.data.float()`, or use "
+            f"mixed_precision={naive!r}, which keeps float32 masters of it"
+        )
+    return (
+        f"Use mixed_precision={naive!r}, which keeps float32 masters of half weights, or load the model in float32 with "
+        "model.float()"
+    )
