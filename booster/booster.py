@@ -447,6 +447,35 @@ class Booster:
             replay = self._replay(forward, optimizers, replayed_scale(optimizers))
             return diagnose(replay, group=self.plugin.group, device=self.device)
 
+    def capturable(self, train_step: Callable[..., Any], *example_batch: Any) -> list[str]:
+        """Run a whole training step and return what in it keeps a CUDA graph from being made of it, `path/file.py:LINE: what`.
+
+        Empty where nothing does. No GPU is needed: boosted optimizers decide as they would on one, so what is listed is what
+        a GPU would be waited for, found by running: `.item()`, `float(loss)`, an `if` on a tensor, printing, masks as indices;
+        in helpers too; with the line of the user's statement. Besides, what a graph would do again with the numbers of its
+        capture: options of a group written by Python, as by a scheduler that was not boosted, and copies of numbers to the
+        device. Tensors that are made without naming a device lie on the host, and cost nothing to read.
+
+        train_step: called with the batch, on the device: forward, `backward`, clip, `optimizer.step()`, `scheduler.step()`,
+        `zero_grad`. It runs once, or twice where an optimizer has no states yet. Weights, states, gradients, loss scales,
+        schedules and random states are afterwards what they were, also where it raises; what it does besides, such as
+        appending to a list, it does. No line is written to a record. Costs a copy of all that training changes.
+        """
+        from booster.capture.trial import reads_of
+        from booster.data.boosted import to_device
+
+        arguments.function("train_step", train_step, "a function that makes one training step of a batch")
+        roots, optimizers = (
+            self._boosted.wrappers() + list(self._boosted.criteria),
+            list(self._boosted.optimizers.values()),
+        )
+        if not optimizers:
+            raise RuntimeError(
+                "capturable() came before boost(): there is no boosted optimizer whose step could be looked at"
+            )
+        with nullcontext() if self._watcher is None else self._watcher.tape.paused():
+            return reads_of(train_step, to_device(example_batch, self.device), roots, optimizers)
+
     @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
         """What skipped steps were diagnosed as, with `Booster(diagnose=...)`, the latest last."""

@@ -1,0 +1,129 @@
+"""A training step on trial: what it would read of a device, found by running it; afterwards all is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from booster.capture.kept import Kept, schedules_of
+from booster.capture.reads import Reads, origin_of
+from booster.ground.torch_internals import compiler_is_loaded
+from booster.interface.optimizer import OptimizerWrapper
+from booster.masters.update import DeviceMasterUpdate, MasterUpdate
+from booster.update.base import Job, Update
+from booster.update.choice import on_device
+from booster.update.device import DeviceUpdate
+from booster.update.fused import honours_grad_scale
+from booster.update.host import HostUpdate
+from booster.update.outcome import UpdateOptions
+
+
+def reads_of(
+    train_step: Callable[..., Any], batch: Sequence[Any], roots: Sequence[Any], optimizers: Sequence[OptimizerWrapper]
+) -> list[str]:
+    """Run `train_step(*batch)` as on a device, and return what it reads of one, as `path:line: what`; nothing changes.
+
+    roots: what it may change besides `optimizers`, such as boosted models. It runs once, and once before where an optimizer
+    has no states yet, whose first step may read what later ones do not.
+    """
+    for optimizer in optimizers:
+        optimizer.settle()
+        optimizer.wait_for_weights()
+    kept = Kept([*roots, *optimizers, *schedules_of(optimizers)])
+    origin = origin_of(train_step)
+    reads = Reads(kept, origin, _counts_on_host(optimizers))
+    begins = any(not optimizer.unwrap().state for optimizer in optimizers)
+    # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
+    eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
+    try:
+        for optimizer in optimizers:
+            _begin(optimizer)
+        with eager, reads.watched(), _numbers_watched(optimizers, reads):
+            if begins:
+                train_step(*batch)
+                for optimizer in optimizers:
+                    optimizer.settle()
+            reads.on = True
+            try:
+                train_step(*batch)
+            finally:
+                reads.on = False
+    finally:
+        kept.put_back()
+    return list(reads.found)
+
+
+def _begin(optimizer: OptimizerWrapper) -> None:
+    """Have `optimizer` decide where a device's would, as before any pass, and nobody listen."""
+    update = decided_on_device(optimizer._update)
+    optimizer._update = update
+    update.listeners = []
+    update.forget_gradients()
+    for param in (param for group in optimizer.unwrap().param_groups for param in group["params"]):
+        param.grad = None
+
+
+def decided_on_device(update: Update) -> Update:
+    """Return the update that an optimizer of parameters on a GPU would have in the place of `update`, on the same masters."""
+    optimizer = update.optimizer
+    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
+    fits = honours_grad_scale(optimizer) and len(devices) == 1 and update.release is None
+    kind = type(update)
+    if not fits or kind not in (HostUpdate, MasterUpdate):
+        return update
+    job = on_device(
+        Job(
+            optimizer=optimizer,
+            scaler=update.scaler,
+            names=update.names,
+            group=update._group,
+            shards=update.shards,
+            options=UpdateOptions(skip_nonfinite=update._skip_nonfinite),
+            switched=update.kernel.switched,
+        ),
+        next(iter(devices)),
+    )
+    if not isinstance(update, MasterUpdate):
+        return DeviceUpdate(job)
+    if update.reports_on_the_host or update._half_norms is not None:
+        return update
+    return DeviceMasterUpdate(job, masters=update.masters)
+
+
+def _counts_on_host(optimizers: Sequence[OptimizerWrapper]) -> list[torch.Tensor]:
+    """Return states that lie on the host on every machine: step counts of optimizers that read them there."""
+    found = []
+    for optimizer in map(OptimizerWrapper.unwrap, optimizers):
+        if not honours_grad_scale(optimizer) and not any(group.get("capturable") for group in optimizer.param_groups):
+            states = [value for own in optimizer.state.values() for value in own.values()]
+            found += [value for value in states if isinstance(value, torch.Tensor) and value.dim() == 0]
+    return found
+
+
+class _Group(dict[str, Any]):
+    """A group of parameters that tells who writes an option of it."""
+
+    def __init__(self, group: dict[str, Any], index: int, reads: Reads) -> None:
+        super().__init__(group)
+        self._index, self._reads = index, reads
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key != "params" and self.get(key) is not value:
+            self._reads.note_written(key, self._index)
+        super().__setitem__(key, value)
+
+
+@contextmanager
+def _numbers_watched(optimizers: Sequence[OptimizerWrapper], reads: Reads) -> Iterator[None]:
+    """Inside, options that are written in groups of `optimizers` are noted: a graph would read them as they were."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in map(OptimizerWrapper.unwrap, optimizers):
+            groups = optimizer.param_groups
+            before = list(groups)
+            groups[:] = [_Group(group, index, reads) for index, group in enumerate(groups)]
+            stack.callback(groups.__setitem__, slice(None), before)
+        yield
