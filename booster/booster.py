@@ -697,7 +697,8 @@ class Booster:
         """Rows of `tensor` from all data-parallel ranks, on every rank; a collective.
 
         dataloader: the boosted loader that the rows were computed from, batch by batch or over a whole epoch: the rows
-        come in dataset order, without those that the sampler repeated to divide the dataset evenly.
+        come in the order in which the loader deals them, the dataset's unless it shuffles, without those that the sampler
+        repeated to divide the dataset evenly.
         """
         return collectives.gather(tensor, group=self.plugin.data_parallel_group, padding_from=dataloader)
 

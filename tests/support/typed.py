@@ -40,9 +40,9 @@ STRICT = ("--strict", "--allow-redefinition-new", "--local-partial-types", "--fo
 
 
 def readme() -> str:
-    """The program of README's ten lines."""
+    """The whole script of README."""
     text = (ROOT / "README.md").read_text()
-    return text[text.index("## Ten lines") :].split("```python\n", 1)[1].split("```", 1)[0]
+    return text[text.index("## A whole script") :].split("```python\n", 1)[1].split("```", 1)[0]
 
 
 def check(*programs: str) -> tuple[int, str]:

@@ -8,6 +8,9 @@ import cli_page
 import pytest
 from pages import ROOT
 
+from booster import Booster, StepResult
+from booster.interface.optimizer import OptimizerWrapper
+
 DOCS = ROOT / "docs"
 # Where names are public: what these export is in the reference.
 MODULES = [
@@ -22,6 +25,16 @@ MODULES = [
     "booster.plugin.tensor_parallel",
 ]
 PARTS = {"booster.mixed_precision", "booster.nn", "booster.plugin", "booster.__version__"}  # no entries of their own
+BOOSTERS_OWN = {name for name in vars(Booster) if not name.startswith("_")} - {"plugin", "memory"}
+# Pages that show users what to write: not those of design, nor that of mistakes.
+SPOKEN = [
+    ROOT / "README.md",
+    *(
+        page
+        for page in sorted(DOCS.rglob("*.md"))
+        if page.stem not in ("design", "mistakes") and page.parent.name != "design"
+    ),
+]
 MADE = {"changes.md", "contributing.md"}  # by docs/site/hooks.py, from files beside docs/
 
 
@@ -36,6 +49,30 @@ def test_the_menu_has_every_page_once() -> None:
     named = re.findall(r": ([\w./-]+\.md)$", menu, re.MULTILINE)
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert sorted(named) == sorted(pages | MADE)
+
+
+def test_menu_and_page_say_the_same_words() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+    for words, name in re.findall(r'^ *- "?([^"\n]+?)"?: ([\w./-]+\.md)$', menu, re.MULTILINE):
+        if name not in MADE:
+            title = re.search(r"^# (.+)$", (DOCS / name).read_text(), re.MULTILINE)
+            assert title is not None, name
+            assert title[1] == words, name
+
+
+@pytest.mark.parametrize("page", SPOKEN, ids=lambda path: path.stem)
+def test_what_a_page_calls_is_there(page: Path) -> None:
+    """`b` is the Booster on every page, `optimizer` what boost returned, and `result` what its step returned."""
+    text = page.read_text()
+    owners: dict[str, type] = {"b": Booster}
+    if page.parent.name != "migration":  # whose left columns are the calls of others
+        owners |= {"optimizer": OptimizerWrapper, "result": StepResult}
+    for name, owner in owners.items():
+        fields = {"precision", "plugin", "device"} | set(getattr(owner, "__dataclass_fields__", ()))
+        called = re.findall(rf"(?<![\w.]){name}\.([a-z_]+)", text)
+        assert [each for each in called if each not in fields and not hasattr(owner, each)] == []
+    if page.name != "troubleshooting.md":  # which quotes messages
+        assert [each for each in re.findall(r"(?<![\w./])booster\.([a-z_]+)\(", text) if each in BOOSTERS_OWN] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
