@@ -61,6 +61,7 @@ docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 	$(DOCS)/bin/codespell
 	$(DOCS)/bin/python docs/site/prose.py
+	$(DOCS)/bin/python docs/site/searched.py
 
 # The site of a version goes into the branch gh-pages of this repository, beside those of others; nothing is pushed.
 docs-version: $(DOCS)/.installed

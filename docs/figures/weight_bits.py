@@ -28,8 +28,12 @@ def bits(theme: Theme) -> Figure:
     _row(axes, 0, 0, [("", 1, theme.grey), ("exponent", 8, theme.orange), ("mantissa", 7, theme.blue)], theme)
     _row(axes, 17.2, 0, [("signed difference", 16, theme.green)], theme)
     axes.text(-0.6, 0.4, '"split"', ha="right", va="center")
-    axes.text(8, -0.55, "bfloat16 weight, rounded: the model computes with it", ha="center", color=theme.quiet, fontsize=9)
-    axes.text(25.2, -0.55, "int16, master minus weight: the optimizer adds it", ha="center", color=theme.quiet, fontsize=9)
+    axes.text(
+        8, -0.55, "bfloat16 weight, rounded: the model computes with it", ha="center", color=theme.quiet, fontsize=9
+    )
+    axes.text(
+        25.2, -0.55, "int16, master minus weight: the optimizer adds it", ha="center", color=theme.quiet, fontsize=9
+    )
     for x, target in ((0, 0), (16, 16), (16, 17.2), (32, 33.2)):
         axes.plot([x, target], [1.95, 0.85], color=theme.grey, linewidth=0.8, linestyle=(0, (3, 3)))
     axes.set(xlim=(-4.6, 33.6), ylim=(-1.0, 3.0))
