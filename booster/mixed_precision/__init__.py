@@ -6,7 +6,8 @@ from booster.ground import arguments
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale, StaticScale
 from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecision, FP16TorchMixedPrecision
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
-from booster.mixed_precision.base import FP32, MixedPrecision
+from booster.mixed_precision.base import MixedPrecision
+from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.keep_fp32 import KeptModules, is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.low_precision.strategy import (
     FP8MixedPrecision,

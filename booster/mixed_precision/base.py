@@ -1,4 +1,4 @@
-"""The strategy interface, and the float32 strategy."""
+"""The strategy interface."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,12 +26,11 @@ from booster.masters.options import STATES, MasterOptions
 from booster.masters.packing import States
 from booster.masters.update import choose_master_update
 from booster.mixed_precision.half_products import CHOICES, Choice, HalfProducts
-from booster.mixed_precision.hardware import ONEDNN, missing_on_cpu, switched
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, Placement
-from booster.model.modules import PlacedModule, bare
-from booster.model.params import named_parameters, placed_parameters, rebind
-from booster.shards import Shards
+from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
+from booster.model.modules import bare
+from booster.model.params import named_parameters
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.base import Job, Update
 from booster.update.choice import choose_update
@@ -59,10 +59,18 @@ class MixedPrecision:
     _device: torch.device | None = None
     _update_on_masters: Callable[..., Update] = staticmethod(choose_master_update)
 
+    # ---- what a precision may override: dtypes and models
+
+    def policy_for(self, model: nn.Module) -> DtypePolicy:
+        """The policy that `model` is placed with, where it depends on the model."""
+        if self.conversion is None:
+            return self.policy
+        return self.conversion.policy(model, self.policy, self.device, self._keep_fp32)
+
     @property
-    def device(self) -> torch.device:
-        """Where models under this precision run; the CPU as long as no `Booster` has it."""
-        return self._device or torch.device("cpu")
+    def input_dtype(self) -> torch.dtype | None:
+        """Floating dtype that inputs of the model are cast to; None leaves them."""
+        return None
 
     @property
     def output_dtype(self) -> torch.dtype | None:
@@ -70,15 +78,9 @@ class MixedPrecision:
         return self.policy.output
 
     @property
-    def input_dtype(self) -> torch.dtype | None:
-        """Floating dtype that inputs of the model are cast to; None leaves them."""
+    def products(self) -> str | None:
+        """The format that products of float32 numbers read, where that is not the dtype of their operands."""
         return None
-
-    def policy_for(self, model: nn.Module) -> DtypePolicy:
-        """The policy that `model` is placed with, where it depends on the model."""
-        if self.conversion is None:
-            return self.policy
-        return self.conversion.policy(model, self.policy, self.device, self._keep_fp32)
 
     def bind(self, device: torch.device) -> None:
         """Learn the device; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
@@ -90,37 +92,18 @@ class MixedPrecision:
         if self.conversion is not None:
             self.conversion.runs(device)
 
-    def choose_half_products(self, choice: Choice, device: torch.device) -> None:
-        """Learn how products of halves are to be computed; `Booster` calls it, before `bind`. See `half_products` there.
+    def check(self, model: nn.Module) -> None:
+        """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
 
-        Raises ValueError where the strategy was told otherwise by another `Booster`, and for "float32" where it could not be.
-        """
-        arguments.choice("half_products", choice, CHOICES)
-        products = self.half_products
-        if choice == "float32" and (device.type != "cpu" or (products is None and self._makes_half_products)):
-            own = f"{type(self).__name__} keeps no HalfProducts as its half_products"
-            where = f"the device is {device}" if device.type != "cpu" else own
-            raise ValueError(
-                f"half_products='float32' needs a CPU and a precision that widens, and {where}; leave it out"
-            )
-        if products is None or products.choice == choice:
-            return
-        if self._device is not None:
-            raise ValueError(
-                f"half_products={choice!r}, but this {type(self).__name__} object runs with {products.choice!r} already; make "
-                "another one"
-            )
-        products.choose(choice)
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Swap modules or install hooks; runs before the plugin places the model."""
+        if self.conversion is not None:
+            self.conversion.convert(model, self.device, self._keep_fp32)
+        return model
 
-    @property
-    def _makes_half_products(self) -> bool:
-        return self.policy.compute in HALF_DTYPES or self.policy.param in HALF_DTYPES
-
-    def on(self, device: torch.device) -> MixedPrecision:
-        """A strategy like this one that reckons with `device`, which need not be there or able to run it."""
-        clone = copy.copy(self)
-        clone._device = device
-        return clone
+    def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
+        """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
+        return {}
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A new context for one forward pass; what surrounds it, such as another precision's autocast, was left before."""
@@ -130,14 +113,70 @@ class MixedPrecision:
         """A new context for one backward pass, where activations may be recomputed; likewise."""
         return nullcontext()
 
+    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
+        """The boosted model around a placed one."""
+        return ModelWrapper(placed, self, input_dtype=self.input_dtype)
+
+    # ---- what a precision may override: optimizers
+
     def make_scaler(self) -> LossScaler:
         """A new loss scaler; every boosted optimizer gets its own."""
         return NoScale()
 
+    def check_loss_id(self, loss_id: int) -> None:
+        """Raise unless there is a loss scaler of that number."""
+        if type(loss_id) is not int or loss_id != 0:
+            raise ValueError(
+                f"loss_id={arguments.shown(loss_id)} is not legal; {type(self).__name__} keeps one loss scaler, number 0"
+            )
+
+    def make_update(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool,
+    ) -> Callable[[Job], Update] | None:
+        """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
+
+        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
+        """
+        return self._on_masters(optimizer, names, weights, compiled=compiled)
+
+    def masters_on(self, device: torch.device) -> MasterOptions | None:
+        """What the step of an optimizer goes through for parameters on `device`; None where it steps them as they are."""
+        packs = self.kept.states != "fp32"
+        return self.kept if packs or (self.kept.offload and moves(device)) else None
+
+    def may_fuse(self, optimizer: Optimizer) -> bool:
+        """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
+        in_buckets = self.masters_on(self.device) is not None  # which are float32
+        return in_buckets or has_sound_kernel(optimizer)
+
+    def may_compile(self, optimizer: Optimizer) -> bool:
+        """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""
+        options = self.masters_on(self.device)
+        return options is None or can_compile_masters(optimizer, options)
+
     @property
-    def products(self) -> str | None:
-        """The format that products of float32 numbers read, where that is not the dtype of their operands."""
+    def release_refusal(self) -> str | None:
+        """Why the update cannot step within backward, as release_gradients asks; None: it can."""
+        if self.has_own_update:
+            return f"{type(self).__name__} has an update of its own, which steps all at once"
+        if self.kept.rounding == "stochastic":
+            return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
         return None
+
+    def after_step(self, applied: bool | torch.Tensor) -> None:
+        """Called after every `step()` of an optimizer under this precision, applied or skipped, on every rank alike.
+
+        For what follows the weights: scales of a low format, a history of maxima. Gradients are not recorded inside.
+        applied: whether parameters changed. Where only a device knows it, a 0-dim bool tensor there: `torch.where(applied,
+        new, old)` waits for nothing, `if applied` for the device.
+        """
+
+    # ---- what a precision may override: what is said of it
 
     @property
     def is_rehearsal(self) -> bool:
@@ -158,79 +197,49 @@ class MixedPrecision:
             f"{type(self).__name__} takes no keep_fp32; 'fp16', 'bf16', 'fp16_naive', 'bf16_naive' and the low precisions do"
         )
 
-    def check_loss_id(self, loss_id: int) -> None:
-        """Raise unless there is a loss scaler of that number."""
-        if type(loss_id) is not int or loss_id != 0:
-            raise ValueError(
-                f"loss_id={arguments.shown(loss_id)} is not legal; {type(self).__name__} keeps one loss scaler, number 0"
-            )
-
-    def check(self, model: nn.Module) -> None:
-        """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        """Swap modules or install hooks; runs before the plugin places the model."""
-        if self.conversion is not None:
-            self.conversion.convert(model, self.device, self._keep_fp32)
-        return model
-
-    def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
-        """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
+    def shown_options(self) -> dict[str, str]:
+        """Return, as they are written, the options that tell this precision from others of its class; `repr` shows them."""
         return {}
 
-    def may_fuse(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer`, which holds placed parameters, may be switched to torch's fused kernel."""
-        in_buckets = self.masters_on(self.device) is not None  # which are float32
-        return in_buckets or has_sound_kernel(optimizer)
+    def __repr__(self) -> str:
+        options = {**self.shown_options(), "device": repr(str(self.device))}
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
 
-    def may_compile(self, optimizer: Optimizer) -> bool:
-        """Whether `make_update` can compile the update of `optimizer`, given a compiler; one WARNING says why not."""
-        options = self.masters_on(self.device)
-        return options is None or can_compile_masters(optimizer, options)
-
-    def make_update(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        weights: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        compiled: bool,
-    ) -> Callable[[Job], Update] | None:
-        """What makes the update of `optimizer`, for `OptimizerWrapper`; None means that of parameters without masters.
-
-        names: of the placed parameters. weights: what `keep_weights` gave, by placed parameter. compiled: to be compiled.
-        """
-        return self._on_masters(optimizer, names, weights, compiled=compiled)
-
-    def _on_masters(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[torch.Tensor, str],
-        weights: Mapping[torch.Tensor, torch.Tensor],
-        *,
-        compiled: bool = False,
-        released: bool = False,
-    ) -> Callable[[Job], Update] | None:
-        """As `make_update`. released: it steps within backward, in parts."""
-        options = self.masters_on(self.device)
-        if options is None:
-            return None
-        masters = Masters(optimizer, names, options, sources=weights, compiled=compiled, released=released)
-        return functools.partial(self._update_on_masters, masters=masters, compiled=compiled)
+    # ---- what the library does with it
 
     @property
-    def release_refusal(self) -> str | None:
-        """Why the update cannot step within backward, as release_gradients asks; None: it can."""
-        if self.has_own_update:
-            return f"{type(self).__name__} has an update of its own, which steps all at once"
-        if self.kept.rounding == "stochastic":
-            return "rounding='stochastic' draws its random numbers in the order of parameters, not in that of their gradients"
-        return None
+    def device(self) -> torch.device:
+        """Where models under this precision run; the CPU as long as no `Booster` has it."""
+        return self._device or torch.device("cpu")
 
-    def masters_on(self, device: torch.device) -> MasterOptions | None:
-        """What the step of an optimizer goes through for parameters on `device`; None where it steps them as they are."""
-        packs = self.kept.states != "fp32"
-        return self.kept if packs or (self.kept.offload and moves(device)) else None
+    def on(self, device: torch.device) -> MixedPrecision:
+        """A strategy like this one that reckons with `device`, which need not be there or able to run it."""
+        clone = copy.copy(self)
+        clone._device = device
+        return clone
+
+    def choose_half_products(self, choice: Choice, device: torch.device) -> None:
+        """Learn how products of halves are to be computed; `Booster` calls it, before `bind`. See `half_products` there.
+
+        Raises ValueError where the strategy was told otherwise by another `Booster`, and for "float32" where it could not be.
+        """
+        arguments.choice("half_products", choice, CHOICES)
+        products = self.half_products
+        half = not HALF_DTYPES.isdisjoint((self.policy.compute, self.policy.param))
+        if choice == "float32" and (device.type != "cpu" or (products is None and half)):
+            own = f"{type(self).__name__} keeps no HalfProducts as its half_products"
+            where = f"the device is {device}" if device.type != "cpu" else own
+            raise ValueError(
+                f"half_products='float32' needs a CPU and a precision that widens, and {where}; leave it out"
+            )
+        if products is None or products.choice == choice:
+            return
+        if self._device is not None:
+            raise ValueError(
+                f"half_products={choice!r}, but this {type(self).__name__} object runs with {products.choice!r} already; make "
+                "another one"
+            )
+        products.choose(choice)
 
     def with_kept(self, *, states: States | None = None, offload: bool = False) -> MixedPrecision:
         """A strategy like this one that keeps states of optimizers so, see `MasterOptions`; this one, where it does already.
@@ -265,14 +274,6 @@ class MixedPrecision:
         """Whether `make_update` is a strategy's own."""
         return type(self).make_update is not MixedPrecision.make_update
 
-    def after_step(self, applied: bool | torch.Tensor) -> None:
-        """Called after every `step()` of an optimizer under this precision, applied or skipped, on every rank alike.
-
-        For what follows the weights: scales of a low format, a history of maxima. Gradients are not recorded inside.
-        applied: whether parameters changed. Where only a device knows it, a 0-dim bool tensor there: `torch.where(applied,
-        new, old)` waits for nothing, `if applied` for the device.
-        """
-
     @property
     def step_follower(self) -> Callable[[bool | torch.Tensor], None] | None:
         """`after_step`, or None where a strategy does not override it, so that a step need not tell."""
@@ -295,69 +296,61 @@ class MixedPrecision:
         placement = InProcess() if placement is None else placement
         arguments.instance("placement", placement, Placement, "a booster.plugin.Plugin, or what has its methods")
         options = options or UpdateOptions()
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
+        # check
         if self.half_products is not None:
             self.half_products.settle(self.device, placement.group)
         self.check(model)
         if isinstance(criterion, nn.Module):
             self.check(criterion)
-        before = named_parameters(bare(model))
         policy = self.policy_for(model)
-        if options.release_gradients and optimizer is not None:
+        if options.release_gradients and optimizers:
             policy = dataclasses.replace(policy, release=True)
-        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
         for each in optimizers:
             if (of_masters := self.masters_on(self.device)) is not None:
                 of_masters.check(each)
             if self.kept.offload:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
                 MasterOptions(offload=True).check(each)
-        kept = self.keep_weights(model, placement) if optimizers else {}
-        placed = placement.place(self.convert(model), policy, self.device)
-        boosted = self.wrap_model(placed)
-        boosted_criterion = self._wrap_criterion(criterion, self.device)
-        after = placed_parameters(placed) if optimizers else {}
-        names: dict[torch.Tensor, str] = {param: name for name, param in boosted.named_parameters()}
-        if isinstance(boosted_criterion, ModelWrapper):
-            names |= {param: f"criterion.{name}" for name, param in boosted_criterion.named_parameters()}
-        partial = isinstance(placed, PlacedModule) and placed.is_partial
-        all_kept = [rebind(each, before, after, partial=partial) for each in optimizers]
-        # All before the first is wrapped: together they may settle how parameters are divided.
-        all_shards = [placement.make_shards(each) for each in optimizers]
-        wrapped = []
-        for each, shards, of_rank in zip(optimizers, all_shards, all_kept, strict=True):
-            shards.kept = of_rank
-            wrapped.append(self._wrap_optimizer(each, boosted, dict(names), after, kept, shards, placement, options))
+        # convert
+        before = named_parameters(bare(model))
+        weights = self.keep_weights(model, placement) if optimizers else {}
+        converted = self.convert(model)
+        # place
+        placed = placement.place(converted, policy, self.device)
+        boosted, boosted_criterion = self.wrap_model(placed), self._wrap_criterion(criterion, self.device)
+        # rebind
+        names = tensor_names(boosted, boosted_criterion)
+        rebound = rebind_all(optimizers, before, placed, placement)
+        # wrap
+        wrapped = [self._wrap_optimizer(each, boosted, names, weights, placement.group, options) for each in rebound]
         return boosted, (wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None)), boosted_criterion
 
     def _wrap_optimizer(
         self,
-        optimizer: Optimizer,
+        rebound: Rebound,
         boosted: ModelWrapper,
-        names: dict[torch.Tensor, str],
-        after: Mapping[str, torch.Tensor],
-        kept: dict[str, torch.Tensor],
-        shards: Shards,
-        placement: Placement,
+        names: Mapping[torch.Tensor, str],
+        weights: dict[str, torch.Tensor],
+        group: dist.ProcessGroup | None,
         options: UpdateOptions,
     ) -> OptimizerWrapper:
-        """The boosted optimizer; it takes the weights of its parameters out of `kept`. `after`: placed parameters by name."""
+        """The boosted optimizer; it takes what it steps out of `weights`, which `keep_weights` gave."""
+        optimizer, shards = rebound.optimizer, rebound.shards
         compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
         may_switch = bool(options.fused_optimizer) and not compiled and self.may_fuse(optimizer)
         switched = may_switch and switch_to_fused(optimizer, boosted)
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        own = [name for name in list(kept) if after.get(name) in held]
         with shards.local():
-            names |= {tensor: name for name, param in after.items() for tensor in (param, shards.part_of(param))}
-            shards.names = names
-            weights = {shards.part_of(after[name]): shards.cut(kept.pop(name), after[name]) for name in own}
+            shards.names = named = {**names, **rebound.named_parts()}
+            own = rebound.take(weights)
             if options.release_gradients:
-                make_update = self._on_masters(optimizer, names, weights, released=True)
+                make_update = self._on_masters(optimizer, named, own, released=True)
             else:
-                make_update = self.make_update(optimizer, names, weights, compiled=compiled)
+                make_update = self.make_update(optimizer, named, own, compiled=compiled)
         job = Job(
             optimizer=optimizer,
             scaler=self.make_scaler(),
-            names=names,
-            group=placement.group,
+            names=named,
+            group=group,
             shards=shards,
             options=options,
             switched=switched,
@@ -371,9 +364,21 @@ class MixedPrecision:
             shards.publish()  # masters round the weights of their own part anew, ties not as the cast did
         return wrapper
 
-    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
-        """The boosted model around a placed one."""
-        return ModelWrapper(placed, self, input_dtype=self.input_dtype)
+    def _on_masters(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        *,
+        compiled: bool = False,
+        released: bool = False,
+    ) -> Callable[[Job], Update] | None:
+        """As `make_update`. released: it steps within backward, in parts."""
+        options = self.masters_on(self.device)
+        if options is None:
+            return None
+        masters = Masters(optimizer, names, options, sources=weights, compiled=compiled, released=released)
+        return functools.partial(self._update_on_masters, masters=masters, compiled=compiled)
 
     def _wrap_criterion(
         self, criterion: Callable[..., Any] | None, device: torch.device
@@ -383,53 +388,3 @@ class MixedPrecision:
         if isinstance(criterion, nn.Module):
             return ModelWrapper(criterion.to(device), self)
         return CriterionWrapper(criterion, self)
-
-    def shown_options(self) -> dict[str, str]:
-        """Return, as they are written, the options that tell this precision from others of its class; `repr` shows them."""
-        return {}
-
-    def __repr__(self) -> str:
-        options = {**self.shown_options(), "device": repr(str(self.device))}
-        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
-
-
-class FP32(MixedPrecision):
-    """Models compute in the dtype of their parameters.
-
-    The half inputs of a float32 model, such as the activations of a half model around it, are widened.
-
-    products: "bfloat16" lets oneDNN round what float32 products, convolutions and recurrent layers read to bfloat16, on a CPU
-    where it does so (of x86 those with AMX), and raises ValueError elsewhere; one product is looked at. Sums, and all else,
-    stay in float32. torch's own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and
-    restored after it. It is one for the process: what other threads multiply in the meantime is rounded too. torch multiplies
-    small matrices by itself, in float32. Call `booster.backward`, as always: a bare `loss.backward()` is outside of it.
-    """
-
-    _products: Literal["float32", "bfloat16"] = "float32"
-
-    def __init__(self, *, products: Literal["float32", "bfloat16"] = "float32") -> None:
-        self._products = arguments.choice("products", products, ("float32", "bfloat16"))
-
-    @property
-    def products(self) -> str | None:
-        return None if self._products == "float32" else self._products
-
-    def shown_options(self) -> dict[str, str]:
-        return {} if self._products == "float32" else {"products": repr(self._products)}
-
-    def bind(self, device: torch.device) -> None:
-        super().bind(device)
-        lacks = "" if self._products == "float32" else missing_on_cpu("products in bfloat16", device)
-        if lacks:
-            raise ValueError(f"{lacks}; use FP32(), or mixed_precision='bf16'")
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._products == "float32" else switched(ONEDNN, "bf16")
-
-    def backward_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._products == "float32" else switched(ONEDNN, "bf16")
-
-    def wrap_model(self, placed: nn.Module) -> ModelWrapper:
-        dtypes = {param.dtype for param in placed.parameters()}
-        widens = torch.float32 in dtypes and dtypes.isdisjoint(HALF_DTYPES)
-        return ModelWrapper(placed, self, input_dtype=torch.float32 if widens else None)

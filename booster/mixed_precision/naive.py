@@ -151,29 +151,20 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             states=states,
         )
         arguments.flag("dynamic_grad_scale", dynamic_grad_scale)
-        check_scale_options(
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            hysteresis,
-            min_scale if dynamic_grad_scale else None,
-            max_scale if dynamic_grad_scale else None,
-            initial="initial_scale",
-        )
+        bounds = (min_scale, max_scale) if dynamic_grad_scale else (initial_scale, initial_scale)
+        rule = (growth_factor, backoff_factor, growth_interval, hysteresis)
+        check_scale_options(initial_scale, *rule, *bounds, initial="initial_scale")
         options: dict[str, Any] = {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
             "hysteresis": hysteresis,
         }
-        bounds: dict[str, Any] = {"min_scale": min_scale, "max_scale": max_scale}
         if scale is not None:
-            more = {"initial_scale": initial_scale, "dynamic_grad_scale": dynamic_grad_scale}
-            check_scale(scale, {**more, **options, **bounds}, FP16NaiveMixedPrecision)
-        if not dynamic_grad_scale:
-            bounds = {"min_scale": initial_scale, "max_scale": initial_scale}
-        own = DynamicScale(init_scale=initial_scale, **options, **bounds)
+            first = {"initial_scale": initial_scale, "dynamic_grad_scale": dynamic_grad_scale}
+            given = {**first, **options, "min_scale": min_scale, "max_scale": max_scale}
+            check_scale(scale, given, FP16NaiveMixedPrecision)
+        own = DynamicScale(init_scale=initial_scale, **options, min_scale=bounds[0], max_scale=bounds[1])
         self._scale: LossScaler = own if scale is None else scale
 
     def make_scaler(self) -> LossScaler:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from booster.ground import arguments
 from booster.ground.torch_internals import TorchDispatchMode
-from booster.mixed_precision.base import FP32
+from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.hardware import CUDA, missing, switched
 from booster.number_formats import TF32, round_to
 from booster.tensors.cast_regions import surrounding

@@ -70,7 +70,7 @@ def test_under_a_precision_products_and_the_rest_are_told_apart(case):
 
 
 def test_options_of_float32_and_models_without_a_booster_are_described_too(monkeypatch):
-    monkeypatch.setattr("booster.mixed_precision.base.missing_on_cpu", lambda name, device: "")
+    monkeypatch.setattr("booster.mixed_precision.fp32.missing_on_cpu", lambda name, device: "")
     assert rows(FP32(products="bfloat16"))["body"] == (F32, "bfloat16", F32)
     naive = describe(NaiveAMPModel(Net()))
     assert {row.name: row.computes for row in naive.rows}["body"] == "float16"

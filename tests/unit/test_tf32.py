@@ -221,7 +221,7 @@ def test_products_in_bfloat16_read_rounded_operands_in_both_passes_and_nowhere_e
 
 
 def test_products_in_bfloat16_are_switched_on_in_both_passes_and_off_after_an_error(monkeypatch):
-    monkeypatch.setattr("booster.mixed_precision.base.missing_on_cpu", lambda name, device: "")
+    monkeypatch.setattr("booster.mixed_precision.fp32.missing_on_cpu", lambda name, device: "")
     spy, before = Spy(lambda: on_cpu()[0]), on_cpu()
     booster = Booster("cpu", FP32(products="bfloat16"))
     model, optimizer, *_ = booster.boost(spy, torch.optim.SGD(spy.parameters(), lr=0.1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,30 +22,6 @@ from booster.model.modules import bare
 from booster.tensors.trees import HALF_DTYPES
 
 _DOUBT = "If these options are meant, choose the level that has them: the defaults of each are in `LEVELS`."
-
-
-@dataclass(frozen=True)
-class Level:
-    """What an `opt_level` stands for. brief: the line that its report begins with."""
-
-    brief: str
-    cast_model_type: torch.dtype | None
-    patch_torch_functions: bool
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
-    loss_scale: float | str
-
-
-LEVELS = {
-    "O0": Level("O0:  Pure FP32 training.\n", torch.float32, False, None, False, 1.0),
-    "O1": Level(
-        "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n", None, True, None, None, "dynamic"
-    ),
-    "O2": Level(
-        "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n", torch.float16, False, True, True, "dynamic"
-    ),
-    "O3": Level("O3:  Pure FP16 training.", torch.float16, False, False, False, 1.0),
-}
 
 
 @dataclass(frozen=True)
@@ -73,20 +49,11 @@ class ApexOptions:
 
     def report(self) -> str:
         """The table that apex prints, by its level and after overrides."""
-        level = LEVELS[self.opt_level]
-        defaults = ApexOptions(
-            self.opt_level,
-            level.cast_model_type,
-            level.patch_torch_functions,
-            level.keep_batchnorm_fp32,
-            level.master_weights,
-            level.loss_scale,
-        )
         return "\n".join(
             [
-                f"Selected optimization level {level.brief}",
+                f"Selected optimization level {_BRIEFS[self.opt_level]}",
                 "Defaults for this optimization level are:",
-                *defaults._rows(),
+                *LEVELS[self.opt_level]._rows(),
                 "Processing user overrides (additional kwargs that are not None)...",
                 "After processing overrides, optimization options are:",
                 *self._rows(),
@@ -94,16 +61,21 @@ class ApexOptions:
         )
 
     def _rows(self) -> list[str]:
-        entries = {
-            "enabled": True,
-            "opt_level": self.opt_level,
-            "cast_model_type": self.cast_model_type,
-            "patch_torch_functions": self.patch_torch_functions,
-            "keep_batchnorm_fp32": self.keep_batchnorm_fp32,
-            "master_weights": self.master_weights,
-            "loss_scale": self.loss_scale,
-        }
-        return [f"{name:22} : {value}" for name, value in entries.items()]
+        return [f"{name:22} : {value}" for name, value in {"enabled": True, **asdict(self)}.items()]
+
+
+LEVELS = {
+    "O0": ApexOptions("O0", torch.float32, False, None, False, 1.0),
+    "O1": ApexOptions("O1", None, True, None, None, "dynamic"),
+    "O2": ApexOptions("O2", torch.float16, False, True, True, "dynamic"),
+    "O3": ApexOptions("O3", torch.float16, False, False, False, 1.0),
+}
+_BRIEFS = {
+    "O0": "O0:  Pure FP32 training.\n",
+    "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.\n",
+    "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.\n",
+    "O3": "O3:  Pure FP16 training.",
+}
 
 
 def resolve(
@@ -123,20 +95,12 @@ def resolve(
     """
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True")
-    level = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
-    if level is None:
+    options = LEVELS.get(opt_level) if isinstance(opt_level, str) else None
+    if options is None:
         raise RuntimeError(
             f"Unexpected optimization level {opt_level}. Options are 'O0', 'O1', 'O2', 'O3'. Note that in `O0`, `O1`, etc., "
             "the prefix O is the letter O, not the number zero. Write opt_level='O1'."
         )
-    options = ApexOptions(
-        opt_level,
-        level.cast_model_type,
-        level.patch_torch_functions,
-        level.keep_batchnorm_fp32,
-        level.master_weights,
-        level.loss_scale,
-    )
     if cast_model_type is not None:
         options = replace(options, cast_model_type=_cast_model_type(opt_level, cast_model_type))
     if patch_torch_functions is not None:

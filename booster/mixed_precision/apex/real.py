@@ -21,7 +21,7 @@ from booster.ground.installed import ApexFinding, find_apex
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import LossScaler
-from booster.mixed_precision.base import FP32
+from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.policy import Placement
 from booster.model.params import named_parameters
 from booster.update.backward import BackwardPass
