@@ -145,21 +145,21 @@ class TinySection:
 
     def ways(self) -> Iterator[tuple[str, Callable[[], Step]]]:
         for precision in ("fp32", "bf16", "fp16"):
-            yield f"torch fused, {precision}", partial(self._torch, precision)
-            yield f"again, {precision}", partial(self._torch, precision)
-            yield precision, partial(self._ours, precision)
+            yield f"torch fused, {precision}", partial(self.by_hand, precision)
+            yield f"again, {precision}", partial(self.by_hand, precision)
+            yield precision, partial(self.ours, precision)
             if find_spec("accelerate"):
                 yield f"Accelerate, {precision}", partial(self._accelerate, precision)
             if find_spec("lightning"):
                 yield f"Fabric, {precision}", partial(self._fabric, precision)
         for name, made in NAIVE.items():
-            yield name, lambda made=made: self._ours(made())
+            yield name, lambda made=made: self.ours(made())
 
     def _net(self) -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.ReLU()))).to(self._device)
 
-    def _torch(self, precision: str) -> Step:
+    def by_hand(self, precision: str, *, clip: bool = True) -> Step:
         net = self._net()
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
         scaler = torch.amp.GradScaler(self._device, enabled=precision == "fp16")
@@ -169,17 +169,20 @@ class TinySection:
             with torch.autocast(self._device, dtype, enabled=precision != "fp32"):
                 loss = F.cross_entropy(net(self._x), self._y)
             scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
 
         return step
 
-    def _ours(self, precision: Any) -> Step:
+    def ours(self, precision: Any, *, clip: bool = True, **options: Any) -> Step:
         net = self._net()
-        booster = Booster(self._device, precision, clip_grad_norm=1.0)
+        booster = Booster(
+            self._device, precision, clip_grad_norm=1.0 if clip else 0.0, half_products="native", **options
+        )
         model, optimizer, criterion, *_ = booster.boost(
             net, torch.optim.AdamW(net.parameters(), lr=1e-4), nn.CrossEntropyLoss()
         )

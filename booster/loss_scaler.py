@@ -18,6 +18,7 @@ import torch
 
 from booster.ground import arguments
 from booster.ground.device import HostCopy
+from booster.ground.torch_internals import update_scale_
 
 SMALLEST_SCALE = 2.0**-126  # gradients are multiplied by its inverse, which float32 must hold
 
@@ -171,8 +172,9 @@ class DynamicScale(LossScaler):
     def update(self, found_inf: Any) -> None:
         if found_inf:
             self._growth_tracker = 0
-            self._hysteresis_tracker += 1
-            if self._hysteresis_tracker >= self.hysteresis:
+            if self.hysteresis > 1:  # else there is nothing to count
+                self._hysteresis_tracker += 1
+            if self.hysteresis == 1 or self._hysteresis_tracker >= self.hysteresis:
                 # Not above the present scale: one that was loaded may lie below the minimum.
                 self._scale = max(_float32(self._scale * self.backoff_factor), min(self.floor, self._scale))
             return
@@ -205,7 +207,8 @@ class DynamicScale(LossScaler):
         out of range.
         """
         scale, growth, hysteresis = _read_state(state)
-        self._scale, self._growth_tracker, self._hysteresis_tracker = scale, growth, hysteresis
+        self._scale, self._growth_tracker = scale, growth
+        self._hysteresis_tracker = hysteresis if self.hysteresis > 1 else 0
 
 
 # What `DeviceScale` takes from a DynamicScale as it is, or does in tensors in its place.
@@ -236,6 +239,11 @@ class DeviceScale(LossScaler):
     def __init__(self, host: DynamicScale, device: torch.device) -> None:
         self._options = host
         self._device = device
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
+        self._growth, self._backoff = (
+            torch.tensor(factor, dtype=torch.float64, device=device)
+            for factor in (host.growth_factor, host.backoff_factor)
+        )
         self.tensor: torch.Tensor
         self._growth_tracker: torch.Tensor
         self._hysteresis_tracker: torch.Tensor
@@ -256,7 +264,7 @@ class DeviceScale(LossScaler):
     @property
     def trackers(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Clean steps since the scale last moved, and overflows since it last grew, int64."""
-        return self._growth_tracker, self._hysteresis_tracker
+        return self._growth_tracker.to(torch.int64), self._hysteresis_tracker
 
     @property
     def rule(self) -> tuple[float, ...]:
@@ -270,21 +278,32 @@ class DeviceScale(LossScaler):
         self.tensor, self._growth_tracker, self._hysteresis_tracker = scale, growth, hysteresis
 
     def update(self, found_inf: torch.Tensor) -> None:
-        options = self._options
-        found = found_inf.reshape(()) > 0
-        hysteresis = self._hysteresis_tracker + found
-        growth = torch.where(found, 0, self._growth_tracker + 1)
+        # On a device each line is a launch, and so is each number that is not there.
+        options, before, found = self._options, self.tensor, found_inf.reshape(())
+        if self._as_torch:
+            clean, self.tensor = self._growth_tracker.to(torch.int32), before.clone()
+            update_scale_(
+                self.tensor, clean, found, options.growth_factor, options.backoff_factor, options.growth_interval
+            )
+            self.tensor.clamp_min_(SMALLEST_SCALE)
+            self._growth_tracker = clean
+            return
+        found = found > 0
+        growth = torch.where(found, self._zero, self._growth_tracker.to(torch.int64) + 1)
         grows = growth >= options.growth_interval
-        backed_off = (self.tensor.double() * options.backoff_factor).float()
-        backed_off = backed_off.clamp_min(options.floor).minimum(self.tensor)
-        grown = (self.tensor.double() * options.growth_factor).float()
+        backed_off = _times(before, self._backoff).clamp_min_(options.floor).minimum(before)
+        grown = _times(before, self._growth)
         if options.max_scale is not None:
-            grown = grown.clamp_max(options.max_scale).maximum(self.tensor)
-        grown = torch.where(grown.isfinite(), grown, self.tensor)
-        scale = torch.where(found & (hysteresis >= options.hysteresis), backed_off, self.tensor)
-        self.tensor = torch.where(grows, grown, scale)
-        self._growth_tracker = torch.where(grows, 0, growth)
-        self._hysteresis_tracker = torch.where(grows, 0, hysteresis)
+            grown = grown.clamp_max_(options.max_scale).maximum(before)
+        else:
+            grown = torch.where(grown < math.inf, grown, before)
+        backs_off = found
+        if options.hysteresis > 1:
+            hysteresis = self._hysteresis_tracker + found
+            backs_off = found & (hysteresis >= options.hysteresis)
+            self._hysteresis_tracker = torch.where(grows, self._zero, hysteresis)
+        self.tensor = torch.where(grows, grown, torch.where(backs_off, backed_off, before))
+        self._growth_tracker = torch.where(grows, self._zero, growth)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -301,7 +320,17 @@ class DeviceScale(LossScaler):
         scale, growth, hysteresis = _read_state(state)
         self.tensor = torch.tensor(scale, dtype=torch.float32, device=self._device)
         self._growth_tracker = torch.tensor(growth, dtype=torch.int64, device=self._device)
-        self._hysteresis_tracker = torch.tensor(hysteresis, dtype=torch.int64, device=self._device)
+        own = self._options
+        forgiven = hysteresis if own.hysteresis > 1 else 0
+        self._hysteresis_tracker = torch.tensor(forgiven, dtype=torch.int64, device=self._device)
+        bounded = own.min_scale is not None or own.max_scale is not None
+        # Torch's kernel waits for a count that is the interval, and knows neither bounds nor hysteresis.
+        self._as_torch = own.hysteresis == 1 and not bounded and growth < own.growth_interval
+
+
+def _times(scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The float32 `scale` times a float64 `factor`, rounded once."""
+    return torch.mul(scale, factor, out=torch.empty_like(scale))
 
 
 def check_scale(scale: Any, others: Mapping[str, Any], function: Callable[..., Any]) -> None:

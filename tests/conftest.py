@@ -20,6 +20,8 @@ import pytest
 import torch
 from pool import RankPool
 
+from booster.kernels import choice
+
 torch.set_num_threads(1)
 
 if torch.cuda.is_available():
@@ -31,7 +33,17 @@ if torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", metavar="FILE", help="write which precisions passed on which parallelism, as JSON")
+    parser.addoption("--kernels", action="store_true", help="step by Triton kernels wherever they can, interpreted")
     parser.addoption("--resume-out", metavar="FILE", help="write the same of interrupted and resumed runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--kernels"):
+        return
+    if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        raise pytest.UsageError("--kernels needs Triton, and TRITON_INTERPRET=1; `make kernels` has both")
+    choice.TAKEN_BY_TRUE = ("cpu",)
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")  # numpy's, of inf and NaN
 
 
 def pytest_collection_finish() -> None:

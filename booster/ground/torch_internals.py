@@ -241,6 +241,13 @@ def multiply_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, rati
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, ratio)
 
 
+def update_scale_(
+    scale: torch.Tensor, clean: torch.Tensor, found_inf: torch.Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Move a float32 loss scale and its int32 count of clean steps, in place, as GradScaler does; one kernel, no host sync."""
+    torch._amp_update_scale_(scale, clean, found_inf, growth, backoff, interval)
+
+
 def has_kernel(operator: str, dispatch_key: str) -> bool:
     """Return whether `operator` ("aten::...") has a kernel of its own for "CPU" or "CUDA"."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, dispatch_key)

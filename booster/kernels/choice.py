@@ -24,28 +24,35 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 ASKED = "triton"
+TAKEN_BY_TRUE: tuple[str, ...] = ()
+"""Types of devices on which `fused_optimizer=True` takes kernels wherever they can be. None before kernels have run on a GPU, where
+a default that nobody has seen run is the user's risk: `python -m benchmarks.gpu` ends with whether "cuda" may stand here."""
 
 
 def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:
     """Return what makes the update of a job: one that steps by kernels in the place of what `make` makes, where it can be.
 
-    Raises ValueError, by what it makes, where the job's options ask for kernels and there can be none.
+    Where there can be none, what it makes raises ValueError for a job whose options ask for kernels by name; for another there
+    is one INFO line.
     """
     return functools.partial(_made, make)
 
 
 def _made(make: Callable[[Job], Update], job: Job) -> Update:
     update = make(job)
-    if job.options.fused_optimizer != ASKED:
+    asked, device = job.options.fused_optimizer == ASKED, _device(job)
+    if not asked and device.type not in TAKEN_BY_TRUE:
         return update
-    device = _device(job)
-    reason = _refusal(update, job, device)
+    reason = _refusal(update, job, device) or (None if asked else _chosen(job))
     if job.shards.sharded and job.group is not None and agreement.largest(float(reason is not None), job.group):
         reason = reason or "that of another rank cannot be"
     name = type(job.optimizer).__name__
     if reason is None:
         _logger.info("%s is stepped by Triton kernels on %s", name, device.type)
         return _kernel_update(update, on_device(job, device))
+    if not asked:
+        _logger.info("%s is stepped by torch, and not by Triton kernels: %s", name, reason)
+        return update
     raise ValueError(
         f"fused_optimizer={ASKED!r} cannot step this {name} by kernels: {reason}; leave fused_optimizer True, which takes "
         "torch's fused ones"
@@ -90,6 +97,14 @@ def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
     return _refused_groups(job) or _refused_weights(update, job)
 
 
+def _chosen(job: Job) -> str | None:
+    """Return why the optimizer keeps an implementation that its user chose."""
+    for option in () if job.switched else ("foreach", "fused"):
+        if any(group.get(option) is not None for group in job.optimizer.param_groups):
+            return f"it was built with {option}="
+    return None
+
+
 def _refused_groups(job: Job) -> str | None:
     from booster.kernels.rules import rule_of
 
@@ -129,8 +144,6 @@ def _refused_masters(masters: Masters) -> str | None:
 
     if masters.gradient_of is not own_gradient:
         return "its gradients are kept apart from .grad"
-    if masters.hosts or masters.offloads:
-        return "states lie in the host's memory"
     for bucket in masters.buckets:
         if type(bucket.format) not in FORMS:
             return f"half weights are kept in the form {type(bucket.format).__name__}"

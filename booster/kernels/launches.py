@@ -92,7 +92,8 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
     """The rule of `DynamicScale`; writes the scale, float32, and its two trackers."""
     before = tl.load(scale).to(tl.float64)
     found = found.to(tl.int64)
-    passed = tl.load(hysteresis) + found
+    overflows = tl.load(options + 4).to(tl.int64)
+    passed = tl.where(overflows > 1, tl.load(hysteresis) + found, 0)
     clean = tl.where(found != 0, 0, tl.load(growth) + 1)
     grows = clean >= tl.load(options + 3).to(tl.int64)
     backed_off = (before * tl.load(options + 2)).to(tl.float32).to(tl.float64)
@@ -100,8 +101,7 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
     grown = (before * tl.load(options + 1)).to(tl.float32).to(tl.float64)
     grown = tl.maximum(tl.minimum(grown, tl.load(options + 6)), before)
     grown = tl.where(grown < float("inf"), grown, before)
-    forgiven = passed < tl.load(options + 4).to(tl.int64)
-    after = tl.where((found != 0) & (forgiven == 0), backed_off, before)
+    after = tl.where((found != 0) & ((overflows == 1) | (passed >= overflows)), backed_off, before)
     tl.store(out + 6, tl.where(grows, grown, after).to(tl.float32))
     tl.store(words + 4, tl.where(grows, 0, clean))
     tl.store(words + 5, tl.where(grows, 0, passed))

@@ -17,7 +17,7 @@ from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.rules.rule import Rule
 from booster.kernels.states import FULL as FULL_STATE
 from booster.kernels.states import WAYS, StateForm
-from booster.kernels.table import Stretch
+from booster.kernels.table import Stretch, beside, places_of
 from booster.kernels.weights import FORMS, FULL
 from booster.masters.bucket import Bucket
 from booster.masters.packed import Packed
@@ -93,18 +93,12 @@ class Stretches:
             if bucket.whole or of_bucket is None:
                 handle = bucket.handles[index if bucket.whole else 0]
                 own, clock = self._own(bucket.group, handle, weights)
+                self._make_states(bucket, own, names)
                 of_bucket = own, clock, [self._kept(bucket, handle, own, name) for name in names]
             own, clock, kept = of_bucket
             offset = 0 if bucket.whole else piece.offset
-            codes, scales = [], []
-            for value in kept:
-                tensor = value.codes if isinstance(value, Packed) else value
-                codes.append(tensor.data_ptr() + offset * tensor.element_size())
-                there = isinstance(value, Packed) and value.scales is not None
-                scales.append(value.scales.data_ptr() + offset // 32 * 2 if there else 0)
-            behind = 0 if rest is None else rest.data_ptr() + piece.offset * rest.element_size()
-            place = weights.data_ptr(), behind, tuple(codes), tuple(scales), (bucket, kept)
-            self._put(bucket.group, clock, piece.param, piece.start, piece.size, *place)
+            place = weights.data_ptr(), beside(rest, piece.offset), *places_of(kept, offset), (bucket, kept)
+            self._put(bucket.group, clock, piece.param, piece.start, piece.size, *place, piece.offset, offset)
 
     def _put(
         self,
@@ -118,16 +112,31 @@ class Stretches:
         codes: tuple[int, ...],
         scales: tuple[int, ...],
         of: tuple[Bucket, list[Any]] | None,
+        offset: int = 0,
+        states_offset: int = 0,
     ) -> None:
         form = FULL if of is None else FORMS[type(of[0].format)]
         ways = (FULL_STATE,) * len(codes) if of is None else tuple(map(_way, of[1]))
         half = DTYPES[param.dtype]
         names = self._rule.states(self._optimizer.param_groups[group])
         copies = self._shards.copies(param) or 1
-        place = Stretch(
-            param, start, size, weights, rest, codes, scales, clock, form, ways, names, self._flags[group], half, copies
+        place = (
+            param,
+            start,
+            size,
+            weights,
+            rest,
+            codes,
+            scales,
+            clock,
+            form,
+            ways,
+            names,
+            self._flags[group],
+            half,
+            copies,
         )
-        self.all.append(place)
+        self.all.append(Stretch(*place, None if of is None else of[0], offset, states_offset))
 
     def _own(self, group: int, owner: Any, param: torch.Tensor) -> tuple[dict[str, Any], int]:
         """The state of `owner`, a key of the optimizer's, and the index of its clock."""
@@ -160,20 +169,25 @@ class Stretches:
         self._note(own, name, value)
         return value
 
-    def _kept(self, bucket: Bucket, handle: torch.Tensor, own: dict[str, Any], name: str) -> Any:
-        if bucket.whole:
-            return self._state_of(own, name, handle)
-        value = own.get(name)
-        if value is None:
+    def _make_states(self, bucket: Bucket, own: dict[str, Any], names: Sequence[str]) -> None:
+        """Give a flat `bucket` the states that it lacks, zero, where they lie between steps."""
+        missing = [] if bucket.whole else [name for name in names if own.get(name) is None]
+        for name in missing:
             way = None
             if bucket.packing is not None:
                 like = torch.empty(bucket.size, dtype=torch.float32, device="meta")
                 way = bucket.packing.way_of(name, like, bucket)
             if way is None:
-                value = torch.zeros(bucket.size, dtype=torch.float32, device=bucket.device)
+                own[name] = torch.zeros(bucket.size, dtype=torch.float32, device=bucket.device)
             else:
-                value = Packed(way, bucket.size, bucket.device)
-            own[name] = value
+                own[name] = Packed(way, bucket.size, bucket.device)
+        if missing and bucket.host is not None:
+            bucket.host.keep_states(bucket, self._state)
+
+    def _kept(self, bucket: Bucket, handle: torch.Tensor, own: dict[str, Any], name: str) -> Any:
+        if bucket.whole:
+            return self._state_of(own, name, handle)
+        value = own[name]
         if not isinstance(value, Packed) and (value.dtype, value.shape) != (torch.float32, (bucket.size,)):
             raise Unfit(f"the state {name!r} of a bucket is no float32 tensor of its size")
         self._note(own, name, value)

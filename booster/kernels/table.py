@@ -14,9 +14,12 @@ from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
 from booster.kernels.rules.rule import MOST_STATES
 from booster.kernels.states import ABSENT, StateForm
 from booster.kernels.weights import WeightForm
+from booster.masters.packed import Packed
 
-GRADIENT = 2  # the column of its address
+REST, GRADIENT, STATES = 1, 2, 3  # columns: of an address, of another, and the first of the addresses of states
+_ADDRESS = torch.Tensor.data_ptr
 _SIZES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+_NOISE = {FLOAT32: 0, BFLOAT16: 2, FLOAT16: 4}  # bytes of a random number for each element
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class Stretch:
     """Elements `start` to `start + size` of `param` in memory order, and what is stepped with them; addresses are numbers.
 
     codes, scales: of its states, called `names` and kept in `ways`. clock: index of what counts its steps. copies: how
-    many ranks hold it.
+    many ranks hold it. bucket: that it lies in, if any, at `offset`, and its states at `states_offset`.
     """
 
     param: torch.Tensor
@@ -41,13 +44,21 @@ class Stretch:
     flags: int
     half: int
     copies: int
+    bucket: Any = None
+    offset: int = 0
+    states_offset: int = 0
+
+    @property
+    def travels(self) -> bool:
+        """Whether states and rest lie in the host's memory between steps."""
+        return self.bucket is not None and self.bucket.host is not None
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
     """Stretches that one launch updates: `tiles` of them from `first` on, with what is compiled into the kernel.
 
-    names: of their states. by_chance: whether anything is rounded so.
+    names: of their states. by_chance: whether anything is rounded so. bucket: whose stretches these are, where states travel.
     """
 
     first: int
@@ -55,6 +66,7 @@ class Kind:
     names: tuple[str, ...]
     by_chance: bool
     constants: dict[str, Any]
+    bucket: Any = None
 
 
 class Table:
@@ -72,13 +84,27 @@ class Table:
         device: torch.device,
     ) -> None:
         self.device = device
+        apart = {id(each.bucket): place for place, each in enumerate(stretches) if each.travels}
         keyed = [
-            ((each.flags, id(each.form), tuple(map(id, each.ways)), each.names, each.half, dtype), place)
+            (
+                (
+                    apart.get(id(each.bucket), -1),
+                    each.flags,
+                    id(each.form),
+                    tuple(map(id, each.ways)),
+                    each.names,
+                    each.half,
+                    dtype,
+                ),
+                place,
+            )
             for place, (each, dtype) in enumerate(zip(stretches, gradients, strict=True))
         ]
         order = [place for _, place in sorted(keyed)]
         self.order = order
         self.params = [stretches[place].param for place in order]
+        self._stretches = [stretches[place] for place in order]
+        self._placed: dict[Any, list[int]] = {}  # where what moves of a bucket lies in the rows
         rows: list[list[int]] = []
         tiles: list[tuple[int, int]] = []
         self.kinds: list[Kind] = []
@@ -90,7 +116,8 @@ class Table:
                 rows.append(self._row(each, gradients[place], addresses[place]))
             chance = each.form.by_chance or any(way.by_chance for way in each.ways)
             constants = _constants(each, gradients[place])
-            self.kinds.append(Kind(first, len(tiles) - first, each.names, chance, constants))
+            travelling = each.bucket if each.travels else None
+            self.kinds.append(Kind(first, len(tiles) - first, each.names, chance, constants, travelling))
         self.num_tiles = len(tiles)
         self._bytes = sum(map(_bytes, stretches, gradients))
         self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
@@ -123,6 +150,27 @@ class Table:
         self._rows[:, GRADIENT] = torch.tensor([addresses[place] for place in self.order], dtype=torch.int64)
         self.rows = self._there(self._rows)
 
+    def move(self, bucket: Any, rest: torch.Tensor | None, states: Sequence[Any] | None = None) -> None:
+        """In this step `rest` is kept beside the weights of `bucket`, and its states are `states`; None: as they were."""
+        tensors = [] if rest is None else [rest]
+        for value in states or ():
+            tensors += value.tensors if isinstance(value, Packed) else [value]
+        there = list(map(_ADDRESS, tensors))
+        if self._placed.get(bucket) == there:
+            return
+        self._placed[bucket] = there
+        self._rows = self._rows.clone()
+        for row, each in zip(self._rows, self._stretches, strict=True):
+            if each.bucket is bucket:
+                row[REST] = beside(rest, each.offset)
+                if states is not None:
+                    codes, scales = places_of(states, each.states_offset)
+                    row[STATES : STATES + len(codes)] = torch.tensor(codes, dtype=torch.int64)
+                    row[STATES + MOST_STATES : STATES + MOST_STATES + len(scales)] = torch.tensor(
+                        scales, dtype=torch.int64
+                    )
+        self.rows = self._there(self._rows)
+
     def measure(self) -> torch.Tensor:
         """Launch what reads all gradients; returns sums of squares, float64, one for each tile."""
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
@@ -140,6 +188,22 @@ class Table:
         return found
 
 
+def beside(rest: torch.Tensor | None, offset: int) -> int:
+    """The address of what is kept of the element at `offset` of a bucket; 0 for nothing."""
+    return 0 if rest is None else rest.data_ptr() + offset * rest.element_size()
+
+
+def places_of(states: Sequence[Any], offset: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The addresses of codes and of scales of the element at `offset`, a multiple of 32 where there are scales."""
+    codes, scales = [], []
+    for value in states:
+        tensor = value.codes if isinstance(value, Packed) else value
+        codes.append(tensor.data_ptr() + offset * tensor.element_size())
+        there = isinstance(value, Packed) and value.scales is not None
+        scales.append(value.scales.data_ptr() + offset // 32 * 2 if there else 0)
+    return tuple(codes), tuple(scales)
+
+
 def _constants(each: Stretch, dtype: int) -> dict[str, Any]:
     ways = (*each.ways, *(ABSENT,) * (MOST_STATES - len(each.ways)))
     constants = {"FLAGS": each.flags, "LOAD": each.form.load, "STORE": each.form.store, "HALF": each.half}
@@ -149,5 +213,6 @@ def _constants(each: Stretch, dtype: int) -> dict[str, Any]:
 
 
 def _bytes(each: Stretch, dtype: int) -> float:
-    kept = _SIZES[each.half] + each.form.bytes_kept + sum(way.bytes_kept for way in each.ways)
+    beside = _NOISE[each.half] if each.form.noise else each.form.bytes_kept
+    kept = _SIZES[each.half] + beside + sum(way.bytes_kept for way in each.ways)
     return each.size * (2 * _SIZES[dtype] + 2 * kept)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -24,7 +24,8 @@ from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
 from booster.kernels.table import Kind, Table
 from booster.loss_scaler import DeviceScale
-from booster.masters.formats import WEIGHTS
+from booster.masters.bucket import Bucket
+from booster.masters.formats import WEIGHTS, Stochastic
 from booster.masters.masters import Masters
 from booster.masters.packed import Dither
 from booster.masters.update import DeviceMasterUpdate
@@ -37,8 +38,10 @@ from booster.update.outcome import StepFields, StepResult
 
 _logger = logging.getLogger(__name__)
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
+_GROUP = attrgetter("group")  # of a bucket
 _ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _CPU = torch.device("cpu")
+_NOT_ASKED_FOR = torch.full((), float("nan"), dtype=torch.float32, device=_CPU)  # a norm
 _SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
 
 
@@ -59,7 +62,7 @@ class KernelUpdate(DeviceUpdate):
         if asked or norm_type != 2.0 or self.listeners:
             return super().clip_norm(max_norm, norm_type, error_if_nonfinite, asked=asked)
         self._check, self._bound = True, max_norm
-        return torch.full((), float("nan"), dtype=torch.float32)  # which nobody asked for
+        return _NOT_ASKED_FOR
 
     def _collect(self, stretches: Stretches) -> None:
         """Add what is to be stepped. Raises Unfit."""
@@ -151,6 +154,14 @@ class KernelUpdate(DeviceUpdate):
         """What gives random numbers to what is rounded by chance."""
         return None
 
+    def draw(self) -> dict[Bucket, torch.Tensor]:
+        """Make the random numbers of this step of buckets whose weights have one each."""
+        return {}
+
+    def visit(self, table: Table, noise: dict[Bucket, torch.Tensor]) -> Iterator[Bucket]:
+        """Yield each bucket whose states lie on the host while they are on the device and `table` knows where."""
+        return iter(())
+
 
 class KernelMasterUpdate(KernelUpdate, DeviceMasterUpdate):
     """Steps the buckets of masters, and beside them float32 parameters."""
@@ -177,12 +188,31 @@ class KernelMasterUpdate(KernelUpdate, DeviceMasterUpdate):
     def dither(self) -> Dither | None:
         return self.masters.dither
 
+    def draw(self) -> dict[Bucket, torch.Tensor]:
+        return {
+            bucket: bucket.format.noise(bucket.size, bucket.dtype, bucket.device)
+            for bucket in sorted(self._buckets, key=_GROUP)  # the order in which `MasterStep` steps them
+            if isinstance(bucket.format, Stochastic)
+        }
+
+    def visit(self, table: Table, noise: dict[Bucket, torch.Tensor]) -> Iterator[Bucket]:
+        if not self.masters.hosts:
+            return
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        journeys = self._step.journeys(self._buckets)
+        for bucket in sorted(self._buckets, key=_GROUP):
+            if bucket.host is not None:
+                with journeys[bucket.host].here(bucket):
+                    own, names = state[bucket.handles[0]], self.steps.rule.states(groups[bucket.group])
+                    table.move(bucket, noise.get(bucket, bucket.rest), [own[name] for name in names])
+                    yield bucket
+
 
 class _Steps:
     """The launches of one optimizer's steps, and what they need from step to step."""
 
     def __init__(self, rule: Rule, optimizer: Any) -> None:
-        self._rule, self._optimizer = rule, optimizer
+        self.rule, self._optimizer = rule, optimizer
         self._stretches: Stretches | None = None
         self._table: Table | None = None
         self._params: list[torch.Tensor] = []
@@ -196,7 +226,7 @@ class _Steps:
         """Why the last step that was not one of kernels was none."""
 
     def __deepcopy__(self, memo: Any) -> _Steps:
-        return _Steps(self._rule, copy.deepcopy(self._optimizer, memo))  # tables hold addresses
+        return _Steps(self.rule, copy.deepcopy(self._optimizer, memo))  # tables hold addresses
 
     def table(
         self, params: list[torch.Tensor], layout: Any, shards: Any, collect: Callable[[Stretches], None]
@@ -209,7 +239,7 @@ class _Steps:
             stretches = self._stretches
             known = stretches is not None and same(params, self._params) and same(layout, self._layout)
             if not known or not stretches.holds():  # type: ignore[union-attr]
-                stretches = Stretches(self._optimizer, self._rule, shards)
+                stretches = Stretches(self._optimizer, self.rule, shards)
                 collect(stretches)
                 stretches.complete()
                 self._check(params, stretches)
@@ -294,7 +324,7 @@ class _Steps:
         checks: bool,
     ) -> torch.Tensor:
         """Decide and update; returns what was decided."""
-        rule, device = self._rule, table.device
+        rule, device = self.rule, table.device
         rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(rule, self._optimizer.param_groups)]
         carried, pending = _on_device(carried, device), _on_device(pending, device)
         scale = of.scaler if type(of.scaler) is DeviceScale else None
@@ -329,10 +359,20 @@ class _Steps:
         )
         chances = self._chances(table, of.dither)
         divide = carried is not None or pending is not None or bound is not None
-        for kind in table.kinds:
-            if kind.tiles:
-                args = self._arguments(table, kind, single, chances[kind.names])
-                update[(kind.tiles,)](*args, **self._constants(kind, checks=checks, divide=divide))
+
+        def launch(kinds: Iterable[Kind]) -> None:
+            for kind in kinds:
+                if kind.tiles:
+                    args = self._arguments(table, kind, single, chances[kind.names])
+                    update[(kind.tiles,)](*args, **self._constants(kind, checks=checks, divide=divide))
+
+        noise = of.draw()  # memory that lives until the launch
+        for bucket, drawn in noise.items():
+            if bucket.host is None:
+                table.move(bucket, drawn)
+        launch(kind for kind in table.kinds if kind.bucket is None)
+        for bucket in of.visit(table, noise):
+            launch(kind for kind in table.kinds if kind.bucket is bucket)
         increment_version(self._params)
         return out
 
@@ -340,7 +380,7 @@ class _Steps:
         return table.rows, table.tiles, kind.first, table.scalars, out, chances
 
     def _constants(self, kind: Kind, *, checks: bool, divide: bool) -> dict[str, Any]:
-        own = {"RULE": self._rule.body, "CHECKED": checks, "DIVIDE": divide, "enable_fp_fusion": False}
+        own = {"RULE": self.rule.body, "CHECKED": checks, "DIVIDE": divide, "enable_fp_fusion": False}
         return {**kind.constants, **own, "COLUMNS": COLUMNS, "SCALARS": SCALARS, "TILE": TILE}
 
     def _no_chances(self, device: torch.device) -> torch.Tensor:

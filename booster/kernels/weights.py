@@ -14,6 +14,7 @@ import triton.language as tl
 
 from booster.kernels.arithmetic import (
     BF16,
+    bits_of,
     even_bits,
     finite_or_zero,
     half_bits,
@@ -33,17 +34,21 @@ from booster.masters.formats import (
     Split24Float16,
     SplitBFloat16,
     SplitFloat16,
+    Stochastic,
 )
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """load, store: see the module. bytes_kept: of the rest, for an element. by_chance: whether it draws random numbers."""
+    """load, store: see the module. bytes_kept: of the rest, for an element. by_chance: whether it draws random numbers.
+    noise: whether `rest` points to random numbers of its own for each element, made for this step by the format's `noise`.
+    """
 
     load: Any
     store: Any
     bytes_kept: int = 0
     by_chance: bool = False
+    noise: bool = False
 
 
 @triton.jit
@@ -150,6 +155,21 @@ def _store_nearest(weights, rest, offsets, mask, values, chances, HALF: tl.const
 
 
 @triton.jit
+def _store_stochastic(weights, noise, offsets, mask, values, chances, HALF: tl.constexpr):
+    if HALF == BF16:
+        drawn = tl.load(noise.to(tl.pointer_type(tl.int16)) + offsets, mask, 0).to(tl.int32) + 0x8000
+        bits = (plain_bits(values) + drawn) >> 16
+    else:
+        ulp = ulp16(values, 1.0)
+        share = tl.div_rn(tl.abs(values), ulp)
+        below = tl.floor(share)
+        up = tl.ceil((share - below) - tl.load(noise.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0))
+        size = (below + tl.where(up == up, up, 0.0)) * ulp
+        bits = half_bits(tl.where(bits_of(values) < 0, -size, size), HALF)
+    store_half(weights, offsets, mask, bits)
+
+
+@triton.jit
 def _load_kahan(weights, rest, offsets, mask, HALF: tl.constexpr):
     bits = load_half(weights, offsets, mask)
     left = half_number(load_half(rest, offsets, mask), HALF)
@@ -176,6 +196,7 @@ FORMS: dict[type, WeightForm] = {
     Split24BFloat16: WeightForm(_load_split24, _store_split24, 1, by_chance=True),
     Split24Float16: WeightForm(_load_split24, _store_split24, 1, by_chance=True),
     Nearest: WeightForm(_load_nearest, _store_nearest),
+    Stochastic: WeightForm(_load_nearest, _store_stochastic, noise=True),
     Kahan: WeightForm(_load_kahan, _store_kahan, 2),
 }
 """By class of `Format`; a new form is one entry."""

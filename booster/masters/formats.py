@@ -229,14 +229,24 @@ class Stochastic(Nearest):
             self.generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self.generators[device]
 
+    def noise(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the random numbers that the next `write` of so many weights would take, and take them: float32 from [0, 1)
+        for float16, 16 bits less 2**15 for bfloat16, int16."""
+        generator = self.generator(device)
+        if dtype == torch.bfloat16:
+            return torch.empty(size, dtype=torch.int16, device=device).random_(-(2**15), 2**15, generator=generator)
+        return torch.rand(size, generator=generator, dtype=torch.float32, device=device)
+
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         generator = self.generator(values.device)
         if working[0].dtype == torch.bfloat16:
+            plain_nan_(values)
             bits, noise = values.view(torch.int32), spare.view(torch.int32)
             bits.add_(noise.random_(0, 2**16, generator=generator)).bitwise_right_shift_(16)
             torch._foreach_copy_([w.view(torch.int16) for w in working], pieces_like(bits, working))
             return
-        for chunk, ulp in zip(values.split(CHUNK), spare.split(CHUNK), strict=True):
+        size = CHUNK if values.is_cpu else len(values)  # elsewhere numbers depend on how many are drawn at once
+        for chunk, ulp in zip(values.split(size), spare.split(size), strict=True):
             chunk.div_(to_ulp(ulp.copy_(chunk)).copysign_(chunk))  # a positive number of them
             below = chunk.floor()
             # The sum of a number and a chance is rounded, and would reach the next one too often. What is left of the

@@ -160,7 +160,7 @@ class MasterStep:
         what is `restricted` to the group."""
         groups = self.masters.optimizer.param_groups
         scratch = _Scratch(buckets)
-        journeys = self._journeys(buckets) if self.masters.hosts else {}
+        journeys = self.journeys(buckets) if self.masters.hosts else {}
         self._bare = unhooked(type(self.masters.optimizer).step)
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
             with only:
@@ -176,7 +176,7 @@ class MasterStep:
                         self._step_bucket(bucket, scratch, told)
         self.masters.dither.drawn.clear()
 
-    def _journeys(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Journey]:
+    def journeys(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Journey]:
         """Begin to bring what lies on the host, in the order in which `step_those` wants it."""
         travelling: dict[HostMemory, list[Bucket]] = {}
         for bucket in sorted(buckets, key=lambda bucket: bucket.group):

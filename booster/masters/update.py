@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from booster.tensors.trees import HALF_DTYPES
 from booster.update.base import Job
 from booster.update.choice import deciding_device, on_device
 from booster.update.compiled import OWN_CACHE
-from booster.update.device import DeviceUpdate
+from booster.update.device import DeviceUpdate, carried_with
 from booster.update.host import HostUpdate
 from booster.update.outcome import StepResult
 from booster.update.parts import Parts
@@ -165,7 +166,7 @@ class DeviceMasterUpdate(KeepsMasters, DeviceUpdate):
     """
 
     def _decide_and_apply(self) -> StepResult:
-        carried = self._grad_scale
+        carried = partial(carried_with, self._known_scale, self._clip)
         result = super()._decide_and_apply()
         if self._keeps_any():  # whose step writes no gradient
             self._scale = carried

@@ -538,7 +538,7 @@ class Update(ABC):
         norm = measured.total
         if self._factor is not None:
             norm = norm * self._factor
-        if self._scale is not None:
+        if not _same(self._known_scale, 1.0):
             norm = norm / self._scale
         if self._reported_norm is None:
             self._reported_norm = norm

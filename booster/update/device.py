@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from booster.ground.device import HostCopy
 from booster.ground.torch_internals import step_hooks
 from booster.ranks.communicate import communication_device
 from booster.tensors.grads import agree_on, clamp_values, tensor_norms
-from booster.update.base import Update
+from booster.update.base import Job, Update
 from booster.update.fused import honours_grad_scale
 from booster.update.outcome import StepFields, StepResult
 
@@ -33,6 +34,10 @@ class DeviceUpdate(Update):
     """Scale, norms and the decision are 0-dim tensors on the parameters' device."""
 
     decides_on_device = True
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._bounds: dict[float, torch.Tensor] = {}  # what `_Clip` adds to, by what is clipped to
 
     @property
     def device(self) -> torch.device:
@@ -52,8 +57,8 @@ class DeviceUpdate(Update):
 
     def found(self) -> torch.Tensor:
         self._measure_once()
-        finite = [norm.total.isfinite() for norm in self._measured]
-        return (finite[0] if len(finite) == 1 else torch.stack(finite).all()).logical_not().float()
+        found = [_nonfinite(norm.total) for norm in self._measured]
+        return found[0] if len(found) == 1 else torch.stack(found).amax()
 
     def blame(self) -> Callable[[], tuple[str, ...]]:
         measured = list(self._measured)
@@ -92,12 +97,16 @@ class DeviceUpdate(Update):
             return StepResult(True, StepFields(loss_scale=1.0))
         found = self._agreed()
         norm, report = self._reported_norm, self.joint.report()
-        grad_scale = carried / self._pending
+        clip = self._clip
+        if isinstance(clip, _Clip):
+            grad_scale: Any = clip.divisor(carried, self._bounds)
+        else:
+            grad_scale = carried if clip is None else carried / clip
         self._apply(None if _is_one(grad_scale) else _on(found.device, grad_scale, None), found)
         if self.scaler.enabled:
             self.scaler.update(found)
         # A skip leaves the gradients as they were, and the clips that wait with them.
-        self._scale = 1.0 if _is_one(grad_scale) else torch.where(found > 0, grad_scale, 1.0)
+        self._scale = 1.0 if _is_one(grad_scale) else partial(_left, found, carried, clip)
         outcome = _Applied(found)
 
         def read(applied: bool) -> StepFields:
@@ -114,7 +123,8 @@ class DeviceUpdate(Update):
     def _agreed(self) -> torch.Tensor:
         joint = self.joint
         if joint.found is None:
-            found = torch.stack([_on(self.device, update.found()) for update in joint.updates]).amax()
+            each = [_on(self.device, update.found()) for update in joint.updates]
+            found = each[0] if len(each) == 1 else torch.stack(each).amax()
             if not all(update.found_is_shared for update in joint.updates):
                 found = agree_on(found, self._group)
             joint.decide(found)
@@ -136,7 +146,7 @@ class DeviceUpdate(Update):
             if found_inf is not None:
                 optimizer.found_inf = found_inf
             self._step_optimizer()
-            if grad_scale is not None:
+            if grad_scale is not None and self.shards.sharded:
                 self.shards.divided(grad_scale if found_inf is None else torch.where(found_inf > 0, 1.0, grad_scale))
         finally:
             # GradScaler and a later plain step take the attributes' presence as an order.
@@ -173,10 +183,73 @@ class DeviceUpdate(Update):
         narrow = norm_type <= 2.0 and all(value.dtype == torch.float16 for value in values)
         return tensor_norms(values, norm_type, None if narrow or math.isinf(norm_type) else torch.float64)
 
-    def _clipped(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # A norm of inf or NaN makes a skip; its factor must not reach gradients of a later backward.
-        return self._pending * torch.where(norm.isfinite(), factor, 1.0)
+    def _clipped(self, norm: torch.Tensor, max_norm: float) -> Any:
+        clip = _Clip(norm, max_norm)
+        return (
+            clip if self._clip is None and norm.dtype == torch.float64 and max_norm else self._pending * clip.factor()
+        )
+
+    # What few steps ask for is computed where it is asked for: on a device each number is a launch.
+
+    @property
+    def _scale(self) -> Any:
+        """What gradients are multiplied by."""
+        if callable(self._carries):
+            self._carries = self._carries()
+        return self._carries
+
+    @_scale.setter
+    def _scale(self, scale: Any) -> None:
+        self._carries = scale
+
+    @property
+    def _factor(self) -> Any:
+        """The product of the clip factors that wait."""
+        if isinstance(self._clip, _Clip):
+            self._clip = self._clip.factor()
+        return self._clip
+
+    @_factor.setter
+    def _factor(self, factor: Any) -> None:
+        self._clip = factor
+
+
+class _Clip:
+    """A clip that waits: to `max_norm`, of gradients whose true norm is `norm`, 0-dim."""
+
+    def __init__(self, norm: torch.Tensor, max_norm: float) -> None:
+        self._norm, self._max_norm = norm, max_norm
+
+    def factor(self) -> torch.Tensor:
+        """What gradients are multiplied by. A norm of inf or NaN makes a skip: its factor, 1, must not reach gradients of a
+        later backward."""
+        norm = self._norm.nan_to_num(nan=0.0, posinf=0.0).add_(1e-6)
+        return norm.reciprocal_().mul_(self._max_norm).clamp_(max=1.0)
+
+    def divisor(self, carried: Any, bounds: dict[float, torch.Tensor]) -> torch.Tensor:
+        """What gradients that are multiplied by `carried` are divided by, float32; not finite where the norm is not."""
+        start = bounds.get(self._max_norm)
+        if start is None:
+            start = bounds[self._max_norm] = torch.full_like(self._norm, 1e-6 / self._max_norm)
+        out, share = torch.empty_like(self._norm, dtype=torch.float32), 1.0 / self._max_norm
+        if _is_one(carried):
+            return torch.add(start, self._norm, alpha=share, out=out).clamp_(min=1.0)
+        return torch.mul(torch.add(start, self._norm, alpha=share).clamp_(min=1.0), carried, out=out)
+
+
+def _nonfinite(norm: torch.Tensor) -> torch.Tensor:
+    """Return 1 where `norm` is inf or NaN, else 0, 0-dim float32: its product with zero is NaN, or is zero."""
+    return torch.mul(norm, 0.0, out=torch.empty_like(norm, dtype=torch.float32)).nan_to_num_(nan=1.0)
+
+
+def carried_with(scale: Any, clip: Any) -> Any:
+    """Return what gradients are multiplied by that a clip, a factor or None, was to reach."""
+    return scale if clip is None else scale / (clip.factor() if isinstance(clip, _Clip) else clip)
+
+
+def _left(found: torch.Tensor, scale: Any, clip: Any) -> torch.Tensor:
+    """Return what gradients carry after a step, which left them as they were where it was skipped."""
+    return torch.where(found > 0, carried_with(scale, clip), 1.0)
 
 
 class _Applied(HostCopy):

@@ -29,6 +29,7 @@ FORMS = {
     "split": {"master_weights": "split"},
     "split24": {"master_weights": "split24"},
     "nearest": {"master_weights": "none"},
+    "stochastic": {"master_weights": "none", "rounding": "stochastic"},
     "kahan": {"master_weights": "none", "rounding": "kahan"},
 }
 HALVES = {"bf16": BF16NaiveMixedPrecision, "fp16": FP16NaiveMixedPrecision}
@@ -36,9 +37,11 @@ HALVES = {"bf16": BF16NaiveMixedPrecision, "fp16": FP16NaiveMixedPrecision}
 STEPS = {
     ("bf16", "split24"): 2.0**-15,
     ("bf16", "nearest"): 2.0**-7,
+    ("bf16", "stochastic"): 2.0**-7,
     ("bf16", "kahan"): 2.0**-15,
     ("fp16", "split24"): 2.0**-18,
     ("fp16", "nearest"): 2.0**-10,
+    ("fp16", "stochastic"): 2.0**-10,
     ("fp16", "kahan"): 2.0**-20,
 }
 

@@ -15,6 +15,7 @@ from booster.masters.formats import (
     Split24Float16,
     SplitBFloat16,
     SplitFloat16,
+    Stochastic,
 )
 from booster.masters.packed import Dither, Packed
 
@@ -30,6 +31,8 @@ FORMS = {
     "split24 fp16": (Split24Float16, F16),
     "nearest bf16": (Nearest, BF16),
     "nearest fp16": (Nearest, F16),
+    "stochastic bf16": (Stochastic, BF16),
+    "stochastic fp16": (Stochastic, F16),
     "kahan bf16": (Kahan, BF16),
     "kahan fp16": (Kahan, F16),
 }
@@ -75,13 +78,14 @@ def test_every_half_number_with_any_rest_is_read_and_written_as_its_form_says(na
     masters = working.float() * (1 + (torch.rand(SIZE, generator=generator) - 0.5) * 2.0**-7)
     mine, theirs = working.clone(), working.clone()
     rest, other = (form.allocate(SIZE, dtype, torch.device("cpu")) for _ in range(2))
+    noise = kind().noise(SIZE, dtype, torch.device("cpu")) if kernel.noise else rest
     form.write(
         [theirs],
         other,
         masters.clone() if other is None or other.dtype != torch.float32 else masters,
         torch.zeros(SIZE),
     )
-    copied(kernel, half, mine, rest, masters.clone(), dither.lanes("weights", torch.device("cpu")))
+    copied(kernel, half, mine, noise, masters.clone(), dither.lanes("weights", torch.device("cpu")))
     assert alike(mine, theirs)
     finite = theirs.isfinite()
     if rest is not None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, RMSprop
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
+from booster.mixed_precision import FP16NaiveMixedPrecision
 
 
 def boost(make, precision="fp32", **options):
@@ -48,10 +48,6 @@ REFUSED = {
     "it was built with capturable=True": (lambda p: RMSprop(p, capturable=True), {}),
     "release_gradients steps within backward": (lambda p: AdamW(p), {"release_gradients": "exact"}),
     "makes an update of its own": (lambda p: AdamW(p), {"precision": "fp16_apex"}),
-    "in the form Stochastic": (
-        lambda p: AdamW(p),
-        {"precision": BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic")},
-    ),
     "zeros of gradients are counted": (
         lambda p: AdamW(p),
         {"precision": FP16NaiveMixedPrecision(log_num_zeros_in_grad=True)},
