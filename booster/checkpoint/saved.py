@@ -24,6 +24,7 @@ from booster.checkpoint.manifest import CheckpointError, Tensor, check_sizes, re
 from booster.checkpoint.storage import ManifestReader
 from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.checkpoint.tree import read_tree
+from booster.checkpoint.weights import ties_that_differ
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, updates_of
 from booster.masters.keeps import LoadedWeights
@@ -272,6 +273,8 @@ class SavedModule:
                 state[key] = placed_like(self._saved.tensor(sources[key]), value)  # type: ignore[arg-type]
             else:
                 state[key] = self._saved.value(saved[key])
+        if differing := list(ties_that_differ(self._module, state)):
+            raise CheckpointError(f"{self._kind} {self._name!r}: {'; '.join(differing)}")
         return state
 
     def _sources(self, saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str | None]:

@@ -41,7 +41,7 @@ def write_tensors(
         _write(file, memoryview(len(text).to_bytes(8, "little") + text), digest)
         for key in entries:
             tensor = tensor_of(key).detach().cpu().contiguous()
-            _write(file, _bytes_of(tensor), digest)
+            _write(file, bytes_of(tensor), digest)
         file.flush()
         os.fsync(file.fileno())
         return File(file.tell(), digest.hexdigest())
@@ -99,7 +99,7 @@ def read_tensors(path: Path, expected: File, targets: Mapping[str, torch.Tensor]
         try:
             for start, end, key in _places(stream, size, targets):
                 stream.skip_to(start)
-                stream.read_into(_bytes_of(targets[key]))
+                stream.read_into(bytes_of(targets[key]))
                 if stream.position != end:
                     raise ValueError(f"{key} has {end - start} bytes")
             stream.skip_to(size)
@@ -167,8 +167,8 @@ def _write(file: IO[bytes], data: memoryview, digest: Hash) -> None:
         file.write(block)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host, which the view keeps. Not through numpy: torch runs without it."""
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host, which the view keeps. Not through numpy: torch runs without it."""
     if tensor.nbytes == 0:
         return memoryview(bytearray())
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())

@@ -26,6 +26,9 @@ from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
 from booster.checkpoint.tensor_file import dtype_of, fits, write_tensors
 from booster.checkpoint.torch_file import read_torch_file
 from booster.ground.foreign_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
+from booster.interface.model import ModelWrapper
+from booster.model.modules import bare
+from booster.model.tied import places_of
 
 _BUFFER = 2**22  # bytes
 
@@ -160,7 +163,7 @@ def export(
 def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of every tensor in a file of weights, or in a folder of them with or without an index.
 
-    Files of `torch.save` are read with weights_only=True. Raises CheckpointError for what is none of these.
+    No pickle is run. Raises CheckpointError for what is none of these.
     """
     for file in weight_files(path):
         if is_safetensors(file):
@@ -195,6 +198,7 @@ def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[st
             different.append(f"{name} has dtype {value.dtype} in the file and {own.dtype} in the model")
         else:
             state[name] = placed_like(value.to(own.device), own)
+    different += ties_that_differ(module, state)
     # Files of other programs hold a tied weight once.
     held = {id(current[name]) for name in state} | {_memory(current[name]) for name in state}
     missing = [
@@ -207,6 +211,16 @@ def weights_for(module: nn.Module, path: Path, *, strict: bool) -> tuple[dict[st
     if different or (strict and left_out):
         raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(different + left_out))
     return state, left_out
+
+
+def ties_that_differ(module: nn.Module, state: Mapping[str, Any]) -> Iterator[str]:
+    """Say which names of one tensor of `module` have not the same numbers in `state`: of these a load would keep the last."""
+    inner = bare(module.module) if isinstance(module, ModelWrapper) else module
+    for places in places_of(inner, buffers=True).values():
+        names = [place.name for place in places if place.name in state]
+        for name in names[1:]:
+            if not _same_bits(state[name], state[names[0]]):
+                yield f"{name} and {names[0]} are one tensor in the model, and differ in the file"
 
 
 def is_safetensors(file: Path) -> bool:
@@ -285,5 +299,16 @@ def _num_bytes(entry: Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.data_ptr() if local.numel() else id(tensor)
+    return local.data_ptr() if (local := _local(tensor)).numel() else id(tensor)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a is b:
+        return True
+    one, other = (_local(tensor).contiguous().view(-1) for tensor in (a, b))
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

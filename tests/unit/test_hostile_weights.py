@@ -3,8 +3,10 @@
 A failure names its seed: `KINDS[kind](path, random.Random(seed))` makes the same file.
 """
 
+import io
 import json
 import os
+import pickletools
 import random
 import resource
 import shutil
@@ -14,6 +16,7 @@ import zipfile
 
 import pytest
 import torch
+from poisoned import memory_that_holds
 from resealed import header_and_data, write_safetensors
 from safetensors.torch import load_file, save_file
 from test_hostile_checkpoints import edited
@@ -62,18 +65,62 @@ def torch_file(path, draw):
     """A file of torch.save, as an archive or in the form before that, of which the pickle or other bytes are changed."""
     file, archive = path / "pytorch_model.bin", draw.randrange(3) > 0
     torch.save(net().state_dict(), file, _use_new_zipfile_serialization=archive)
-    if archive and draw.randrange(2):
+    if archive and draw.randrange(3):
         with zipfile.ZipFile(file) as old:
             records = [(record, old.read(record)) for record in old.infolist()]
+        of_pickle = draw.choice([changed, instructed])
         with zipfile.ZipFile(file, "w") as new:
             for record, data in records:
                 name = record.filename.rpartition("/")[2]
-                if name == "data.pkl" or (draw.randrange(8) == 0 and name != "version"):
+                if name == "data.pkl":
+                    data = of_pickle(data, draw)
+                elif draw.randrange(8) == 0 and name != "version":
                     data = changed(data, draw)
                 if draw.randrange(40):
                     new.writestr(record.filename, data)
+    elif not archive and draw.randrange(3):
+        file.write_bytes(instructed(file.read_bytes(), draw, draw.choice([3, 4])))
     else:
         spoil(file, draw)
+
+
+PIECES = [
+    b"]",
+    b"}",
+    b")",
+    b"(",
+    b"a",
+    b"e",
+    b"s",
+    b"u",
+    b"t",
+    b"R",
+    b"b",
+    b"N",
+    b"0",
+    b"2",
+    b".",
+    b"\x85",
+    b"\x86",
+    b"K\x01",
+    b"Q",
+]
+
+
+def instructed(data, draw, ahead=0):
+    """Change a pickle in its instructions; ahead: so many others lie before it in `data`."""
+    stream, begins, starts = io.BytesIO(data), 0, []
+    for _ in range(ahead + 1):
+        begins = stream.tell()
+        starts = [begins + place for _, _, place in pickletools.genops(io.BytesIO(data[begins:]))]
+        list(pickletools.genops(stream))
+    ends = [*starts[1:], stream.tell()]
+    pieces = [data[start:end] for start, end in zip(starts, ends, strict=True)]
+    for _ in range(draw.choice([1, 1, 2])):
+        place = draw.randrange(len(pieces))
+        piece = draw.choice([draw.choice(pieces), draw.choice(PIECES), b""])
+        pieces[place : place + draw.choice([0, 1, 1])] = [piece]
+    return data[:begins] + b"".join(pieces) + data[ends[-1] :]
 
 
 def changed(data, draw):
@@ -162,7 +209,8 @@ def test_changed_weights_are_refused_with_nothing_touched_or_load_as_others_read
             before, peak, began = state(model), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
             what = f"seed {seed}: {name}"
             try:
-                read(model)
+                with memory_that_holds(0x5A):
+                    read(model)
             except CheckpointError as error:
                 outcomes["refused"] += 1
                 refusal = str(error)
@@ -172,7 +220,8 @@ def test_changed_weights_are_refused_with_nothing_touched_or_load_as_others_read
             else:
                 refusal = ""
                 outcomes["loaded"] += 1
-                says = said_by(path)
+                with memory_that_holds(0xA5):
+                    says = said_by(path)
                 now = {key: tensor for key, tensor in state(model).items() if key in says}
                 if name != "packed":
                     for key, tensor in now.items():
@@ -190,6 +239,45 @@ def test_a_warning_that_names_what_a_file_holds_is_printable(tmp_path, caplog):
     booster.load_model(booster.boost(net())[0], path, strict=False)
     assert "\\x1b[31m" in caplog.text
     assert "\x1b" not in caplog.text
+
+
+# ---- two names of one tensor of the model ----
+
+DIFFER = r"head.weight and embed.weight are one tensor in the model, and differ in the"
+
+
+def untied(precision="fp32"):
+    """A model whose embedding and head have numbers of their own, boosted."""
+    return Booster("cpu", precision).boost(net(tied=False))[0]
+
+
+def written(kind, path):
+    booster, model = Booster("cpu"), untied()
+    if kind == "checkpoint":
+        return booster.save(path, model, step=1)
+    if kind == "bin":
+        torch.save(dict(model.state_dict()), path)
+        return path
+    booster.save_model(model, path, shard=kind == "shards")
+    return path
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16"])
+@pytest.mark.parametrize("kind", ["checkpoint", "bin", "file", "shards"])
+def test_names_of_one_tensor_whose_numbers_differ_in_a_file_are_refused(tmp_path, kind, precision):
+    path = written(kind, tmp_path / "weights")
+    booster = Booster("cpu", precision)
+    model, *_ = booster.boost(net(seed=1))
+    before = state(model)
+    readers = [lambda: booster.load_model(model, path)]
+    if kind == "checkpoint":
+        readers.append(lambda: booster.load(path.parent, model))
+    elif kind != "bin":
+        readers.append(lambda: load_weights(model.unwrap(), path, storage_dtype=model.unwrap().embed.weight.dtype))
+    for read in readers:
+        with pytest.raises(CheckpointError, match=DIFFER):
+            read()
+        assert same_bits(state(model), before)
 
 
 # ---- a file that another process changes while it is read ----

@@ -34,6 +34,11 @@ CLAIMS = {
             f"{PICKLES} an_archive_with_two_directories_is_refused",
             f"{HERE} no_shell_no_pickle_and_no_code_of_a_file_is_run_by_the_library",
         ],
+        "A tensor has just the bytes": [
+            f"{PICKLES} what_a_file_has_not_just_the_bytes_of_is_refused",
+            f"{WEIGHTS} changed_weights_are_refused_with_nothing_touched_or_load_as_others_read_them",
+            f"{WEIGHTS} names_of_one_tensor_whose_numbers_differ_in_a_file_are_refused",
+        ],
         "Sizes that a manifest": [
             f"{FILES} a_manifest_that_claims_what_is_not_there_is_refused_by_every_reader",
             f"{FILES} chunks_are_the_whole_just_if_they_cover_each_element_once",

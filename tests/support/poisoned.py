@@ -1,0 +1,22 @@
+"""Memory that holds a pattern before it is written to: what is read of it by mistake differs from pattern to pattern."""
+
+import ctypes
+from contextlib import contextmanager
+
+import torch
+
+_PERTURB, _MMAP_THRESHOLD = -6, -3  # of glibc's mallopt
+
+
+@contextmanager
+def memory_that_holds(byte):
+    """Have what the allocator gives, below 32 MiB, hold `byte` everywhere; raises where this process has another allocator."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    assert mallopt is not None, "there is no mallopt"
+    mallopt(_MMAP_THRESHOLD, 2**25)  # what is mapped anew is zero
+    mallopt(_PERTURB, byte ^ 0xFF)
+    try:
+        assert all((torch.empty(size, dtype=torch.uint8) == byte).all() for size in (100, 10_000, 2**20))
+        yield
+    finally:
+        mallopt(_PERTURB, 0)
