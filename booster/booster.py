@@ -20,10 +20,12 @@ from booster.checkpoint.run import RunCheckpoints
 from booster.data import DataLoaderWrapper
 from booster.facade import checks, collectives
 from booster.facade.accumulation import Accumulation, Accumulations, Unsynchronised
+from booster.facade.as_built import AsBuilt
 from booster.facade.boosted import Boosted
 from booster.facade.config import translate
 from booster.facade.pipelined import execute
 from booster.facade.returned import Returned
+from booster.facade.switch import Switch, switch_all
 from booster.ground import arguments
 from booster.ground.device import resolve_device
 from booster.ground.roll_call import PATIENCE, watch
@@ -113,16 +115,14 @@ class Booster:
             checks.refuse_unknown(unknown, options)
         checks.check_places(device, mixed_precision, plugin)
         checks.check_plugin(plugin)
-        offload = arguments.flag("offload_states", offload_states)
-        self.precision = make(mixed_precision).with_kept(states=states, offload=offload)
+        self._of_precisions = (states, arguments.flag("offload_states", offload_states), half_products)
         self.plugin = plugin or SingleDevice()
         self.device = resolve_device(device)
         if patience is not None:
             arguments.number("patience", patience, above=0.0, also="None")
         watch(patience)
         self.plugin.bind(self.device)
-        self.precision.choose_half_products(half_products, self.device)
-        self.precision.bind(self.device)
+        self.precision = self._ready(make(mixed_precision))
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
             clip_grad_norm=clip_grad_norm,
@@ -233,13 +233,14 @@ class Booster:
             checks.check_shared(several, model)
         owners = checks.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
         loader = checks.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
+        built = AsBuilt(model)
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model, optimizer if several is None else several, criterion, placement=self.plugin, options=self._options
         )
         wrappers = [
             each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
         ]
-        self._boosted.add(model, boosted, boosted_criterion, wrappers)
+        self._boosted.add(model, boosted, boosted_criterion, wrappers, built)
         if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
             watch_raw_calls(boosted, several_ranks=self.plugin.group is not None)
         if loader is not None:
@@ -386,6 +387,35 @@ class Booster:
         boosted = self._boosted.own(model, "no_sync")
         entry = Unsynchronised(boosted, optimizers, self.plugin.no_sync(boosted.module))
         return self._accumulations.unsynchronised(entry)
+
+    def switch(self, mixed_precision: str | MixedPrecision | None) -> None:
+        """Go over to another precision between two steps; what `boost` returned stays the same objects, and changes in place.
+
+        mixed_precision: as for `Booster`, whose `states`, `offload_states` and `half_products` hold for it too. Weights,
+        masters, states of optimizers, loss scales and random numbers go on as if they had been saved, everything built anew
+        under that precision, and loaded, to the bit, and at no time are states there twice. A loss scale begins anew where the
+        precision so far had none of its kind. Rounding by chance draws other numbers than after a load. A collective.
+
+        Raises on all ranks, with nothing changed, between backward and step, inside `accumulate` and `no_sync`, for a compiled
+        model, for the levels of apex, and where the plugin cannot: in a pipeline, or where weights that ranks divide by
+        fully_shard would have to lie in another dtype; and as `Booster` and `boost` do, for what that precision refuses.
+        """
+        new = self._ready(make(mixed_precision))
+        checks.check_release(self._options, new, self.plugin)
+        if self._accumulations.any_open:
+            raise RuntimeError(
+                "switch() inside accumulate() or no_sync(): the gradients of a group of micro-batches belong to one precision; "
+                "call it after the group's step"
+            )
+        if new.pins_during_run != self.precision.pins_during_run:
+            raise ValueError(
+                "keep_fp32='auto' has modules pinned during the run by what watches it from boost() on, so a switch can "
+                "neither begin nor end it; name the modules in keep_fp32"
+            )
+        switch = Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)
+        switch_all(switch, self._boosted.boostings(), self.plugin.group)
+        self.precision = new
+        self._checkpoints.runs_in(repr(new))
 
     def record(
         self,
@@ -753,6 +783,14 @@ class Booster:
         from booster.facade.everyday import profiled
 
         return profiled(folder, self.device, skip=skip, steps=steps, shapes=shapes, memory=memory, stacks=stacks)
+
+    def _ready(self, precision: MixedPrecision) -> MixedPrecision:
+        """`precision`, or one like it, as this Booster wants states and products of halves, bound to its device."""
+        states, offload, half_products = self._of_precisions
+        precision = precision.with_kept(states=states, offload=offload)
+        precision.choose_half_products(half_products, self.device)
+        precision.bind(self.device)
+        return precision
 
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
         from booster.numerics.diagnosis.replay import Replay

@@ -124,6 +124,10 @@ class RunCheckpoints:
         self._background = Background()
         self._stop_requests = StopRequests()
 
+    def runs_in(self, precision: str) -> None:
+        """Write down from now on that the run is in `precision`."""
+        self._run = {**self._run, "precision": precision}
+
     def save(
         self, folder: str | os.PathLike[str], given: Given, *, step: Any, keep_last: Any, async_save: bool
     ) -> Path:

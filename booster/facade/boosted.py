@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 
 from booster.data import DataLoaderWrapper
+from booster.facade.as_built import AsBuilt
+from booster.facade.switch import Boosting
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper
 
@@ -24,17 +26,30 @@ class Boosted:
         self.models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self.criteria: weakref.WeakKeyDictionary[ModelWrapper, None] = weakref.WeakKeyDictionary()
         self.loaders: weakref.WeakSet[DataLoaderWrapper] = weakref.WeakSet()
+        self._boostings: list[Boosting] = []
         self.optimizers: weakref.WeakValueDictionary[int, OptimizerWrapper] = weakref.WeakValueDictionary()
 
     def add(
-        self, model: nn.Module, boosted: ModelWrapper, criterion: Any, optimizers: Sequence[OptimizerWrapper]
+        self,
+        model: nn.Module,
+        boosted: ModelWrapper,
+        criterion: Any,
+        optimizers: Sequence[OptimizerWrapper],
+        built: AsBuilt,
     ) -> None:
-        """Keep what `boost` was given and what it made of it."""
+        """Keep what `boost` was given and what it made of it. built: what the model was before."""
+        built.settle(boosted.module)
+        self._boostings.append(Boosting(built, boosted, optimizers, criterion))
         self.models.update({model: None, boosted: None})
         if isinstance(criterion, ModelWrapper):
             self.criteria[criterion] = None
         for wrapper in optimizers:
             self.optimizers[id(wrapper.unwrap())] = wrapper
+
+    def boostings(self) -> list[Boosting]:
+        """Return what each call of `boost` returned, in their order, of which the user has the model still."""
+        self._boostings = [each for each in self._boostings if each.model is not None]
+        return list(self._boostings)
 
     def wrappers(self) -> list[ModelWrapper]:
         """Return the boosted models."""

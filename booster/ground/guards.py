@@ -67,7 +67,7 @@ class RawCalls:
         self._backward = backward
         self._watched = True
         self._left = _CALLS
-        self._precision = precision
+        self.precision = precision
         self._several_ranks = several_ranks
         self._handle: Any = model.register_forward_pre_hook(self)
 
@@ -95,7 +95,7 @@ class RawCalls:
                 f"{what}: its gradients would not be synchronised among ranks, whose weights would drift apart; {fix}"
             )
         self.leave()
-        _logger.warning("%s: it runs without %s, in the dtype of its weights; %s", what, self._precision, fix)
+        _logger.warning("%s: it runs without %s, in the dtype of its weights; %s", what, self.precision, fix)
 
     def leave(self) -> None:
         """Watch no longer."""

@@ -387,6 +387,11 @@ def bucket_assignment(tensors: list[torch.Tensor], limit: int, indices: Sequence
 # ---------------------------------------------------------------------- DTensors
 
 
+def leave_gradients_alone(module: Any) -> None:
+    """Take from the parameters of a `DistributedDataParallel` its hooks, so that it averages no gradient any more."""
+    module._remove_autograd_hooks()
+
+
 def own_part(tensor: Any) -> torch.Tensor:
     """Return what this rank holds of a DTensor, itself; not differentiable. `to_local` makes a view, by way of autograd."""
     local: torch.Tensor = tensor._local_tensor
@@ -542,6 +547,22 @@ class _OtherOutputs:
 def settle_dtypes(group: Any) -> None:
     """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
     if getattr(group, "_orig_dtype", True) is None:
+        group._init_mp_dtypes()
+
+
+def set_dtypes(module: Any, policy: Any) -> None:
+    """Make a module that `fully_shard` was applied to gather and reduce by another `MixedPrecisionPolicy` from now on.
+
+    Its parameters are sharded at present.
+    """
+    module._get_fsdp_state()._mp_policy = policy
+    for group in fsdp_groups([module]):
+        group.mp_policy = policy
+        for param in group.fsdp_params:
+            param.mp_policy = policy
+            param.all_gather_outputs = []  # of the dtype of before
+            if hasattr(param, "_unsharded_param"):
+                del param._unsharded_param
         group._init_mp_dtypes()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol
 
@@ -187,6 +187,22 @@ class ModelWrapper(PrecisionModule):
 
     _pins: Pinned | None = None
 
+    def become(self, other: ModelWrapper, hooks: Collection[int] = ()) -> set[int]:
+        """Run what `other` runs, as it does, from now on: the same user's model, under another precision.
+
+        hooks: keys of the forward pre-hooks that the precision so far registered; returns those of `other`, which take their
+        place. Those of the user's stay.
+        """
+        for name in ("_precision", "_input_dtype", "_output_dtype", "_pins"):
+            self.__dict__[name] = getattr(other, name)
+        self.module = other.module
+        for key in hooks:
+            self._forward_pre_hooks.pop(key, None)
+        self._forward_pre_hooks.update(other._forward_pre_hooks)
+        if self._raw_calls is not None:
+            self._raw_calls.precision = type(self._precision).__name__
+        return set(other._forward_pre_hooks)
+
 
 def watch_raw_calls(model: ModelWrapper, *, several_ranks: bool) -> None:
     """Watch for the first calls of the user's model that do not come through `model`; see `RawCalls`.
@@ -253,6 +269,10 @@ class CriterionWrapper:
         with region(self._precision.forward_context):
             output = self.criterion(*args, **kwargs)
         return cast_floats(output, self._precision.output_dtype)
+
+    def become(self, other: CriterionWrapper) -> None:
+        """Compute under the precision of `other` from now on."""
+        self._precision = other._precision
 
     def unwrap(self) -> Callable[..., Any]:
         """The user's function."""

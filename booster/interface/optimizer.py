@@ -65,6 +65,14 @@ class OptimizerWrapper(Optimizer):
         self.accumulating = False
         self._history = StepHistory(job.options.max_consecutive_skips, self._describe_scale)
 
+    def become(self, other: OptimizerWrapper) -> None:
+        """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
+        other._update.listeners = self._update.listeners
+        self._update, self._clip_grad_norm = other._update, other._clip_grad_norm
+        self.backward_context, self._after_step = other.backward_context, other._after_step
+        leave_guards(self.optimizer)
+        self._own_step = OwnStep(self.optimizer, self)
+
     # ------------------------------------------------------------------ training
 
     def backward(

@@ -56,7 +56,7 @@ class Bucket:
         self._empty = [tensor.data for tensor in self._filled]
         self._params = self.params
         self._divided = any(map(is_dtensor, self._params))
-        self._layouts = [
+        self.layouts = [
             torch.empty_strided(p.shape, p.stride(), dtype=torch.float32, device="meta")
             for p in map(local_part, self.params)
         ]
@@ -84,7 +84,7 @@ class Bucket:
         Raises RuntimeError if one became something else.
         """
         held = self._parts() if self._divided else self._params
-        for param, layout in zip(held, self._layouts, strict=True):
+        for param, layout in zip(held, self.layouts, strict=True):
             if (param.shape, param.dtype, param.device) != (layout.shape, self.dtype, self.device):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(layout.shape)}, {self.dtype} on {self.device}, became one of "
@@ -94,7 +94,7 @@ class Bucket:
         self._addresses = [param.data_ptr() for param in held]
         self._views = [
             flat_like(param.detach(), layout)[piece.start : piece.stop]
-            for piece, param, layout in zip(self.pieces, held, self._layouts, strict=True)
+            for piece, param, layout in zip(self.pieces, held, self.layouts, strict=True)
         ]
 
     def _parts(self) -> list[torch.Tensor]:
@@ -170,7 +170,7 @@ class Bucket:
             return [values]
         return [
             flat.as_strided(layout.shape, layout.stride(), flat.storage_offset())
-            for flat, layout in zip(self.pieces_of(values), self._layouts, strict=True)
+            for flat, layout in zip(self.pieces_of(values), self.layouts, strict=True)
         ]
 
     def present(self) -> torch.Tensor | None:

@@ -176,6 +176,15 @@ class KeepsMasters(Update):
     def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
 
+    def rounding_state(self) -> dict[str, Any]:
+        return self.masters.rounding_state()
+
+    def load_rounding(self, state: Mapping[str, Any]) -> None:
+        self.masters.load_rounding({"rounding": state})
+
+    def _dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
+        return self.masters.dissolve()
+
     def weights_in_model(self) -> list[str]:
         return [name for name, param in self._named().items() if param.requires_grad and param.dtype in _WIDE]
 

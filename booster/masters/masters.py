@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import filterfalse
@@ -24,7 +24,7 @@ from booster.masters.options import MasterOptions
 from booster.masters.packed import Dither
 from booster.masters.rounding import rounded
 from booster.masters.stand_in import State
-from booster.masters.states import Places, StateView, places_of, signature, state_of_bucket, state_of_params
+from booster.masters.states import Places, StateView, give_back, places_of, signature, state_of_bucket, state_of_params
 from booster.model.dtensors import around, is_dtensor, local_part
 from booster.model.optimizer_kinds import kind_of
 from booster.model.params import load_states
@@ -68,7 +68,7 @@ class Masters:
         names: Mapping[torch.Tensor, str],
         options: MasterOptions,
         *,
-        sources: Weights | None = None,
+        sources: MutableMapping[torch.Tensor, torch.Tensor] | None = None,
         compiled: bool = False,
         released: bool = False,
     ) -> None:
@@ -93,8 +93,10 @@ class Masters:
 
     # ------------------------------------------------------------------ parameters
 
-    def adopt(self, sources: Weights | None = None) -> None:
+    def adopt(self, sources: MutableMapping[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Make masters for half parameters of the groups that have none yet; state they have already moves along.
+
+        sources: see the class; what is used of it is taken out.
 
         Masters become the float32 values that were loaded into their weights, see `LoadedWeights`. Where a parameter with a
         master changed its memory order, as by `model.to(memory_format=...)`, masters and state are laid anew. Raises
@@ -121,7 +123,7 @@ class Masters:
             return
         state = self.optimizer.state
         states = {p: state.pop(p) for params in fresh for p in params if p in state}
-        self.buckets += self._build(fresh, states, sources or {})
+        self.buckets += self._build(fresh, states, {} if sources is None else sources)
 
     @property
     def size(self) -> int:
@@ -242,7 +244,7 @@ class Masters:
             load_states(optimizer, state_dict)
         return {p: optimizer.state.pop(s) for p, s in stand_ins.items() if s in optimizer.state}
 
-    def take_over(self, states: Mapping[torch.Tensor, State], masters: Weights) -> None:
+    def take_over(self, states: MutableMapping[torch.Tensor, State], masters: Weights) -> None:
         """Make these the states and masters of half parameters; masters that are not given stay as they are.
 
         Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
@@ -297,6 +299,11 @@ class Masters:
                 whole = weights.setdefault(piece.param, torch.empty_like(piece.param, dtype=torch.float32))
                 flat(local_part(whole))[piece.start : piece.stop] = values
         state: dict[str, Any] = {"weights": {self._name(p): whole.detach() for p, whole in weights.items()}}
+        rounding = self.rounding_state()
+        return state | ({"rounding": rounding} if rounding else {})
+
+    def rounding_state(self) -> dict[str, Any]:
+        """Return the random state of rounding by chance; empty where nothing is rounded so."""
         generators: dict[str, Any] = {
             str(device): generator.get_state()
             for form in self._formats.values()
@@ -305,7 +312,7 @@ class Masters:
         }
         if self.packing is not None or any(isinstance(form, Split24) for form in self._formats.values()):
             generators[DRAWS] = torch.tensor(self.dither.count, dtype=torch.int64)
-        return state | ({"rounding": generators} if generators else {})
+        return generators
 
     def read_state_dict(self, state: Mapping[str, Any]) -> Weights:
         """Return the weights in `state`, by parameter. Raises ValueError, nothing changed, if they cannot be masters here."""
@@ -354,6 +361,35 @@ class Masters:
                         continue
                     form.generator(torch.device(device)).set_state(generator)
 
+    def dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Give the optimizer its states by parameter, as if it had been stepped on float32 ones; return the masters likewise.
+
+        A bucket at a time, so that no more than one is there twice. This object is at its end.
+        """
+        self.adopt()
+        self.settle()
+        state: dict[Any, State] = self.optimizer.state
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        states: dict[torch.Tensor, State] = {}
+        while self.buckets:
+            bucket = self.buckets.pop(0)
+            if bucket.dtype in HALF_DTYPES:
+                for piece, master in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):
+                    if piece.param not in values:
+                        values[piece.param] = torch.empty_like(piece.param, dtype=torch.float32).detach()
+                    flat(local_part(values[piece.param]))[piece.start : piece.stop] = master
+            if bucket.whole:
+                states |= {
+                    piece.param: state.pop(handle)
+                    for piece, handle in zip(bucket.pieces, bucket.handles, strict=True)
+                    if handle in state
+                }
+            else:
+                give_back(bucket, state.pop(bucket.handles[0], {}), states)
+        self._layouts.clear()
+        state.update(states)
+        return values
+
     # ------------------------------------------------------------------ inside
 
     def _offloads(self, device: torch.device) -> bool:
@@ -396,14 +432,20 @@ class Masters:
                 state.pop(handle, None)
         self._rebuild(states, values)
 
-    def _rebuild(self, states: Mapping[Any, State], values: Weights) -> None:
+    def _rebuild(self, states: MutableMapping[Any, State], values: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
         held = [[p for p in group["params"] if p in values] for group in self.optimizer.param_groups]
         self.buckets, self._layouts = [], {}
         self.buckets = self._build(held, states, values)
 
-    def _build(self, groups: list[list[torch.Tensor]], states: Mapping[Any, State], sources: Weights) -> list[Bucket]:
+    def _build(
+        self,
+        groups: list[list[torch.Tensor]],
+        states: MutableMapping[Any, State],
+        sources: MutableMapping[torch.Tensor, torch.Tensor],
+    ) -> list[Bucket]:
+        """Make the buckets. `states` and `sources` are emptied on the way: no more than a bucket of them is there twice."""
         total = sum(p.numel() for params in groups for p in params) + sum(b.size for b in self.buckets)
-        buckets = []
+        laid: list[tuple[int, list[Piece], bool, HostMemory | None]] = []
         for index, params in enumerate(groups):
             alike: dict[Any, list[torch.Tensor]] = {}
             for param in params:
@@ -415,18 +457,21 @@ class Masters:
                 self._layouts[param] = torch.empty_strided(
                     param.shape, param.stride(), dtype=torch.float32, device="meta"
                 )
-            for (device, dtype, whole, _), several in alike.items():
+            for (device, _, whole, _), several in alike.items():
                 host = None if whole else self._host(device)
                 packed = self.packing is not None or host is not None
                 size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self._released)
                 size = total if self.kind == "whole" else size
                 lay = pack if whole else cut_apart if self._released else cut
-                for pieces in _laid(lay, several, size):
-                    made = Bucket(index, pieces, self._format(dtype), whole=whole, packing=self.packing, host=host)
-                    buckets.append(made)
-                    if host is not None:
-                        host.keep_rest(made)
-        for bucket in buckets:
+                laid += [(index, pieces, whole, host) for pieces in _laid(lay, several, size)]
+        last = {piece.param: place for place, (_, pieces, _, _) in enumerate(laid) for piece in pieces}
+        buckets = []
+        for place, (index, pieces, whole, host) in enumerate(laid):
+            form = self._format(pieces[0].param.dtype)
+            bucket = Bucket(index, pieces, form, whole=whole, packing=self.packing, host=host)
+            buckets.append(bucket)
+            if host is not None:
+                host.keep_rest(bucket)
             self.optimizer.state.update(state_of_bucket(bucket, states))
             here = bucket.host is None and bucket.rest is not None and bucket.rest.dtype == torch.float32
             values: torch.Tensor = bucket.rest if here else bucket.scratch()  # type: ignore[assignment]
@@ -444,6 +489,10 @@ class Masters:
                 bucket.save(values, bucket.scratch())
             if bucket.host is not None:
                 bucket.host.keep_states(bucket, self.optimizer.state)
+            for param in bucket.params:
+                if last[param] == place:
+                    states.pop(param, None)
+                    sources.pop(param, None)
         return buckets
 
     def _format(self, dtype: torch.dtype) -> Format:

@@ -10,7 +10,7 @@ import torch
 from booster.masters.bucket import Bucket, is_elementwise
 from booster.masters.packing import unpacked
 from booster.masters.stand_in import State
-from booster.tensors.flat import flat_like, shaped_like
+from booster.tensors.flat import flat, flat_like, shaped_like
 from booster.tensors.trees import HALF_DTYPES
 
 Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
@@ -139,6 +139,20 @@ def state_of_bucket(bucket: Bucket, states: Mapping[torch.Tensor, State]) -> dic
     if bucket.packing is not None:
         bucket.packing.pack(bucket, own)
     return {bucket.handles[0]: own}
+
+
+def give_back(bucket: Bucket, own: State, states: dict[torch.Tensor, State]) -> None:
+    """Copy `own`, the state of the flat handle of `bucket`, to where its parameters' shares of it belong in `states`."""
+    shared = unpacked(own)
+    for piece, layout in zip(bucket.pieces, bucket.layouts, strict=True):
+        mine = states.setdefault(piece.param, {}) if shared else {}
+        for key, value in shared.items():
+            if not is_elementwise(value, bucket.size):
+                mine[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            if key not in mine:
+                mine[key] = torch.empty_strided(layout.shape, layout.stride(), dtype=value.dtype, device=value.device)
+            flat(mine[key])[piece.start : piece.stop] = value[piece.offset : piece.offset + piece.size]
 
 
 class _Scalar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -101,6 +101,14 @@ class MixedPrecision:
             self.conversion.convert(model, self.device, self._keep_fp32)
         return model
 
+    def revert(self, model: nn.Module) -> None:
+        """Undo `convert`, in place, also in a model that was placed since. To be overridden along with it.
+
+        Modules that compute in float32 by `compute_in_fp32` are seen to by the caller.
+        """
+        if self.conversion is not None:
+            self.conversion.revert(model)
+
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
         """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
         return {}
@@ -134,7 +142,7 @@ class MixedPrecision:
         self,
         optimizer: Optimizer,
         names: Mapping[torch.Tensor, str],
-        weights: Mapping[torch.Tensor, torch.Tensor],
+        weights: MutableMapping[torch.Tensor, torch.Tensor],
         *,
         compiled: bool,
     ) -> Callable[[Job], Update] | None:
@@ -204,6 +212,16 @@ class MixedPrecision:
     def __repr__(self) -> str:
         options = {**self.shown_options(), "device": repr(str(self.device))}
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in options.items())})"
+
+    @property
+    def switch_refusal(self) -> str | None:
+        """Why a run cannot go over to this precision, or from it to another, while it goes on; None: it can."""
+        for cls in type(self).__mro__:
+            if "revert" in vars(cls):
+                return None
+            if "convert" in vars(cls) and not cls.__module__.startswith("booster."):
+                return f"{cls.__name__} converts models and has no revert(model) that undoes it"
+        return None
 
     # ---- what the library does with it
 
@@ -368,7 +386,7 @@ class MixedPrecision:
         self,
         optimizer: Optimizer,
         names: Mapping[torch.Tensor, str],
-        weights: Mapping[torch.Tensor, torch.Tensor],
+        weights: MutableMapping[torch.Tensor, torch.Tensor],
         *,
         compiled: bool = False,
         released: bool = False,

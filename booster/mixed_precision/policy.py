@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -26,6 +27,7 @@ from booster.mixed_precision.keep_fp32 import (
 )
 from booster.mixed_precision.products import product_modules
 from booster.model.modules import bare, parents
+from booster.model.params import Done, set_tensors
 from booster.shards import Shards
 
 
@@ -146,6 +148,21 @@ def store_parameters(module: nn.Module, policy: DtypePolicy) -> None:
     module._apply(cast)
 
 
+def cast_placed(module: nn.Module, policy: DtypePolicy) -> None:
+    """As `store_parameters`, for a model of which a plugin has divided tensors: DTensor parameters are replaced by others."""
+    dtype = policy.store or policy.param
+    if dtype is None:
+        return
+    done: Done = {}
+    for name, child in bare(module).named_modules():
+        kept = not policy.keep_fp32.isdisjoint((name, *parents(name)))
+        set_tensors(child, partial(_cast_to, torch.float32 if kept else dtype), done)
+
+
+def _cast_to(dtype: torch.dtype, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(dtype)
+
+
 def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
     """Make the modules of `policy.keep_fp32` take their inputs in float32 and return `policy.param`, in place.
 
@@ -192,6 +209,9 @@ class Conversion(Protocol):
 
     def convert(self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32]) -> None:
         """Swap the layers of `model`, in place, for those of `device`."""
+
+    def revert(self, model: nn.Module) -> None:
+        """Undo `convert`, in place, also in a model that was placed since."""
 
 
 @runtime_checkable

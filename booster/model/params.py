@@ -5,7 +5,7 @@ Loading an optimizer's state without rounding it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.model.dtensors import is_dtensor
 from booster.model.modules import PlacedModule, bare
 
 
@@ -117,6 +118,34 @@ def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == param.shape and value.device != param.device:
             state[key] = value.to(param.device)
+
+
+Done = dict[torch.Tensor, torch.Tensor]
+
+
+def set_tensors(module: nn.Module, value_of: Callable[[str, torch.Tensor], torch.Tensor], done: Done) -> None:
+    """Give each own floating tensor of `module`, by its name there, the value and dtype that `value_of` returns for it.
+
+    Parameters stay the objects that they are, but for DTensors, in whose place others stand then. done: what stands for each
+    tensor that was seen; the same one for all modules of a model, so that tied tensors stay tied.
+    """
+    for name, param in module._parameters.items():
+        if param is None or not param.is_floating_point():
+            continue
+        if param not in done:
+            value = value_of(name, param)
+            if is_dtensor(param) and value.dtype != param.dtype:
+                done[param] = nn.Parameter(value, requires_grad=param.requires_grad)
+            else:
+                if value is not param:
+                    param.data = value
+                done[param] = param
+        module._parameters[name] = done[param]  # type: ignore[assignment]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            if buffer not in done:
+                done[buffer] = value_of(name, buffer)
+            module._buffers[name] = done[buffer]
 
 
 def load_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -87,6 +87,21 @@ class Plugin(ABC):
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Put `module` on `device` in the dtypes of `policy` and return what is to be called; may run collectives."""
 
+    def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
+        """Return why `place_again` cannot be called so, in the words after "because"; None: it can. Nothing is changed, and no
+        collective runs. Meanwhile the tensors of the model are stand-ins, of the dtypes that they had when it was placed."""
+        return f"{type(self).__name__} does not say how a model that it placed gets other dtypes"
+
+    def place_again(
+        self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
+    ) -> nn.Module:
+        """Give what `place` made under the policy `before` the dtypes of `after`, and return what is to be called.
+
+        Weights that are whole here come in the dtypes and with the values that `place` would get, and no module keeps itself
+        in float32; the parameters that stand in the model afterwards may be others, as after `place`. May run collectives.
+        """
+        raise NotImplementedError(f"{type(self).__name__} says in switch_refusal that it places nothing again")
+
     is_whole = True
     """Whether every rank holds and steps all of every parameter."""
 
@@ -208,6 +223,14 @@ class SingleDevice(Plugin):
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         return cast_parameters(arrive(module, device), policy)
+
+    def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> None:
+        return None
+
+    def place_again(
+        self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
+    ) -> nn.Module:
+        return self.place(placed, after, device)
 
 
 # A memo: the same job and arguments give the same mesh. Of the present world only, so that an ended one is let go.

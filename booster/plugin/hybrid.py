@@ -16,11 +16,26 @@ from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.launch import environment_world_size
-from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules, store_parameters
+from booster.mixed_precision.policy import (
+    DtypePolicy,
+    cast_parameters,
+    cast_placed,
+    gathered_modules,
+    install_keep_fp32,
+    store_parameters,
+)
 from booster.model.meta import arrive, check_meta
 from booster.model.modules import bare
 from booster.plugin.base import Pipeline, Plugin, shared_mesh, world
-from booster.plugin.fsdp.fully_sharded import ShardLoaded, keep_whole, shard_module, without_reduction
+from booster.plugin.fsdp.fully_sharded import (
+    ShardLoaded,
+    change_dtypes,
+    follow_policy,
+    keep_whole,
+    shard_module,
+    stays_sharded,
+    without_reduction,
+)
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
@@ -121,7 +136,7 @@ class HybridParallelPlugin(Plugin):
         self._wrap_policy = wrap_policy
         self._reduce_dtype = reduce_dtype
         self._meshes: dict[str, DeviceMesh] = {}
-        self._placed: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._pipelines: weakref.WeakKeyDictionary[StagePipeline, None] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -221,7 +236,7 @@ class HybridParallelPlugin(Plugin):
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         arrive(module, device)
         self.synchronise(model)
-        shards = self.data_parallel_size > 1 or policy.store not in (None, policy.param)
+        shards = self._shards(policy)
         if not shards:
             store_parameters(model, policy)
         apply_tensor_parallel(model, **tensor_parallel)
@@ -237,7 +252,7 @@ class HybridParallelPlugin(Plugin):
             if not shards:
                 keep_whole(root, own)  # a group of one rank has nothing to gather or to reduce
                 continue
-            shard_module(
+            self._placed[bare(root)] = shard_module(
                 root,
                 own,
                 mesh=mesh["replicate", "shard"],
@@ -249,7 +264,6 @@ class HybridParallelPlugin(Plugin):
                 shard_placement=fsdp_placement,
                 left=self._left if plan is None else None,
             )
-            self._placed[bare(root)] = None
         if plan is None:
             return module
         model.register_load_state_dict_pre_hook(LayersLoaded(model.state_dict(), whole))
@@ -263,6 +277,36 @@ class HybridParallelPlugin(Plugin):
         )
         self._pipelines[pipeline] = None
         return pipeline
+
+    def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
+        if self.pp_size > 1:
+            return "the stages of a pipeline send activations in dtypes that were settled at boost()"
+        if self._shards(before) != self._shards(after):
+            return "only one of the two precisions keeps float32 shards as masters here; leave master_weights as it is"
+        model = bare(placed)
+        if not self._shards(before):
+            return None
+        return stays_sharded(model, before, after, blocks=block_names(model, self._wrap_policy))
+
+    def place_again(
+        self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
+    ) -> nn.Module:
+        model = bare(placed)
+        if self._shards(after):
+            self._left.take_over(model)
+            blocks = block_names(model, self._wrap_policy)
+            self._placed[model] = change_dtypes(
+                placed, after, self._placed[model], blocks=blocks, reduce_dtype=self._reduce_dtype
+            )
+            return placed
+        cast_placed(model, after)
+        install_keep_fp32(model, after)
+        follow_policy(model, after)
+        return placed
+
+    def _shards(self, policy: DtypePolicy) -> bool:
+        """Return whether `fully_shard` divides parameters: a group of one rank has nothing to gather or to reduce."""
+        return self.data_parallel_size > 1 or policy.store not in (None, policy.param)
 
     def _plan_pipeline(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> PipelinePlan:
         # Stages compute in `param`, whatever their shards are stored in.

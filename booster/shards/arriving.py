@@ -103,8 +103,10 @@ class WaitsForWeights:
     def __reduce__(self) -> Any:
         return WaitsForWeights, ()
 
-    def listen(self, module: nn.Module) -> None:
-        """Be called before the forward of `module`, and before its state dict is made or loaded."""
-        module.register_forward_pre_hook(self)
-        module.register_state_dict_pre_hook(self)
-        module.register_load_state_dict_pre_hook(self)
+    def listen(self, module: nn.Module) -> list[Any]:
+        """Be called before the forward of `module`, and before its state dict is made or loaded; returns what has `remove`."""
+        return [
+            module.register_forward_pre_hook(self),
+            module.register_state_dict_pre_hook(self),
+            module.register_load_state_dict_pre_hook(self),
+        ]

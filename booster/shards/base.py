@@ -193,6 +193,16 @@ class Shards:
         """Return tensors by parameter name from those of parts: `widen_weights`, with a `Divided` where that would gather."""
         return self.widen_weights(weights, names)
 
+    def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        """Return float32 tensors by parameter, each laid out as its parameter is, from those of parts. May be a collective."""
+        return masters
+
+    def follow(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take over from `before`, which divided the same parameters, the states that the optimizer has by its parts.
+
+        replaced: by parameter of `before` the one that stands in its place now, where that is another. May be a collective.
+        """
+
     def part_to_read(self, param: torch.Tensor, dtype: torch.dtype) -> Divided | None:
         """Return memory for this rank's part of a tensor of the shape of `param`; None where a whole tensor is wanted."""
         return None

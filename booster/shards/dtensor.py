@@ -195,6 +195,16 @@ class DTensorShards(Shards):
         params = {name: param for param, name in names.items() if param not in self._params}
         return {name: self._cut_entry(value, params.get(name)) for name, value in weights.items()}
 
+    def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        params = {part: self._params.get(part, part) for part in masters}
+        return {params[part]: self._widen(value, params[part]) for part, value in masters.items()}
+
+    def follow(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        state = self.optimizer.state
+        for param, part in before._parts.items() if isinstance(before, DTensorShards) else ():
+            if part in state:
+                state[self.part_of(replaced.get(param, param))] = state.pop(part)
+
     def _divide_state(self) -> None:
         """Divide what the optimizer knows of whole parameters, from steps that it made before they were placed."""
         state = self.optimizer.state

@@ -379,6 +379,41 @@ class ZeroShards(Shards):
                 kept[name] = self._cut_entry(weight, param)
         return kept
 
+    def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+        wide = {param: value for part, value in masters.items() if (param := self._params.get(part, part)) is part}
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            holding = self._holding(param)
+            if holding is None:
+                continue
+            own = masters.pop(self.part_of(param), None)  # one after another, so that no more than one is there twice
+            whole = self._gather({0: {"": own}} if own is not None and own.numel() else {}, {0: holding})
+            if whole:
+                wide[param] = whole[0][""].to(param.device)
+        return wide
+
+    def follow(self, before: Shards, replaced: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        state = self.optimizer.state
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
+            old, new = before.holding_of(param) if isinstance(before, ZeroShards) else None, self._holding(param)
+            if old is None or new is None:
+                continue
+            own, part = state.pop(before.part_of(param), None), self.part_of(param)
+            if not old.lies_like(new, self._layouts[0].world_size):
+                # One after another, so that no more than one is there twice.
+                found = self._gather({0: own} if own else {}, {0: old}).get(0)
+                own = (
+                    None
+                    if found is None
+                    else {
+                        key: value.to(param.device)
+                        if isinstance(value := self._cut_entry(entry, param), torch.Tensor) and value.dim()
+                        else value
+                        for key, entry in found.items()
+                    }
+                )
+            if own and part.numel():
+                state[part] = own
+
     # ------------------------------------------------------------------ inside
 
     @property

@@ -28,6 +28,13 @@ class Holding(NamedTuple):
     def param(self) -> torch.Tensor:
         return self.bucket.params[self.position]
 
+    def lies_like(self, other: Holding, world_size: int) -> bool:
+        """Return whether each of so many ranks has the same elements of the parameter by `other`, in tensors of one shape."""
+        return self.bucket.even == other.bucket.even and all(
+            self.bucket.overlap(self.position, rank) == other.bucket.overlap(other.position, rank)
+            for rank in range(world_size)
+        )
+
     def has_shape_of_part(self, value: torch.Tensor, rank: int) -> bool:
         start, stop = self.bucket.overlap(self.position, rank)
         return self.bucket.even and value.dim() == 1 and value.numel() == stop - start

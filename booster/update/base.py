@@ -404,6 +404,28 @@ class Update(ABC):
         """`state_dict` of what the optimizer's groups hold."""
         return self.optimizer.state_dict(), {}
 
+    def give_back(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Leave the optimizer as `boost` found it, but for its states, which are by this rank's parts of parameters where ranks
+        divide them; return the float32 numbers behind half parameters, each laid out as its parameter is.
+
+        A collective where ranks divide parameters flat. This update is at its end.
+        """
+        with self.shards.local():
+            values = self._dissolve()
+        self.kernel.give_up()
+        return self.shards.widen_masters(values)
+
+    def rounding_state(self) -> dict[str, Any]:
+        """Return the random state of rounding, where this update rounds by chance, to be given to `load_rounding`."""
+        return {}
+
+    def load_rounding(self, state: Mapping[str, Any]) -> None:
+        """Continue the random numbers of rounding where `rounding_state` was taken; does nothing where none are drawn."""
+
+    def _dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Have the states by what the groups hold; return the masters likewise. Inside `local()`."""
+        return {}
+
     def read_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
         """`load_state_dict` into what the optimizer's groups hold; own: what `optimizer_state_dict` gave besides.
 

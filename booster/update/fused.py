@@ -91,13 +91,10 @@ class FusedKernel:
                     param.grad = laid_like(grad, param)
         return None
 
-    def _give_up(self, reason: str) -> None:
-        name = _name(self.optimizer)
+    def give_up(self) -> None:
+        """Have the optimizer as it was before `switch_to_fused`, where that switched it."""
         if not self.switched:
-            raise RuntimeError(
-                f"{name} was built with fused=True, and torch's fused kernel cannot make this step: {reason}; nothing has "
-                f"changed. Build the optimizer without fused=True"
-            )
+            return
         self.optimizer.defaults["fused"] = None
         for group in self.optimizer.param_groups:
             group["fused"] = None
@@ -105,6 +102,15 @@ class FusedKernel:
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].cpu()
         set_fused_flags(self.optimizer, False)
+
+    def _give_up(self, reason: str) -> None:
+        name = _name(self.optimizer)
+        if not self.switched:
+            raise RuntimeError(
+                f"{name} was built with fused=True, and torch's fused kernel cannot make this step: {reason}; nothing has "
+                f"changed. Build the optimizer without fused=True"
+            )
+        self.give_up()
         _logger.info("%s goes on with torch's default implementation; of its fused one: %s", name, reason)
 
 

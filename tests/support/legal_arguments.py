@@ -417,6 +417,9 @@ EXEMPT: dict[str, str] = {
     "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has tests of its own",
     "OptimizerWrapper.has_master()": "asked by checkpoints of a model's own parameters",
     "OptimizerWrapper.watch()": "called by boost",
+    "ModelWrapper.become()": "called by Booster.switch, with what boost would return",
+    "OptimizerWrapper.become()": "called by Booster.switch, with what boost would return",
+    "CriterionWrapper.become()": "called by Booster.switch, with what boost would return",
     "OptimizerWrapper.listen()": "called by Booster.record",
     "DataLoaderWrapper.load_state_dict()": "has tests of its own, with damaged states",
     "cast_parameters()": "called by plugins, with what they are given",
@@ -504,6 +507,7 @@ _half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
 
 EXAMPLES: dict[str, Examples] = {
     "Booster.save": [lambda w: {"folder": "run", "model": w.model, "optimizer": w.optimizer}],
+    "Booster.switch": [lambda w: {"mixed_precision": "bf16"}],
     "Booster.record": [lambda w: {"folder": f"record {w.model and random.random()}"}],
     "register_elementwise": [lambda w: {"cls": _Plain}],
     "advise": [

@@ -154,6 +154,10 @@ class FP16ApexMixedPrecision(MixedPrecision):
             save_in_float32(bare(model))
         return super().convert(model)
 
+    @property
+    def switch_refusal(self) -> str | None:
+        return "the levels of apex change functions, scales and steps as apex does, for a whole run"
+
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
         return ApexModel(placed, self, input_dtype=self.input_dtype)
 

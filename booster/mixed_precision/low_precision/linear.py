@@ -114,6 +114,14 @@ class LowPrecisionLinear(LinearStandIn):
         layer.recipe, layer.kernels = recipe, kernels
         return layer
 
+    def plain(self) -> nn.Linear:
+        """Return the layer that this one was made of, or one like it, with what both have been given since."""
+        linear = nn.Linear.__new__(nn.Linear)
+        linear.__dict__.update(
+            {name: value for name, value in self.__dict__.items() if name not in ("recipe", "kernels")}
+        )
+        return linear
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -86,6 +86,13 @@ class LinearConversion:
                 inner.set_submodule(name, layers[id(module)])
         self._report(inner, len(names), wide, device, kernels)
 
+    def revert(self, model: nn.Module) -> None:
+        inner = bare(model)
+        layers = {id(child): child.plain() for child in inner.modules() if isinstance(child, LowPrecisionLinear)}
+        for name, module in [*inner.named_modules(remove_duplicate=False)]:
+            if id(module) in layers:
+                inner.set_submodule(name, layers[id(module)])
+
     def _choose(self, model: nn.Module, keep_fp32: Iterable[KeepFP32]) -> tuple[list[str], dict[str, str]]:
         """Names of the layers to convert, and of the linear layers that are not, with the reason."""
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}

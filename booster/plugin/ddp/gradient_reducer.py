@@ -92,12 +92,18 @@ class GradientReducer(ABC):
         self._index = {param: index for index, param in enumerate(self._all)}
         self._params: list[Sequence[torch.Tensor]] = []  # of each bucket
         self._members: list[list[int]] = []  # the same by their place in `_all`
+        self._handles: list[Any] = []
         self._listen()
 
     def _listen(self) -> None:
         """See to it that gradients are noticed as they come."""
         for index, param in enumerate(self._all):
-            param.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            self._handles.append(param.register_post_accumulate_grad_hook(partial(self._on_gradient, index)))
+
+    def leave(self) -> None:
+        """Notice no gradient any more."""
+        for handle in self._handles:
+            handle.remove()
 
     def __contains__(self, param: object) -> bool:
         return param in self._index

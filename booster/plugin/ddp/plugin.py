@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from booster.ground import arguments
+from booster.ground.torch_internals import leave_gradients_alone
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.meta import arrive
-from booster.model.modules import bare
+from booster.model.modules import bare, unwrap_placed
 from booster.plugin.base import Plugin, check_joined, world
 from booster.plugin.ddp.averaged_gradients import AverageReducer
 from booster.plugin.ddp.fp8_communication import FP8Average, FP8Communication
@@ -160,6 +161,25 @@ class TorchDDPPlugin(Plugin):
         self._hook(placed, device)
         self._replicas[placed] = Replica(placed)
         return placed
+
+    def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
+        return None
+
+    def place_again(
+        self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
+    ) -> nn.Module:
+        carried = self.carried(placed)
+        reducer = self._reducers.pop(placed, None)
+        if reducer is not None:
+            reducer.leave()
+        if isinstance(placed, DistributedDataParallel):
+            leave_gradients_alone(placed)
+        for known in (self._replicas, self._averages):
+            known.pop(placed, None)
+        again = self.place(unwrap_placed(placed), after, device)
+        if carried:
+            self.carried(again).update(carried)  # type: ignore[union-attr]
+        return again
 
     def _place_released(self, module: nn.Module) -> nn.Module:
         """Return `module`, whose gradients are averaged as DistributedDataParallel would, and not kept."""

@@ -16,11 +16,13 @@ from booster.plugin.fsdp.groups import Group
 from booster.tensors.trees import map_tensors
 
 
-def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch.dtype) -> None:
+def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch.dtype) -> list[Any]:
     """Make the floating parameters in `groups` of `model` show `dtype` inside its forward, where they are stored in another.
 
-    Those of the group of `model` itself are gathered as long as it runs. To be called after `fully_shard`.
+    Those of the group of `model` itself are gathered as long as it runs. To be called after `fully_shard`. Returns what has
+    `remove`.
     """
+    handles: list[Any] = []
     shown: list[_Slots] = []
     for group in groups:
         slots = _Slots(group.members, dtype)
@@ -28,9 +30,9 @@ def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch
             shown.append(slots)
             for module in group.modules:
                 # Behind the hook by which torch frees what was gathered, and, as that one, not for torch.compile to trace.
-                module.register_forward_hook(torch.compiler.disable(slots.after_forward))
+                handles.append(module.register_forward_hook(torch.compiler.disable(slots.after_forward)))
     if not shown:
-        return
+        return handles
 
     def begin(module: nn.Module, args: Any) -> None:
         for slots in shown:
@@ -40,8 +42,9 @@ def show_computed_dtypes(model: nn.Module, groups: Iterable[Group], dtype: torch
         for slots in shown:
             slots.hide()
 
-    model.register_forward_pre_hook(torch.compiler.disable(begin))
-    model.register_forward_hook(torch.compiler.disable(end), always_call=True)
+    handles.append(model.register_forward_pre_hook(torch.compiler.disable(begin)))
+    handles.append(model.register_forward_hook(torch.compiler.disable(end), always_call=True))
+    return handles
 
 
 class _Slots:

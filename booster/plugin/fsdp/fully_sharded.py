@@ -27,11 +27,12 @@ from booster.ground.torch_internals import (
     is_view,
     run_hooks_outside_modes,
     see_all_outputs,
+    set_dtypes,
     set_gather,
     settle_dtypes,
     shards_integers,
 )
-from booster.mixed_precision.policy import DtypePolicy, install_keep_fp32
+from booster.mixed_precision.policy import DtypePolicy, gathered_modules, install_keep_fp32
 from booster.model.meta import check_meta, materialise
 from booster.model.modules import bare
 from booster.plugin.fsdp.dtypes import show_computed_dtypes
@@ -59,8 +60,8 @@ def shard_module(
     shard_placement: ShardPlacement | None = None,
     gathered: Collection[str] = (),
     left: LeftGathered | None = None,
-) -> nn.Module:
-    """Shard the parameters of `module` over `mesh`, in place, and return it.
+) -> list[Any]:
+    """Shard the parameters of `module` over `mesh`, in place; return hooks for `change_dtypes`, which have `remove`.
 
     mesh: one dimension to shard over, or two named ones, (replicate, shard); any size, 1 too. Its type is that of
     `device`. Parameters may be DTensors of tensor parallelism already. blocks: names of modules whose parameters are
@@ -150,10 +151,99 @@ def shard_module(
         take_over = torch.compiler.disable(_TakeOver(left))
         model.register_forward_pre_hook(take_over, prepend=True)  # before fully_shard's own, which gathers
         model.register_state_dict_pre_hook(take_over)
-    if policy.param is not None:
-        show_computed_dtypes(model, [group for group in groups if not group.pinned], policy.param)
+    shown = _show_dtypes(model, groups, policy)
     model.register_forward_hook(_Rest(cast(FSDPModule, model), left), always_call=True)
-    return module
+    return shown
+
+
+def _show_dtypes(model: nn.Module, groups: Iterable[Group], policy: DtypePolicy) -> list[Any]:
+    if policy.param is None:
+        return []
+    return show_computed_dtypes(model, [group for group in groups if not group.pinned], policy.param)
+
+
+def stays_sharded(model: nn.Module, before: DtypePolicy, after: DtypePolicy, *, blocks: Collection[str]) -> str | None:
+    """Return why `change_dtypes` cannot be called so, in the words after "because"; None: it can. Nothing is changed.
+
+    The tensors of `model` have the dtypes that they had before it was sharded.
+    """
+    single = [
+        name for name, child in model.named_modules() if isinstance(child, FSDPModule) and isinstance(child, nn.Linear)
+    ]
+    if single:
+        return f"fully_shard was applied to the single layer {single[0]!r}, which cannot be replaced any more; use wrap_policy"
+    if before.fp8_weights != after.fp8_weights:
+        return "gather_in_fp8 says how fully_shard gathers weights, which is settled when it is applied"
+    plans = []
+    for policy in (before, after):
+
+        def at_rest(param: torch.Tensor, pinned: bool, policy: DtypePolicy = policy) -> torch.dtype:
+            return dtype_at_rest(param, policy, pinned)
+
+        plans.append(
+            plan_groups(
+                model,
+                blocks=blocks,
+                pinned=policy.keep_fp32,
+                dtype_of=at_rest,
+                gathered=gathered_modules(model, policy),
+            )
+        )
+    old, new = plans
+    shapes = [[(list(map(id, group.modules)), group.pinned, group.gathered) for group in plan] for plan in plans]
+    if shapes[0] != shapes[1]:
+        return (
+            "fully_shard was applied to other groups of modules than it would be for the new precision, which keeps other "
+            "modules in float32, or gathers others in half"
+        )
+    for group in new:
+        for member in group.members:
+            for name, param in member._parameters.items():
+                dtypes = [dtype_at_rest(param, policy, group.pinned) for policy in (before, after) if param is not None]
+                if len(set(dtypes)) > 1:
+                    return f"shards of weights such as {name!r} are {dtypes[0]} at rest and would have to become {dtypes[1]}"
+    return None
+
+
+def change_dtypes(
+    module: nn.Module,
+    policy: DtypePolicy,
+    shown: Iterable[Any],
+    *,
+    blocks: Collection[str],
+    reduce_dtype: torch.dtype | None,
+) -> list[Any]:
+    """Give `module`, which `shard_module` sharded, the dtypes of another policy, where `stays_sharded` knows no reason not to.
+
+    shown: what `shard_module`, or this, returned last; returns the same of now. Buffers are as before it was sharded.
+    """
+    model = bare(module)
+    reshard(model)
+    for handle in shown:
+        handle.remove()
+    groups = plan_groups(
+        model,
+        blocks=blocks,
+        pinned=policy.keep_fp32,
+        dtype_of=lambda param, pinned: param.dtype,
+        gathered=gathered_modules(model, policy),
+    )
+    memo: dict[int, torch.Tensor] = {}
+    held: list[torch.Tensor] = []
+    for group in groups:
+        _cast_buffers(group, policy, memo, held)
+        set_dtypes(group.modules[0], _mixed_precision(policy, group, reduce_dtype))
+    install_keep_fp32(model, policy)
+    follow_policy(model, policy)
+    return _show_dtypes(model, groups, policy)
+
+
+def follow_policy(model: nn.Module, policy: DtypePolicy) -> None:
+    """Have whole tensors that are loaded into `model` be cut as `policy` wants from now on; see `ShardLoaded`."""
+    for hook in model._load_state_dict_pre_hooks.values():
+        inner = getattr(hook, "hook", hook)
+        if isinstance(inner, ShardLoaded):
+            inner.follow(policy)
 
 
 def _gather_in_fp8(
@@ -233,7 +323,6 @@ def _mixed_precision(policy: DtypePolicy, group: Group, reduce_dtype: torch.dtyp
 
 def _cast(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held: list[torch.Tensor]) -> None:
     """Cast what the members of `group` hold; tied tensors stay tied."""
-    buffer_dtype = torch.float32 if group.pinned else policy.param or policy.store
     for module in group.members:
         for name, param in module._parameters.items():
             if param is None:
@@ -245,6 +334,12 @@ def _cast(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held
                 memo[id(param)] = param if cast_param is None else nn.Parameter(cast_param, param.requires_grad)
                 held.append(param)
             module._parameters[name] = cast(nn.Parameter, memo[id(param)])
+    _cast_buffers(group, policy, memo, held)
+
+
+def _cast_buffers(group: Group, policy: DtypePolicy, memo: dict[int, torch.Tensor], held: list[torch.Tensor]) -> None:
+    buffer_dtype = torch.float32 if group.pinned else policy.param or policy.store
+    for module in group.members:
         for name, buffer in module._buffers.items():
             if buffer is None or buffer_dtype is None or not buffer.is_floating_point():
                 continue
@@ -340,6 +435,10 @@ class ShardLoaded:
     """
 
     def __init__(self, policy: DtypePolicy) -> None:
+        self.follow(policy)
+
+    def follow(self, policy: DtypePolicy) -> None:
+        """Weights are what `policy` says from now on."""
         self._half = policy.param if policy.param in HALF_DTYPES and policy.store is None else None
         self._pinned = policy.keep_fp32
 

@@ -17,7 +17,7 @@ from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathere
 from booster.model.meta import arrive
 from booster.model.modules import bare
 from booster.plugin.base import Plugin, check_joined, shared_mesh, world
-from booster.plugin.fsdp.fully_sharded import shard_module, without_reduction
+from booster.plugin.fsdp.fully_sharded import change_dtypes, shard_module, stays_sharded, without_reduction
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
 from booster.ranks.communicate import align
 from booster.shards import Shards
@@ -95,7 +95,7 @@ class TorchFSDPPlugin(Plugin):
         }
         self._replicate_size = replicate_size
         self._meshes: dict[str, DeviceMesh] = {}
-        self._placed: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._left = LeftGathered()
@@ -128,7 +128,7 @@ class TorchFSDPPlugin(Plugin):
         blocks = block_names(model, self._wrap_policy)
         if not self.stores_float32:
             return cast_parameters(arrive(module, device), policy)
-        placed = shard_module(
+        self._placed[model] = shard_module(
             module,
             policy,
             mesh=self._mesh(device.type),
@@ -139,7 +139,25 @@ class TorchFSDPPlugin(Plugin):
             **self._options,
             left=self._left,
         )
-        self._placed[model] = None
+        return module
+
+    def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
+        if not self.stores_float32:
+            return None
+        model = bare(placed)
+        return stays_sharded(model, before, after, blocks=block_names(model, self._wrap_policy))
+
+    def place_again(
+        self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
+    ) -> nn.Module:
+        if not self.stores_float32:
+            return self.place(placed, after, device)
+        model = bare(placed)
+        self._left.take_over(model)
+        blocks, reduce_dtype = block_names(model, self._wrap_policy), self._options["reduce_dtype"]
+        self._placed[model] = change_dtypes(
+            placed, after, self._placed[model], blocks=blocks, reduce_dtype=reduce_dtype
+        )
         return placed
 
     def make_shards(self, optimizer: Optimizer) -> Shards:

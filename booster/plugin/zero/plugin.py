@@ -105,6 +105,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         self._broadcast_buffers = broadcast_buffers
         # What optimizers that come later find their parameters in; it lives as long as the placed module.
         self._layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
+        self._waiting: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # hooks
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         check_gathers(policy)
@@ -130,11 +131,26 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             reducer = BucketReducer(layout, fp8=self._fp8 is not None, finds_unused=finds_unused)
             placed.lay_out(layout, reducer if self._keeps_slices else None)
         if self._overlaps:
-            WaitsForWeights(layout.arriving).listen(bare(placed))
+            self._waiting[placed] = WaitsForWeights(layout.arriving).listen(bare(placed))
         self._layouts[placed] = layout
         if placed not in self._replicas:
             self._replicas[placed] = Replica(placed)
         return placed
+
+    def place_again(
+        self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
+    ) -> nn.Module:
+        self._layouts.pop(placed, None)
+        for handle in self._waiting.pop(placed, ()):
+            handle.remove()
+        return super().place_again(placed, before, after, device)
+
+    def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
+        try:
+            check_gathers(after)
+        except ValueError as error:
+            return str(error)
+        return super().switch_refusal(placed, before, after)
 
     @property
     def release_refusal(self) -> str | None:

@@ -1,0 +1,250 @@
+"""A run that goes over to another precision while it goes on: what a checkpoint would carry there, without one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from booster.checkpoint.agree import exchange
+from booster.facade.as_built import AsBuilt, stand_around
+from booster.ground.randomness import random_state, set_random_state
+from booster.ground.torch_internals import is_compiled
+from booster.interface.model import CriterionWrapper, ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.mixed_precision import MixedPrecision
+from booster.mixed_precision.policy import DtypePolicy
+from booster.model.modules import bare
+from booster.plugin import Plugin
+from booster.shards import Shards
+from booster.tensors.trees import HALF_DTYPES
+from booster.update.outcome import UpdateOptions
+
+
+class Boosting:
+    """What one call of `boost` returned, as long as the user keeps the model, and what the model was before."""
+
+    def __init__(
+        self, built: AsBuilt, model: ModelWrapper, optimizers: Sequence[OptimizerWrapper], criterion: Any
+    ) -> None:
+        self.built = built
+        self.hooks = set(model._forward_pre_hooks)  # of the precision, as those of the user's come later
+        self._model = weakref.ref(model)
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._criterion = weakref.ref(criterion) if isinstance(criterion, (ModelWrapper, CriterionWrapper)) else None
+
+    @property
+    def model(self) -> ModelWrapper | None:
+        return self._model()
+
+    @property
+    def optimizers(self) -> list[OptimizerWrapper]:
+        return [each for reference in self._optimizers if (each := reference()) is not None]
+
+    @property
+    def criterion(self) -> Any:
+        return None if self._criterion is None else self._criterion()
+
+
+class Switch:
+    """From the precision `old` to `new`, of models that `plugin` placed. `check` all of them first, then `make` each."""
+
+    def __init__(
+        self,
+        old: MixedPrecision,
+        new: MixedPrecision,
+        *,
+        plugin: Plugin,
+        device: torch.device,
+        options: UpdateOptions,
+    ) -> None:
+        self._old, self._new, self._plugin, self._device = old, new, plugin, device
+        self._options = options
+        self._policies: dict[Boosting, tuple[DtypePolicy, DtypePolicy]] = {}  # of before and after
+
+    @property
+    def target(self) -> str:
+        """What all ranks are to go over to, in words."""
+        return repr(self._new)
+
+    def check(self, boosting: Boosting) -> None:
+        """Raise RuntimeError or ValueError if the move cannot be made; nothing is changed."""
+        for precision in (self._old, self._new):
+            if precision.switch_refusal is not None:
+                raise ValueError(self._refusal(precision.switch_refusal))
+        model, placed = boosting.model, boosting.model.module  # type: ignore[union-attr]
+        if type(model) is not ModelWrapper:
+            raise ValueError(
+                self._refusal(f"{type(self._old).__name__} wraps models in a {type(model).__name__} of its own")
+            )
+        compiled = [name for name, child in placed.named_modules() if is_compiled(child)]
+        if compiled:
+            raise RuntimeError(
+                self._refusal(
+                    "the model was compiled, and what was compiled would go on in the old precision; compile after the last "
+                    "switch, or train without torch.compile"
+                )
+            )
+        for optimizer in boosting.optimizers:
+            (update,) = updates_of([optimizer])
+            if update.release is not None:
+                update.release.check_weights()
+            if waiting := optimizer.num_waiting_backwards:
+                raise RuntimeError(
+                    f"switch() between backward and step: the gradients of {waiting} backward pass(es) wait for a step, and "
+                    "belong to the old precision; call optimizer.step() first, or optimizer.zero_grad() to drop them"
+                )
+            scale = self._new.make_scaler()
+            if scale.state_dict().keys() == optimizer.scaler_state().keys():
+                scale.load_state_dict(optimizer.scaler_state())
+        if (why := boosting.built.why_not_bare(placed)) is not None:
+            raise RuntimeError(self._refusal(why))
+        with boosting.built.shown(placed, self._old):
+            self._new.check(bare(placed))
+            if isinstance(boosting.criterion, ModelWrapper):
+                self._new.check(boosting.criterion.unwrap())
+            before, after = self._old.policy_for(bare(placed)), self._new.policy_for(bare(placed))
+            self._policies[boosting] = before, after
+            if (why := self._plugin.switch_refusal(placed, before, after)) is not None:
+                raise RuntimeError(self._refusal(why))
+            built = [
+                name
+                for name, param in bare(placed).named_parameters()
+                if param.requires_grad and param.dtype in HALF_DTYPES
+            ]
+            if built and before.param in HALF_DTYPES and after.param not in HALF_DTYPES:
+                raise ValueError(
+                    self._refusal(
+                        f"the model was built in half precision, as its parameter {built[0]!r}; build it in float32"
+                    )
+                )
+            for optimizer in boosting.optimizers:
+                if (options := self._new.masters_on(self._device)) is not None:
+                    options.check(optimizer.unwrap())
+            self._new.convert(bare(placed))  # what it refuses, it refuses now
+
+    def make(self, boosting: Boosting) -> None:
+        """Make the move. May run the collectives of placing a model; random numbers go on where they were."""
+        wrapper, placed = boosting.model, boosting.model.module  # type: ignore[union-attr]
+        wrapper.unwrap()  # type: ignore[union-attr]  # which waits for weights
+        inner, optimizers = bare(placed), boosting.optimizers
+        before = random_state()
+        carried = [_Carried(optimizer) for optimizer in optimizers]
+        masters: dict[torch.Tensor, torch.Tensor] = {}
+        for optimizer, update in zip(optimizers, updates_of(optimizers), strict=True):
+            optimizer.zero_grad()
+            masters |= update.give_back()
+        for param in inner.parameters():
+            param.grad = None
+        names: dict[torch.Tensor, str] = {param: name for name, param in inner.named_parameters()}
+        around = boosting.built.lay_bare(placed)
+        self._old.revert(placed)
+        policy, after = self._policies[boosting]
+        half = (after.store or after.param) in HALF_DTYPES and not self._plugin.stores_float32
+        done = boosting.built.restore(placed, masters, for_masters=half)
+        del masters
+        for optimizer in optimizers:
+            _replace(optimizer.optimizer, done)
+        boosting.built = boosting.built.again(placed)
+        placement = _Again(self._plugin, placed, policy, around, [c.shards for c in carried], names)
+        criterion = boosting.criterion
+        new_model, new_optimizers, new_criterion = self._new.configure(
+            inner,
+            [each.optimizer for each in optimizers],
+            None if criterion is None else criterion.unwrap(),
+            placement=placement,
+            options=self._options,
+        )
+        boosting.built.settle(new_model.module)
+        boosting.hooks = wrapper.become(new_model, boosting.hooks)  # type: ignore[union-attr]
+        if criterion is not None:
+            criterion.become(new_criterion)
+        for optimizer, made, kept in zip(optimizers, new_optimizers, carried, strict=True):
+            optimizer.become(made)
+            kept.give(optimizer)
+        set_random_state(before)
+
+    def _refusal(self, why: str) -> str:
+        return f"switch() from {self._old!r} to {self._new!r} cannot be made while the run goes on, because {why}"
+
+
+def switch_all(switch: Switch, boostings: Sequence[Boosting], group: dist.ProcessGroup | None) -> None:
+    """Check every one on every rank of `group`, and move them all, or none."""
+    problem: Exception | None = None
+    try:
+        for boosting in boostings:
+            switch.check(boosting)
+    except Exception as error:  # raised again once the others know
+        problem = error
+    others = exchange([switch.target, None if problem is None else f"{type(problem).__name__}: {problem}"], group)
+    if problem is not None:
+        raise problem
+    for rank, (target, why) in enumerate(others):
+        if why is not None:
+            raise RuntimeError(f"switch() was refused on rank {rank}, so nothing has changed on any: {why}")
+        if target != switch.target:
+            raise RuntimeError(
+                f"switch() got {switch.target} here and {target} on rank {rank}; give all ranks the same"
+            )
+    for boosting in boostings:
+        switch.make(boosting)
+
+
+class _Carried:
+    """What an optimizer's update knows besides states and masters, and the next one goes on with."""
+
+    def __init__(self, optimizer: OptimizerWrapper) -> None:
+        (update,) = updates_of([optimizer])
+        self.shards = update.shards
+        self._scale, self._rounding = optimizer.scaler_state(), update.rounding_state()
+        self._previous = None if update.release is None else update.release.previous
+
+    def give(self, optimizer: OptimizerWrapper) -> None:
+        (update,) = updates_of([optimizer])
+        if update.scaler.state_dict().keys() == self._scale.keys():
+            update.scaler.load_state_dict(self._scale)
+        update.load_rounding(self._rounding)
+        if update.release is not None:
+            update.release.mend(self._previous)
+
+
+class _Again:
+    """The `Placement` that a precision meets when models are placed already: they are placed again, and not anew."""
+
+    def __init__(
+        self,
+        plugin: Plugin,
+        placed: nn.Module,
+        before: DtypePolicy,
+        around: Mapping[str, Any],
+        shards: Sequence[Shards],
+        names: Mapping[torch.Tensor, str],
+    ) -> None:
+        self._plugin, self._placed, self._around = plugin, placed, dict(around)
+        self.policy, self._shards, self._names = before, {id(each.optimizer): each for each in shards}, names
+        self.is_whole, self.stores_float32, self.group = plugin.is_whole, plugin.stores_float32, plugin.group
+
+    def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
+        stand_around(module, self._around)
+        before, self.policy = self.policy, policy
+        return self._plugin.place_again(self._placed, before, policy, device)
+
+    def synchronise(self, module: nn.Module) -> None:
+        pass  # ranks agree since boost()
+
+    def make_shards(self, optimizer: Optimizer) -> Shards:
+        made, old = self._plugin.make_shards(optimizer), self._shards[id(optimizer)]
+        now = dict(bare(self._placed).named_parameters())
+        made.follow(old, {param: now[name] for param, name in self._names.items()})
+        made.kept = old.kept
+        return made
+
+
+def _replace(optimizer: Optimizer, done: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"][:] = [done.get(param, param) for param in group["params"]]
