@@ -1,10 +1,11 @@
 """A GPU's step in one command: the update alone, the step of a tiny model, and a GPT, beside hand-written torch and peers.
 
-    python -m benchmarks.gpu [--section update|tiny|gpt] [--small] [--device cpu]
+    python -m benchmarks.gpu [--section update|tiny|gpt|kernels] [--small] [--device cpu]
 
 Prints microseconds, medians of rounds in a shuffled order, beside "again", a second copy of the first way, whose ratio
 is what the machine says of equal things; launches on the device, as torch's profiler counts them; waits of the host for
-it; and of the GPT the peak of its memory. Peers are those that are installed. All sections take less than 5 minutes.
+it; and of the GPT the peak of its memory. Peers are those that are installed. It ends with whether `fused_optimizer=True` may
+take Triton kernels: whether they train as torch does, and how long they take. All sections take less than 5 minutes.
 --small and --device cpu are to see that it runs, and their numbers say nothing.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,6 +30,7 @@ from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 Step = Callable[[], object]
+BY = {"": True, " by Triton": "triton"}
 NAIVE = {
     "bf16_naive, float32 masters": lambda: BF16NaiveMixedPrecision(master_weights="fp32"),
     "bf16_naive, split": lambda: BF16NaiveMixedPrecision(master_weights="split"),
@@ -73,11 +76,12 @@ class UpdateSection:
         yield "again", partial(self._torch, fused=True)
         yield "torch default, clip", self._torch
         yield "torch fp16: GradScaler, fused", partial(self._torch, scaled=True, fused=True)
-        for precision in ("fp32", "bf16", "fp16"):
-            yield precision, partial(self._ours, precision)
-        yield "fp32, 8-bit states", partial(self._ours, "fp32", states="8bit")
-        for name, made in NAIVE.items():
-            yield name, lambda made=made: self._ours(made())
+        for way, how in BY.items():
+            for precision in ("fp32", "bf16", "fp16"):
+                yield f"{precision}{way}", partial(self._ours, precision, fused_optimizer=how)
+            yield f"fp32, 8-bit states{way}", partial(self._ours, "fp32", states="8bit", fused_optimizer=how)
+            for name, made in NAIVE.items():
+                yield f"{name}{way}", lambda made=made, how=how: self._ours(made(), fused_optimizer=how)
         if find_spec("bitsandbytes"):
             yield "bitsandbytes AdamW8bit", partial(self._peer, "bitsandbytes.optim", "AdamW8bit")
         if find_spec("flashoptim"):
@@ -147,13 +151,15 @@ class TinySection:
         for precision in ("fp32", "bf16", "fp16"):
             yield f"torch fused, {precision}", partial(self.by_hand, precision)
             yield f"again, {precision}", partial(self.by_hand, precision)
-            yield precision, partial(self.ours, precision)
+            for way, how in BY.items():
+                yield f"{precision}{way}", partial(self.ours, precision, fused_optimizer=how)
             if find_spec("accelerate"):
                 yield f"Accelerate, {precision}", partial(self._accelerate, precision)
             if find_spec("lightning"):
                 yield f"Fabric, {precision}", partial(self._fabric, precision)
-        for name, made in NAIVE.items():
-            yield name, lambda made=made: self.ours(made())
+        for way, how in BY.items():
+            for name, made in NAIVE.items():
+                yield f"{name}{way}", lambda made=made, how=how: self.ours(made(), fused_optimizer=how)
 
     def _net(self) -> nn.Module:
         torch.manual_seed(0)
@@ -340,17 +346,20 @@ def waits(step: Step) -> int:
     return sum("synchroniz" in str(each.message) and "prototype" not in str(each.message) for each in said)
 
 
-def shown(section: Any, rounds: int, calls: int, *, apart: bool) -> None:
-    """Print the table of a section. apart: one way is on the device at a time, and its peak of memory is shown."""
+def shown(section: Any, rounds: int, calls: int, *, apart: bool) -> dict[str, float]:
+    """Print the table of a section, and return the seconds of each way. apart: one way is on the device at a time, and its peak
+    of memory is shown."""
     print(f"\n## {section.title}\n\n| way | us | of the first | launches | waits |{' peak GiB |' if apart else ''}")
     print("|---|---|---|---|---|" + ("---|" if apart else ""))
     base: float | None = None
     made: dict[str, Step] = {}
+    found: dict[str, float] = {}
 
     def row(name: str, seconds: list[float], step: Step, peak: str = "") -> None:
         nonlocal base
         median = statistics.median(seconds) / calls
         base = median if base is None else base
+        found[name] = median
         print(
             f"| {name} | {median * 1e6:,.0f} | {median / base:.2f} | {launches(step)} | {waits(step)} |{peak}",
             flush=True,
@@ -378,6 +387,62 @@ def shown(section: Any, rounds: int, calls: int, *, apart: bool) -> None:
     if made:
         for name, seconds in interleave(made, rounds).items():
             row(name, seconds, made[name].args[0])  # type: ignore[attr-defined]
+    return found
+
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}  # two steps of a half format
+
+
+def differences(device: str) -> dict[str, float]:
+    """How far weights that kernels trained are from those of torch's steps, in shares of what is tolerated; one step of six is
+    skipped by an infinity. Infinite where kernels did not step."""
+    found = {}
+    precisions: dict[str, Callable[[], Any]] = {"fp32": lambda: "fp32", "fp16": lambda: "fp16", **NAIVE}
+    precisions["fp16_naive"] = lambda: FP16NaiveMixedPrecision(initial_scale=2.0**10)  # which these gradients fit
+    for name, precision in precisions.items():
+        weights = [_trained(device, precision(), how) for how in BY.values()]
+        found[name] = max(
+            float((a.float() - b.float()).abs().max() / (b.float().abs().max() * TOLERANCES[b.dtype]))
+            for b, a in zip(*weights, strict=True)
+        )
+    return found
+
+
+def _trained(device: str, precision: Any, how: bool | str) -> list[torch.Tensor]:
+    booster = Booster(device, precision, clip_grad_norm=1.0, skip_nonfinite=True, fused_optimizer=how)
+    module = Weights([(65, 130), (3000,), (7, 5)], device)
+    model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    generator = torch.Generator(device).manual_seed(2)
+    params = list(module.parameters())
+    for number in range(6):
+        grads = [torch.randn(param.shape, device=device, generator=generator) for param in params]
+        if number == 3:
+            grads[1][77] = float("inf")
+        loss = sum((param.float() * grad).sum() for param, grad in zip(params, grads, strict=True))
+        booster.backward(loss, optimizer)
+        assert bool(optimizer.step()) is (number != 3)
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in params]
+
+
+def verdict(found: dict[str, dict[str, float]], apart: dict[str, float]) -> str:
+    """One line: whether `fused_optimizer=True` may take kernels, with what decides it.
+
+    found: seconds by section and way. apart: `differences`.
+    """
+    wrong = [f"{name} {share:.2g} of what is tolerated" for name, share in apart.items() if not share <= 1.0]
+    slow = []
+    for section, base in (("update", "torch fused, clip"), ("tiny", "torch fused, fp32")):
+        ways = found.get(section, {})
+        mine = ways.get("fp32 by Triton", float("inf"))
+        share = mine / ways[base] if base in ways else float("inf")
+        if not share <= 1.0:
+            slow.append(f"{section} {share:.2f} of torch's fused")
+    if wrong or slow:
+        return f"verdict: booster/kernels/choice.py TAKEN_BY_TRUE stays (): {'; '.join([*wrong, *slow])}"
+    return (
+        'verdict: booster/kernels/choice.py TAKEN_BY_TRUE may be ("cuda",): kernels train as torch does, and no slower'
+    )
 
 
 def repeated(step: Step, calls: int) -> None:
@@ -392,22 +457,36 @@ SECTIONS: dict[str, tuple[Any, int, int, bool]] = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code: 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", choices=SECTIONS, help="only this one")
+    parser.add_argument("--section", choices=[*SECTIONS, "kernels"], help="only this one")
     parser.add_argument("--small", action="store_true", help="tiny models, to see that it runs")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     given = parser.parse_args(arguments)
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print(
+            f"benchmarks.gpu needs a GPU, and torch {torch.__version__} sees none; --small --device cpu shows that it runs"
+        )
+        return 2
     print(describe_machine())
+    found: dict[str, dict[str, float]] = {}
     for name, (section, rounds, calls, apart) in SECTIONS.items():
         if given.section in (None, name):
-            shown(
+            found[name] = shown(
                 section(given.device, given.small),
                 2 if given.small else rounds,
                 1 if given.small else calls,
                 apart=apart,
             )
+    if given.section in (None, "kernels"):
+        print()
+        try:
+            print(verdict(found, differences(given.device)))
+        except ValueError as refused:  # by name, where there are no kernels
+            print(f"verdict: none, {refused}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 ASKED = "triton"
 TAKEN_BY_TRUE: tuple[str, ...] = ()
-"""Types of devices on which `fused_optimizer=True` takes kernels wherever they can be. None before kernels have run on a GPU, where
-a default that nobody has seen run is the user's risk: `python -m benchmarks.gpu` ends with whether "cuda" may stand here."""
+"""Types of devices on which `fused_optimizer=True` takes kernels wherever they can be.
+
+None before kernels have run on a GPU, where a default that nobody has seen run is the user's risk: `python -m benchmarks.gpu`
+ends with whether "cuda" may stand here."""
 
 
 def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:

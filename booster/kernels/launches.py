@@ -107,7 +107,19 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
     tl.store(words + 5, tl.where(grows, 0, passed))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count", "num_clocks"],
+    do_not_specialize_on_alignment=[
+        "partials",
+        "found_in",
+        "carried",
+        "pending",
+        "scale",
+        "growth",
+        "hysteresis",
+        "seed",
+    ],
+)
 def decide(
     partials,
     count,
@@ -188,7 +200,7 @@ def decide(
             tl.store(to + 7, h7.to(tl.float32), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_tile"])
 def update(
     table,
     tiles,

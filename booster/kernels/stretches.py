@@ -196,7 +196,10 @@ class Stretches:
 
 def flags_of(rule: Rule, group: dict[str, Any]) -> int:
     """Return the flags of a group in the bits of a number."""
-    return sum(bool(flag) << place for place, flag in enumerate(rule.flags(group)))
+    found = 0
+    for place, flag in enumerate(rule.flags(group)):
+        found |= bool(flag) << place
+    return found
 
 
 def _way(value: Any) -> StateForm:

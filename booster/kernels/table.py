@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
+from booster.kernels.kept import Kept
 from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
 from booster.kernels.rules.rule import MOST_STATES
 from booster.kernels.states import ABSENT, StateForm
@@ -83,7 +84,7 @@ class Table:
         clocks: Sequence[tuple[int, int]],
         device: torch.device,
     ) -> None:
-        self.device = device
+        self.device, self.kept = device, Kept()
         apart = {id(each.bucket): place for place, each in enumerate(stretches) if each.travels}
         keyed = [
             (
@@ -118,6 +119,8 @@ class Table:
             constants = _constants(each, gradients[place])
             travelling = each.bucket if each.travels else None
             self.kinds.append(Kind(first, len(tiles) - first, each.names, chance, constants, travelling))
+        self.here = [kind for kind in self.kinds if kind.bucket is None]
+        """Kinds whose states lie on the device."""
         self.num_tiles = len(tiles)
         self._bytes = sum(map(_bytes, stretches, gradients))
         self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, COLUMNS)
@@ -175,9 +178,8 @@ class Table:
         """Launch what reads all gradients; returns sums of squares, float64, one for each tile."""
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
         if self.num_tiles:
-            measure[(self.num_tiles,)](
-                self.rows, self.tiles, partials, COLUMNS=COLUMNS, TILE=TILE, enable_fp_fusion=False
-            )
+            constants = {"COLUMNS": COLUMNS, "TILE": TILE}
+            self.kept.launch(measure, None, self.num_tiles, (self.rows, self.tiles, partials), constants)
         return partials
 
     def squares_of_params(self, partials: torch.Tensor) -> dict[torch.Tensor, float]:

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 
 from booster.ground.device import HostCopy
 from booster.ground.torch_internals import note_step, step_hooks
+from booster.kernels.kept import Kept, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, clip_by, decide, norm_of, update
 from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
@@ -38,7 +39,7 @@ from booster.update.outcome import StepFields, StepResult
 
 _logger = logging.getLogger(__name__)
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
-_GROUP = attrgetter("group")  # of a bucket
+_SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient; of a bucket
 _ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _CPU = torch.device("cpu")
 _NOT_ASKED_FOR = torch.full((), float("nan"), dtype=torch.float32, device=_CPU)  # a norm
@@ -85,9 +86,10 @@ class KernelUpdate(DeviceUpdate):
         table = self._ready() if norm_type == 2.0 else None
         if table is None:
             return super()._true_norm(norm_type)
-        measured = self._look(table)
+        with current(table.device):
+            measured = self._look(table)
+            norm = measured.norm(_on_device(self._scale, table.device), _on_device(self._factor, table.device))
         self._measured.append(measured)
-        norm = measured.norm(_on_device(self._scale, table.device), _on_device(self._factor, table.device))
         if self._reported_norm is None:
             self._reported_norm = norm
         return norm
@@ -97,7 +99,8 @@ class KernelUpdate(DeviceUpdate):
             return super()._clipped(norm, max_norm)
         factor = torch.empty_like(norm)
         bound = self.steps.device_numbers("bound", (max_norm,), norm.device)
-        clip_by[(1,)](norm, bound, _on_device(self._factor, norm.device), factor, enable_fp_fusion=False)
+        with current(norm.device):
+            clip_by[(1,)](norm, bound, _on_device(self._factor, norm.device), factor, enable_fp_fusion=False)
         return factor
 
     def _look(self, table: Table) -> _Measured:
@@ -110,10 +113,15 @@ class KernelUpdate(DeviceUpdate):
     def _decide_and_apply(self) -> StepResult:
         bound, self._bound = self._bound, None
         table = self._ready()
-        if table is None:
-            if bound is not None:
-                super().clip_norm(bound, 2.0, False, asked=False)
-            return super()._decide_and_apply()
+        if table is not None:
+            with current(table.device):
+                return self._launch(table, bound)
+        if bound is not None:
+            super().clip_norm(bound, 2.0, False, asked=False)
+        return super()._decide_and_apply()
+
+    def _launch(self, table: Table, bound: float | None) -> StepResult:
+        """Step what is in `table`. bound: of a clip that waits for the step."""
         carried, pending, seed = self._scale, self._factor, self._loss_scale
         checks, joint, sums, found_in = self._checks, self.joint, None, None
         alone = joint.found is None and len(joint.updates) == 1
@@ -179,7 +187,7 @@ class KernelMasterUpdate(KernelUpdate, DeviceMasterUpdate):
             stretches.add_bucket(bucket)
 
     def _layout(self) -> Any:
-        if any(grad.is_sparse for grad in map(_GRAD, self.params())):
+        if any(map(_SPARSE, map(_GRAD, self.params()))):
             return ()
         self._plain, self._buckets = self._step.prepare()
         return tuple(self._buckets)
@@ -220,6 +228,7 @@ class _Steps:
         self._found: Any = None  # dtypes and addresses of the gradients in the table
         self._laid: list[torch.Tensor] = []
         self._values: dict[str, tuple[Any, torch.Tensor]] = {}
+        self._kept = Kept()
         self._said = False
         self._broken: str | None = None
         self.reason: str | None = None
@@ -286,7 +295,8 @@ class _Steps:
             codes = [DTYPES[dtypes[place]] for place, _ in self._places]
             self._table = Table(stretches.all, codes, there, stretches.clocks, device)
             if device.type == "cuda":
-                self._try(self._table)
+                with current(device):
+                    self._try(self._table)
         else:
             self._table.follow_gradients(there)
         return self._table
@@ -297,7 +307,8 @@ class _Steps:
             table.measure()
             for kind in table.kinds:
                 args = self._arguments(table, kind, table.scalars.new_zeros(OUT), self._no_chances(table.device))
-                update.warmup(*args, grid=(1,), **self._constants(kind, checks=True, divide=True))
+                constants = self._constants(kind, checks=True, divide=True)
+                update.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False)
         except Exception as error:
             self._broken = f"Triton does not compile kernels here: {str(error).strip().splitlines()[-1:]}"
             raise Unfit(self._broken) from error
@@ -332,31 +343,17 @@ class _Steps:
         growth, hysteresis = (None, None) if scale is None else scale.trackers
         out = torch.empty(OUT, dtype=torch.int64, device=device)
         single = out.view(torch.float32)
-        decide[(1,)](
-            sums,
-            0 if sums is None else sums.numel(),
-            found_in,
-            carried,
-            pending,
-            self.device_numbers("options", options, device),
-            None if scale is None else scale.factor,
-            growth,
-            hysteresis,
-            seed if isinstance(seed, torch.Tensor) else None,
-            out.view(torch.float64),
-            single,
-            out,
-            table.clocks,
-            table.num_clocks,
-            self.device_numbers("rows", rows, device),
-            table.scalars,
-            CLIP=bound is not None,
-            PREPARE=rule.prepare,
-            NUMBERS=MOST_NUMBERS,
-            SCALARS=SCALARS,
-            BLOCK=BLOCK,
-            enable_fp_fusion=False,
+        factor, seed = None if scale is None else scale.factor, seed if isinstance(seed, torch.Tensor) else None
+        maybe = sums, found_in, carried, pending, factor, growth, hysteresis, seed
+        args = (
+            *(sums, 0 if sums is None else sums.numel(), found_in, carried, pending),
+            *(self.device_numbers("options", options, device), factor, growth, hysteresis, seed),
+            *(out.view(torch.float64), single, out, table.clocks, table.num_clocks),
+            *(self.device_numbers("rows", rows, device), table.scalars),
         )
+        constants = {"CLIP": bound is not None, "PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS}
+        constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
+        self._kept.launch(decide, (bound is not None, *kinds_of(maybe)), 1, args, constants)
         chances = self._chances(table, of.dither)
         divide = carried is not None or pending is not None or bound is not None
 
@@ -364,13 +361,14 @@ class _Steps:
             for kind in kinds:
                 if kind.tiles:
                     args = self._arguments(table, kind, single, chances[kind.names])
-                    update[(kind.tiles,)](*args, **self._constants(kind, checks=checks, divide=divide))
+                    constants = self._constants(kind, checks=checks, divide=divide)
+                    table.kept.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
 
         noise = of.draw()  # memory that lives until the launch
         for bucket, drawn in noise.items():
             if bucket.host is None:
                 table.move(bucket, drawn)
-        launch(kind for kind in table.kinds if kind.bucket is None)
+        launch(table.here)
         for bucket in of.visit(table, noise):
             launch(kind for kind in table.kinds if kind.bucket is bucket)
         increment_version(self._params)
@@ -380,7 +378,7 @@ class _Steps:
         return table.rows, table.tiles, kind.first, table.scalars, out, chances
 
     def _constants(self, kind: Kind, *, checks: bool, divide: bool) -> dict[str, Any]:
-        own = {"RULE": self.rule.body, "CHECKED": checks, "DIVIDE": divide, "enable_fp_fusion": False}
+        own = {"RULE": self.rule.body, "CHECKED": checks, "DIVIDE": divide}
         return {**kind.constants, **own, "COLUMNS": COLUMNS, "SCALARS": SCALARS, "TILE": TILE}
 
     def _no_chances(self, device: torch.device) -> torch.Tensor:
@@ -418,7 +416,8 @@ class _Measured:
     def norm(self, carried: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:
         """The norm, times `pending` and by `carried`, 0-dim on the device."""
         found = torch.empty((), dtype=torch.float64, device=self.sums.device)
-        norm_of[(1,)](self.sums, self.sums.numel(), carried, pending, found, BLOCK=BLOCK, enable_fp_fusion=False)
+        with current(found.device):
+            norm_of[(1,)](self.sums, self.sums.numel(), carried, pending, found, BLOCK=BLOCK, enable_fp_fusion=False)
         return found
 
     @cached_property

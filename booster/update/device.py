@@ -34,6 +34,8 @@ class DeviceUpdate(Update):
     """Scale, norms and the decision are 0-dim tensors on the parameters' device."""
 
     decides_on_device = True
+    _carries: Any
+    _clip: Any
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

@@ -1,0 +1,37 @@
+"""Launches through compiled kernels that are kept: Triton's own way looks at every argument of every launch anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Kept:
+    """Compiled kernels, by what of their arguments they were compiled for, which is `key`."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def launch(self, kernel: Any, key: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        """Launch `kernel` on `args`, which are its first parameters; `constants` are the others, by name."""
+        known = self._compiled.get((kernel, key))
+        if known is not None:
+            compiled, others = known
+            compiled[(programs, 1, 1)](*args, *others)
+            return
+        compiled = kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
+        if compiled is not None:  # where it is interpreted there is none
+            self._compiled[kernel, key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, `device` is the one that Triton launches on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def kinds_of(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what tells which kernel is compiled for `args`, tensors or None."""
+    return tuple([None if arg is None else arg.dtype for arg in args])  # a generator is a call for each
