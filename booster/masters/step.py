@@ -16,7 +16,7 @@ Neither s nor c is applied by itself. They are one number, `grad_scale` = s / c,
 the gradient; for other optimizers the float32 copy is multiplied once. The half gradients stay what they are.
 
 Why buckets: join and cast need 8 bytes of float32 scratch for an element, which are those of the largest bucket, an eighth
-of the parameters at most, and not of the model. And a thousand small tensors in one flat bucket are one call.
+of the parameters or 2 MiB, and not of the model. And a thousand small tensors in one flat bucket are one call.
 
 Optimizers that need whole tensors get buckets of whole tensors, a handle each; those that must see everything at once, all
 handles together.

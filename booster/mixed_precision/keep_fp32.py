@@ -19,7 +19,7 @@ from booster.mixed_precision.new_tensors import NewTensors
 from booster.model.modules import matcher, parents
 from booster.model.tied import places_of
 from booster.tensors.cast_regions import disabled
-from booster.tensors.trees import cast_floats
+from booster.tensors.trees import HALF_DTYPES, cast_floats
 
 _MARK = "booster_keep_fp32"
 
@@ -95,6 +95,9 @@ class Float32Forward:
     device_type: where autocast may be on; None where it never is. output_dtype: what floating outputs are cast to, for a
     module amid half-precision ones; None leaves them in float32, as autocast wants.
 
+    A BatchNorm amid half-precision modules is given its half inputs as they are: torch's own reads them beside float32
+    parameters, computes in float32 and rounds its output once, without two copies of all activations.
+
     It takes the place of the module's `forward`, and not of hooks around it: an exception or interrupt then cannot leave
     autocast off, and torch.compile traces it.
     """
@@ -106,12 +109,22 @@ class Float32Forward:
         self.forward = forward
         self._device_type = device_type
         self._output_dtype = output_dtype
+        self._norm = _norm_of_halves(forward) if output_dtype in HALF_DTYPES else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._norm is not None and self._norm.weight.dtype is torch.float32:
+            return cast_floats(self.forward(*args, **kwargs), self._output_dtype)
         autocast_off = torch.autocast(self._device_type, enabled=False) if self._device_type else nullcontext()
         with autocast_off, disabled(NewTensors):
             output = self.forward(*cast_floats(args, torch.float32), **cast_floats(kwargs, torch.float32))
         return cast_floats(output, self._output_dtype)
+
+
+def _norm_of_halves(forward: Callable[..., Any]) -> nn.Module | None:
+    """The module whose own `forward` this is, if torch normalises half inputs by its float32 parameters in float32."""
+    module = getattr(forward, "__self__", None)
+    own = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and module.affine
+    return module if own and getattr(forward, "__func__", None) is type(module).forward else None
 
 
 def compute_in_fp32(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:

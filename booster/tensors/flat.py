@@ -10,7 +10,8 @@ import torch
 # Elements. Whatever shares its bucket, an element meets the same lane of a vector unit, never the scalar code for what is left
 # over at the end, which rounds differently: the cut then changes no bit.
 ALIGNMENT = 64
-SMALLEST_BUCKET = 2**14  # elements; below, the cost of a call outweighs 8 bytes of scratch for each
+SMALLEST_BUCKET = 2**18  # elements, 2 MiB of scratch; below, a step is calls for the most part
+SMALLEST_SPARING_BUCKET = 2**14  # elements, where memory was asked for, and of a compiled step, whose calls are fewer
 LARGEST_CPU_BUCKET = 2**19  # elements; above, scratch no longer stays in a core's cache, and the update takes longer
 
 LARGEST_COMPILED_CPU_BUCKET = (
@@ -39,14 +40,15 @@ class Piece:
 def bucket_size(
     num_elements: int, device: torch.device, compiled: bool = False, packed: bool = False, released: bool = False
 ) -> int:
-    """Return the size of a bucket: at most 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
+    """Return the size of a bucket: 1/8 of all elements, a multiple of 64, and no smaller than calls are worth.
 
     packed: states are widened into scratch too, so that buckets are at most 1/32 of all elements; a compiled step does without.
     released: they are stepped within backward, beside a gradient and activations, so that they are half as large.
     """
     packed = packed and not compiled
     share = (32 if packed else 8) * (2 if released else 1)
-    size = max(num_elements // share // ALIGNMENT * ALIGNMENT, SMALLEST_BUCKET)
+    smallest = SMALLEST_BUCKET if share == 8 and not compiled else SMALLEST_SPARING_BUCKET
+    size = max(num_elements // share // ALIGNMENT * ALIGNMENT, smallest)
     largest = LARGEST_COMPILED_CPU_BUCKET if compiled else LARGEST_CPU_BUCKET
     return min(size, largest) if device.type == "cpu" else size
 

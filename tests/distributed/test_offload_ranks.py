@@ -30,7 +30,7 @@ def built(layout, form, on):
 
 
 def trained(rank, world_size, layout, form):
-    with mock.patch.object(flat, "SMALLEST_BUCKET", 256):
+    with mock.patch.object(flat, "SMALLEST_SPARING_BUCKET", 256):
         stays = built(layout, form, False)
         with mock.patch.dict(offload.TRANSFERS, {"cpu": FakeTransfers}):
             moved = built(layout, form, True)

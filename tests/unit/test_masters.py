@@ -199,7 +199,7 @@ class Counting(optim.SGD):
 
 def test_an_optimizer_that_writes_to_its_group_writes_once_a_step_and_every_bucket_sees_the_same():
     booster.register_elementwise(Counting)
-    run = Run(lambda p: Counting(p, lr=1.0), BF16, "split", shapes=[(70_000,)])
+    run = Run(lambda p: Counting(p, lr=1.0), BF16, "split", shapes=[(900_000,)])
     assert len(run.masters.buckets) > 3
     run.optimizer.backward(loss_with(run.params, [1.0]))
     run.optimizer.step()
@@ -210,7 +210,7 @@ def test_an_optimizer_that_writes_to_its_group_writes_once_a_step_and_every_buck
 def test_hooks_fire_once_also_where_step_calls_the_step_of_its_base():
     booster.register_elementwise(Counting)
     optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # torch wraps the step of a class when it is first instantiated
-    run = Run(lambda p: Counting(p, lr=1e-3), BF16, "split", shapes=[(70_000,)])
+    run = Run(lambda p: Counting(p, lr=1e-3), BF16, "split", shapes=[(900_000,)])
     calls = []
     run.inner.register_step_pre_hook(lambda *args: calls.append("pre"))
     run.inner.register_step_post_hook(lambda *args: calls.append("post"))

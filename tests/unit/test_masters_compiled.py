@@ -30,6 +30,7 @@ from booster.masters.formats import (
 from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, pack, round_float16, split, unpack
 from booster.masters.packed import Dither, Packed
 from booster.mixed_precision import BF16NaiveMixedPrecision
+from booster.tensors import flat
 from booster.update.base import Job
 
 pytestmark = [
@@ -40,6 +41,12 @@ pytestmark = [
 
 COMPILE = [name for name in ELEMENTWISE if name not in ("ASGD", "RAdam")]  # those branch on numbers in tensors
 QUICK = {"AdamW"}
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch):
+    """Of the eager path, too, which is compared bucket by bucket."""
+    monkeypatch.setattr(flat, "SMALLEST_BUCKET", flat.SMALLEST_SPARING_BUCKET)
 
 
 @pytest.fixture(scope="module")

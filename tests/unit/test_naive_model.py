@@ -327,6 +327,64 @@ def test_batch_norm_is_kept_in_float32_by_default():
     assert net[1].running_mean.abs().sum() > 0
 
 
+class ReadByNorm(torch.utils._python_dispatch.TorchDispatchMode):
+    """The dtypes of what batches are normalised of, and how many tensors were cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.read, self.casts = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit"):
+            self.read.add(args[0].dtype)
+        self.casts += name == "_to_copy"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize("kept", [True, False], ids=["running", "of the batch"])
+@pytest.mark.parametrize("shape", [(8, 6), (8, 6, 7), (8, 6, 5, 4), (4, 6, 3, 2, 2)], ids=len)
+def test_a_batch_norm_amid_halves_reads_them_and_computes_in_float32(shape, kept, affine, dtype):
+    """Without parameters torch would keep statistics of halves in half, so that one gets its inputs in float32."""
+    torch.manual_seed(0)
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
+    net = nn.Sequential(kind(6, affine=affine, track_running_stats=kept))
+    exact = copy.deepcopy(net).double()
+    cast_parameters(net, half_policy(net, dtype))
+    x = (3 * torch.randn(shape) + 1).to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    weights = torch.randn(shape).to(dtype)
+    for training in (True, False):
+        net.train(training), exact.train(training)
+        with ReadByNorm() as norm:
+            out = net(x)
+        expected = exact(wide)
+        assert norm.read == {dtype if affine else F32}
+        assert norm.casts == (0 if affine else 2)
+        inputs, wides = [x, *net.parameters()], [wide, *exact.parameters()]
+        found = (out, *torch.autograd.grad((out * weights).float().sum(), inputs))
+        for one, other in zip(found, (expected, *torch.autograd.grad((expected * weights).sum(), wides)), strict=True):
+            # Gradients of parameters are sums of what was rounded once.
+            loose = 4 * torch.finfo(dtype).eps * (1 + other.abs().max().item())
+            torch.testing.assert_close(one.double(), other, rtol=torch.finfo(dtype).eps, atol=loose)
+        assert out.dtype == dtype
+    for one, other in zip(net.buffers(), exact.buffers(), strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_gets_float32():
+    class Own(nn.BatchNorm1d):
+        def forward(self, x):
+            assert x.dtype == F32
+            return super().forward(x)
+
+    net = nn.Sequential(Own(6))
+    cast_parameters(net, half_policy(net, F16))
+    assert net(torch.randn(4, 6).half()).dtype == F16
+
+
 def test_batch_norm_is_half_when_asked():
     assert NaiveAMPModel(nn.Sequential(nn.BatchNorm1d(2)), keep_fp32=())[0].running_var.dtype == F16
 

@@ -46,7 +46,7 @@ NAIVE = {
 @pytest.fixture(params=["as late as may be", pytest.param("at once", marks=pytest.mark.slow)])
 def device(request, monkeypatch):
     """The CPU stands for a device that states have to travel to; buckets are small, so that there are several."""
-    monkeypatch.setattr(flat, "SMALLEST_BUCKET", 1024)
+    monkeypatch.setattr(flat, "SMALLEST_SPARING_BUCKET", 1024)
     monkeypatch.setitem(offload.TRANSFERS, "cpu", FakeTransfers)
     monkeypatch.setattr(FakeTransfers, "made", [])
     monkeypatch.setattr(FakeTransfers, "at_once", request.param == "at once")
