@@ -22,13 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from booster.checkpoint.lock import LOCK, Lock, lock_of, locked_name, read_lock, remove_lock
-from booster.checkpoint.manifest import MANIFEST, CheckpointError, problems, read_manifest, read_text
+from booster.checkpoint.manifest import LARGEST_NUMBER, MANIFEST, CheckpointError, problems, read_manifest, read_text
 from booster.ground.foreign_files import printable
 
 _logger = logging.getLogger(__name__)
 _LONG_AGO = 3600.0  # seconds, more than clocks differ
 _WRITING, _REPLACED = ".writing-", ".replaced"
-_NAME = re.compile(r"step-(\d{10,})(\.replaced)?")
+_NAME = re.compile(r"step-([0-9]{10,19})(\.replaced)?")
 _UNFINISHED = re.compile(r"\.(.+)\.writing-([0-9a-f]{12})")
 _LEFT_ASIDE = re.compile(rf"\..+{re.escape(LOCK)}-[0-9a-f]{{12}}")  # by who ended within a look at a lock
 
@@ -90,9 +90,9 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
         return
     found: dict[int, Path] = {}
     for path in sorted(root.iterdir()):  # "step-N" comes before "step-N.replaced"
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.setdefault(int(match[1]), path)
+        step = _step_of(path.name)
+        if step is not None and path.is_dir():
+            found.setdefault(step, path)
     yield from sorted(found.items(), reverse=True)
 
 
@@ -210,7 +210,15 @@ def clear_unfinished(root: Path, own: str) -> None:
 def writing(root: Path) -> list[int]:
     """Return the steps of the checkpoints that are being written in `root`."""
     names = [locked_name(path) for path in root.iterdir()] if root.is_dir() else []
-    return [int(match[1]) for name in names if name is not None and (match := _NAME.fullmatch(name))]
+    return [step for name in names if name is not None and (step := _step_of(name)) is not None]
+
+
+def _step_of(name: str) -> int | None:
+    """Return the step of the checkpoint called `name`; None for what no save calls one."""
+    match = _NAME.fullmatch(name)
+    if match is None or (step := int(match[1])) > LARGEST_NUMBER or not name.startswith(name_of(step)):
+        return None
+    return step
 
 
 def _remove_tree(folder: Path, message: str, named: Path) -> None:

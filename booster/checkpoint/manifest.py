@@ -23,7 +23,7 @@ _MOST_DIVIDED = (
     6  # dimensions in which a tensor is cut; what booster writes is cut in as many as a mesh has, or a stretch
 )
 _ROOM = 24 * 2**20  # bytes of memory that a text may take beside the smallest tensors
-_LARGEST_NUMBER = 2**63 - 1
+LARGEST_NUMBER = 2**63 - 1  # that a manifest holds, of a step too
 
 
 class CheckpointError(RuntimeError):
@@ -252,7 +252,7 @@ def _are_the_whole(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
 
 
 def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
+    if type(value) is not int or not 0 <= value <= LARGEST_NUMBER:
         raise ValueError(f"{str(value)[:40]!r} is no number from 0 on")
     return value
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.manifest import CheckpointError
+from booster.checkpoint.manifest import LARGEST_NUMBER, CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, check_no_gradients_wait, parts
 from booster.ground import arguments
 from booster.interface.model import ModelWrapper
@@ -134,7 +134,7 @@ class RunCheckpoints:
         from booster.checkpoint.saving import reserve, snapshot, write
 
         root = arguments.path("folder", folder)
-        step = None if step is None else arguments.count("step", step, least=0, also="None")
+        step = None if step is None else arguments.count("step", step, least=0, most=LARGEST_NUMBER, also="None")
         keep_last = None if keep_last is None else arguments.count("keep_last", keep_last, also="None for all")
         arguments.flag("async_save", async_save)
         self.wait()

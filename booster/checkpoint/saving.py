@@ -32,7 +32,16 @@ from booster.checkpoint.folder import (
 from booster.checkpoint.hashing import hash_of, new_hash
 from booster.checkpoint.layout import Held, SavePlanner, storable
 from booster.checkpoint.lock import Lock
-from booster.checkpoint.manifest import MANIFEST, STATE, CheckpointError, File, Manifest, check_text, read_manifest
+from booster.checkpoint.manifest import (
+    LARGEST_NUMBER,
+    MANIFEST,
+    STATE,
+    CheckpointError,
+    File,
+    Manifest,
+    check_text,
+    read_manifest,
+)
 from booster.checkpoint.parts import Parts
 from booster.checkpoint.storage import ManifestWriter
 from booster.checkpoint.weights import export
@@ -65,11 +74,18 @@ def snapshot(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | No
 
 
 def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tuple[Path, int]:
-    """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective."""
+    """Return where the checkpoint of `step` goes, and its number, counted on from the newest where None; a collective.
+
+    Raises CheckpointError on every rank where no number follows the newest.
+    """
     if step is None:
         taken = [found for found, _ in checkpoints(root)] + writing(root) if is_first(group) else []
         step = max(taken, default=-1) + 1
     step = exchange(step, group)[0]
+    if step > LARGEST_NUMBER:
+        raise CheckpointError(
+            f"{root} has a checkpoint of step {step - 1}, which no number follows; name the step to save, or move that one away"
+        )
     return root / name_of(step), step
 
 

@@ -24,7 +24,7 @@ from test_checkpoint import job, same
 from torch import nn
 
 from booster import load_weights
-from booster.checkpoint import CheckpointError, damage
+from booster.checkpoint import CheckpointError, damage, latest
 from booster.checkpoint.hashing import hash_of
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, room_of
 from booster.checkpoint.weights import entries_of, read_weights
@@ -568,3 +568,64 @@ def test_the_header_of_a_whole_file_is_what_was_written(saved):
     assert {name: list(e.shape) for name, e in entries_of(Path(saved) / TENSORS).items()} == {
         name: given["shape"] for name, given in header.items()
     }
+
+
+# ---- names that no save gives ----
+
+HIGHEST = 2**63 - 1
+NO_STEPS = (
+    f"step-{10**30}",
+    f"step-{2**63}",
+    "step-" + "9" * 200,
+    "step-" + "\u0669" * 10,  # digits, of another script
+    "step-000000000\u0661",
+    "step--000000001",
+    "step-1",
+    "step-00000000001",
+    "step-+000000001",
+    "step-0000000001 ",
+    "step-0000000001\n",
+    "step-0000000001.replaced.replaced",
+    f"step-{10**30}.replaced",
+    f".step-{10**30}.writing.lock",
+)
+
+
+@pytest.mark.parametrize("make", ["a folder", "a checkpoint", "a file", "a link", "a link to nothing"])
+@pytest.mark.parametrize("name", NO_STEPS, ids=ascii)
+def test_a_name_that_no_save_gives_is_no_checkpoints(tmp_path, name, make):
+    first, root = job(), tmp_path / "root"
+    other = first.booster.save(tmp_path / "other", *first.parts, step=5)
+    root.mkdir()
+    if make == "a checkpoint":
+        shutil.copytree(other, root / name)
+    elif make == "a folder":
+        (root / name).mkdir()
+    elif make == "a file":
+        (root / name).touch()
+    else:
+        (root / name).symlink_to(other if make == "a link" else tmp_path / "nowhere")
+    if name.endswith(".lock") and make != "a folder":
+        os.utime(root / name, (0, 0), follow_symlinks=False)
+    assert first.booster.resume_or_start(root, *first.parts).step == 0
+    for number in (0, 1):
+        assert first.booster.save(root, *first.parts, keep_last=2).name == f"step-{number:010d}"
+    assert latest(root).name == "step-0000000001"
+    assert first.booster.load(root, *first.parts).step == 1
+    assert damage(other) == []
+
+
+@pytest.mark.parametrize("name", [f"step-{HIGHEST}", f".step-{HIGHEST}.writing.lock"])
+def test_where_no_number_follows_the_newest_a_save_that_counts_says_so(tmp_path, name):
+    first = job()
+    (tmp_path / name).mkdir() if not name.endswith("lock") else (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=f"step {HIGHEST}, which no number follows; name the step"):
+        first.booster.save(tmp_path, *first.parts)
+    assert first.booster.save(tmp_path, *first.parts, step=3).name == "step-0000000003"
+
+
+def test_a_step_that_no_manifest_holds_is_refused_at_the_call(tmp_path):
+    first = job()
+    with pytest.raises(ValueError, match=f"step={2**63} is not legal; it must be a whole number from 0 to {HIGHEST}"):
+        first.booster.save(tmp_path, *first.parts, step=2**63)
+    assert not list(tmp_path.iterdir())
