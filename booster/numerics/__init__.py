@@ -4,7 +4,9 @@ from booster.numerics.choosing.advice import Advice, Budget
 from booster.numerics.choosing.advise import advise
 from booster.numerics.choosing.pins import Pins, auto_pins
 from booster.numerics.diagnosis.diagnosis import Diagnosis
+from booster.numerics.diagnosis.meeting import RanksApart
 from booster.numerics.diagnosis.places import Numbers
+from booster.numerics.diagnosis.trials import ReplayError
 from booster.numerics.record.record import Record
 from booster.numerics.record.run import Run, read_run
 from booster.numerics.reports.compare import Comparison, compare
@@ -17,7 +19,9 @@ __all__ = [
     "Diagnosis",
     "Numbers",
     "Pins",
+    "RanksApart",
     "Record",
+    "ReplayError",
     "Report",
     "Run",
     "advise",

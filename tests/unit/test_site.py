@@ -1,6 +1,7 @@
 """The documentation as a site is whole: its menu has every page, its reference every public name and every option."""
 
 import re
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
@@ -73,6 +74,26 @@ def test_what_a_page_calls_is_there(page: Path) -> None:
         assert [each for each in called if each not in fields and not hasattr(owner, each)] == []
     if page.name != "troubleshooting.md":  # which quotes messages
         assert [each for each in re.findall(r"(?<![\w./])booster\.([a-z_]+)\(", text) if each in BOOSTERS_OWN] == []
+
+
+def test_the_tables_name_every_error_variable_and_logger() -> None:
+    page = (DOCS / "reference/tables.md").read_text()
+    source = {path: path.read_text() for path in (ROOT / "booster").rglob("*.py")}
+    text = "".join(source.values())
+    public = [getattr(import_module(module), name) for module in MODULES for name in import_module(module).__all__]
+    errors = [each.__name__ for each in public if isinstance(each, type) and issubclass(each, BaseException)]
+    variables = re.findall(r"environ(?:\.get\(|\.pop\(|\[)\"([A-Z_]+)\"|VARIABLE = \"([A-Z_]+)\"", text)
+    variables += [(name, "") for name in re.findall(r'"((?:SLURM|OMPI)_[A-Z_]+)"', source[ROOT / "booster/launch.py"])]
+    named = {name for pair in variables for name in pair if name}
+    assert {name for name in [*errors, *named] if not re.search(rf"\b{name}\b", page)} == set()
+    loggers = re.findall(r"`(booster\.[\w.*]+)`", page.split("## Loggers")[1])
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path, content in source.items()
+        if "getLogger(__name__)" in content
+    ]
+    assert [each for each in modules if not any(fnmatch(each, name) for name in loggers)] == []
+    assert [name for name in loggers if not any(fnmatch(each, name) for each in [*modules, "booster.numerics"])] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
