@@ -14,7 +14,7 @@ from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPreci
 from booster.numerics import read_run
 from booster.numerics.record.run import Run, Step
 from booster.numerics.reports.page import page
-from booster.numerics.reports.svg import bars, lines, map_of
+from booster.numerics.reports.svg import Band, bars, lines, map_of
 
 VOID = {"meta"}
 
@@ -126,6 +126,38 @@ def step(number, loss, **more):
 )
 def test_odd_runs_have_pages(steps, tmp_path):
     Reader(page(Run(tmp_path, {}, {"0": steps})))
+
+
+def test_skips_say_their_reason_and_culprits_that_are_all_alike_are_one_line(tmp_path):
+    bad = {
+        "applied": False,
+        "reason": "nonfinite_loss",
+        "loss_scale": 8.0,
+        "culprit": tuple(f"p{n}" for n in range(40)),
+    }
+    steps = [step(1, 1.0, loss_scale=8.0), step(2, INF, **bad), step(3, INF, **bad)]
+    found = Reader(page(Run(tmp_path, {}, {"0": steps})))
+    assert "Skipped 2 steps, nonfinite_loss: the forward pass made an inf or NaN" in found.text
+    assert "All 40 parameters that are named held an inf or NaN equally often, in 2 steps." in found.text
+    assert "overflows" not in found.text
+    differs = step(4, 1.0, applied=False, reason="nonfinite_grad", loss_scale=8.0, culprit=("p7",))
+    assert "equally often" not in Reader(page(Run(tmp_path, {}, {"0": [*steps, differs]}))).text
+
+
+def test_a_long_name_keeps_its_beginning_and_its_end():
+    names = [f"encoder.blocks.{n}.attention.in_proj_bias" for n in (1, 2)]
+    drawn = re.findall(r">(enc[^<]*…[^<]*)</text>", map_of(names, ["1"], [[0.5], [0.5]], width=340))
+    assert len(drawn) == 2
+    assert all(name.endswith("proj_bias") for name in drawn)
+
+
+def test_bands_too_narrow_for_their_names_have_them_shortened():
+    picture = map_of(
+        ["w"], list("abcdefgh"), [[0.5] * 8], width=300, bands=[Band(0, 1, "subnormal"), Band(1, 8, "normal")]
+    )
+    assert "<title>subnormal</title>" in picture
+    assert re.search(r">su[a-z]*\.</text>", picture)
+    assert ">normal</text>" in picture
 
 
 def test_a_long_run_makes_no_large_page(tmp_path):

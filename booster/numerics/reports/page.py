@@ -18,6 +18,10 @@ _MOST_COLUMNS = 60
 _WORTH_SAYING = 0.001
 _STILL = 0.05  # of a small parameter a weight or two always stand still
 _MOST_CULPRITS = 10
+_REASONS = {
+    "nonfinite_loss": "the forward pass made an inf or NaN, which no loss scale can help",
+    "nonfinite_grad": "gradients held an inf or NaN; now and then under a loss scale, which then is halved, it is ordinary",
+}
 
 _STYLE = f"""{COLOURS}{SHAPES}
 body {{ background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 16px;
@@ -72,6 +76,9 @@ def page(run: Run) -> str:
 
 def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Sequence[Underflow]) -> Iterator[str]:
     yield _tiles(summary)
+    for reason, count in summary.skips_by_reason.items():
+        why = f": {_REASONS[reason]}" if reason in _REASONS else ""
+        yield f"<p>Skipped {_counted(count, 'step')}, {escape(reason)}{why}.</p>"
     numbers = [step.number for step in steps]
     skipped = [step.number for step in steps if not step.applied]
     marks = Marks(skipped, "skipped")
@@ -90,7 +97,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
         scales = [step.loss_scale for step in steps]
         yield _panel(
             "Loss scale",
-            "Crosses: overflows, which skipped the step." if skipped else "No step overflowed.",
+            "Crosses: skipped steps." if skipped else "No step was skipped.",
             lambda width: lines(numbers, scales, width=width, height=160, logarithm=2, marks=marks, corners=True),
         )
     if summary.grad_norm is not None:
@@ -104,7 +111,11 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
                 numbers, norms, width=width, logarithm=10, strip=clips, strip_name="clipped", marks=marks
             ),
         )
-    if summary.skips_by_culprit:
+    counts = set(summary.skips_by_culprit.values())
+    if len(counts) == 1 and len(summary.skips_by_culprit) > _MOST_CULPRITS:
+        alike = f"All {len(summary.skips_by_culprit)} parameters that are named held an inf or NaN equally often"
+        yield f"<h3>Skips by culprit</h3><p>{alike}, in {_counted(counts.pop(), 'step')}.</p>"
+    elif summary.skips_by_culprit:
         culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:_MOST_CULPRITS]
         more = len(summary.skips_by_culprit) - len(culprits)
         yield _panel(

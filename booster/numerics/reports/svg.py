@@ -135,7 +135,7 @@ def map_of(
 ) -> str:
     """A row of cells for each name; the stronger its colour, the larger a share, up to `most`. None leaves a cell empty.
 
-    columns: what each column is, for tooltips and the axis below, which `axis` names. bands: named above.
+    columns: what each column is, for tooltips and the axis below, which `axis` names. bands: named above, shortened where there is little room.
     """
     label = min(width // 3, int(_LETTER * max(map(len, names), default=0)) + 10)
     left, right, top, row = label, 8, 20 if bands else 2, 18
@@ -163,8 +163,10 @@ def map_of(
         start, stop = left + band.start * cell, left + band.stop * cell
         if band.start > 0:
             body.append(f'<line class="edge" x1="{start:.1f}" x2="{start:.1f}" y1="{top - 4}" y2="{bottom}"/>')
-        if stop - start > len(band.name) * _LETTER:
-            body.append(_text((start + stop) / 2, 12, band.name, "middle"))
+        room = int((stop - start) / _LETTER)
+        if room >= 2:
+            name = band.name if len(band.name) <= room else band.name[: room - 1] + "."
+            body.append(f"<g><title>{escape(band.name)}</title>{_text((start + stop) / 2, 12, name, 'middle')}</g>")
     shown = max(1, math.ceil(len(columns) / max(1, (width - left - right) / 60)))
     for place in range(0, len(columns), shown):
         body.append(_text(left + (place + 0.5) * cell, bottom + 15, columns[place], "middle"))
@@ -281,6 +283,7 @@ def _step_ticks(first: int, last: int, x: Callable[[float], float], y: float, wi
 
 
 def _shortened(name: str, width: float) -> str:
-    """`name`, of whose beginning so much is left out that it fits: layers differ in what comes last."""
+    """`name`, of whose middle so much is left out that it fits: which block it is stands first, which of its weights last."""
     most = max(4, int(width / _LETTER))
-    return name if len(name) <= most else "…" + name[-(most - 1) :]
+    before = (most - 1) // 3
+    return name if len(name) <= most else name[:before] + "…" + name[len(name) - (most - 1 - before) :]
