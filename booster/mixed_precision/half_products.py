@@ -134,13 +134,11 @@ class Recomputation:
 
     def look(self) -> None:
         """A product that is not torch's own is about to run."""
-        if self._seen:
-            return
         if torch.compiler.is_compiling():
-            self._seen = (
-                True  # it may run inside a checkpoint that the compiler does not see; a variable would break the graph
-            )
-        elif not torch.is_grad_enabled() or has_saved_tensors_hooks():
+            # It may run inside a checkpoint that the compiler does not see. A variable would break the graph; an attribute
+            # that is read before it is written would be a guard, which fails in the next call and compiles a second time.
+            self._seen = True
+        elif not self._seen and (not torch.is_grad_enabled() or has_saved_tensors_hooks()):
             self._seen = True
             _SEEN.set(True)
 
@@ -192,10 +190,6 @@ class WideProducts(CastMode):
         return self._product(func, cast, instead, args, kwargs)
 
     def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.is_autocast_enabled(self._device_type):
-            # That around a pipeline's schedule would round the products of float32 in a backward pass.
-            with torch.autocast(self._device_type, enabled=False):
-                return self._backward(func, args, kwargs)
         if not self._recomputation.seen:
             return func(*args, **kwargs)
         with self:

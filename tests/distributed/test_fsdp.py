@@ -269,7 +269,7 @@ def by_hand(rank, world_size, dtype):
 
 def boosted(rank, world_size):
     model = transformer()
-    booster = Booster("cpu", BF16NaiveMixedPrecision(sdpa_fp32=False), TorchFSDPPlugin())
+    booster = Booster("cpu", BF16NaiveMixedPrecision(), TorchFSDPPlugin(), half_products="native")
     model, optimizer, *_ = booster.boost(model, adamw(model.parameters()))
     losses = []
     for step in range(STEPS):

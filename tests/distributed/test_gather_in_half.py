@@ -127,7 +127,8 @@ def copies(rank, world_size):
     """Bytes that autograd holds of weights of `mlp` between forward and backward, without and with the option."""
     held = []
     for gather_in_half in (False, True):
-        booster = Booster("cpu", BF16MixedPrecision(gather_in_half=gather_in_half), TorchFSDPPlugin())
+        precision = BF16MixedPrecision(gather_in_half=gather_in_half)
+        booster = Booster("cpu", precision, TorchFSDPPlugin(), half_products="native")
         model, *_ = booster.boost(Model())
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(

@@ -17,11 +17,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import booster
 from booster import Booster
 from booster.ground.torch_internals import computes_weights_apart
+from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import Pipeline, plan_pipeline
@@ -531,6 +533,50 @@ def overflow(rank, world_size):
         torch.testing.assert_close(
             param.grad.float() / 2.0**16, gradients[name].float(), rtol=0.05, atol=1e-3, msg=name
         )
+
+
+class Multiplied(TorchDispatchMode):
+    """The dtypes of matrix products, in forward and in backward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm"):
+            self.seen["forward" if torch.is_grad_enabled() else "backward", args[-1].dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_kept(rank, world_size, style):
+    precision = BF16MixedPrecision(keep_fp32=nn.Linear)
+    plugin = HybridParallelPlugin(1, 2, pp_style=style, num_microbatches=4, num_model_chunks=STYLES[style])
+    b = Booster("cpu", precision, plugin, half_products="native")
+    torch.manual_seed(0)
+    net = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(4))
+    model, optimizer, criterion, *_ = b.boost(Rows(net), torch.optim.SGD(net.parameters(), lr=0.1), F.mse_loss)
+    batch = torch.randn(8, DIM), torch.randn(8, DIM)
+    with Multiplied() as multiplied:
+        b.execute_pipeline(iter([batch]), model, criterion, optimizer)
+    return dict(multiplied.seen)
+
+
+class Rows(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_what_is_kept_in_float32_is_multiplied_in_float32_backward_too(ranks2, style):
+    for seen in ranks2(products_of_kept, style):
+        assert {dtype for _, dtype in seen} == {torch.float32}, seen
+        assert {when for when, _ in seen} == {"forward", "backward"}
 
 
 def test_a_loss_scale_is_applied_once_and_not_reported(ranks2):

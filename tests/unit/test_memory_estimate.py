@@ -21,7 +21,7 @@ from booster.memory import (
 )
 from booster.memory.sharding import Sharding
 from booster.memory.tracker import StorageTracker
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision, hardware
 from booster.mixed_precision.policy import DtypePolicy
 from booster.plugin import SingleDevice
 
@@ -188,6 +188,13 @@ def test_an_estimate_reckons_with_the_device_that_it_is_for(monkeypatch):
     assert (devices, elsewhere.device) == ({torch.device("cpu")}, torch.device("meta"))
 
 
+@pytest.fixture
+def units(monkeypatch):
+    """A CPU with units for halves, whichever this is: without them products take float32 memory beside what is compared."""
+    monkeypatch.setattr(hardware, "slow_products", lambda dtype: frozenset())
+
+
+@pytest.mark.usefixtures("units")
 def test_released_gradients_on_ranks_wait_in_no_more_than_three_buckets():
     peaks = {}
     for plugin in ("ddp", "zero1", "zero2"):
@@ -235,6 +242,7 @@ def test_peaks_that_are_known_are_not_asked_for_again():
     assert len(asked) <= 3
 
 
+@pytest.mark.usefixtures("units")
 def test_what_fits_and_what_to_change_first():
     model, optimizer, batch, criterion = small(2**15)
 
@@ -413,6 +421,7 @@ def test_a_name_that_means_no_job_says_what_names_do(what, message):
             named_job(what)
 
 
+@pytest.mark.usefixtures("units")
 def test_a_table_shows_every_part_where_it_has_room(capsys):
     rich = pytest.importorskip("rich.console")
     found = compare(*small(2**15))  # so large that scratch for masters is a small part

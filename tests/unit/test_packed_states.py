@@ -117,14 +117,14 @@ def seven_bytes(device, precision=BF16NaiveMixedPrecision, **options):
     return memory.ours(device, precision(master_weights="split24", states="8bit", **options))
 
 
-# Beside what is held, torch's float16 backward on CPU takes float32 memory for a weight of this size.
-@pytest.mark.parametrize(("precision", "peak"), [(BF16NaiveMixedPrecision, 7.9), (FP16NaiveMixedPrecision, 8.0)])
-def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter(precision, peak, monkeypatch):
+# Beside what is held, torch's backward in half takes float32 memory for a weight where the CPU has no units for the dtype.
+@pytest.mark.parametrize("precision", [BF16NaiveMixedPrecision, FP16NaiveMixedPrecision])
+def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter(precision, monkeypatch):
     monkeypatch.setattr(mlp, "WIDTH", 640)
     sizes = memory.measure(lambda device: seven_bytes(device, precision), "cpu")
     assert sizes["param"] == pytest.approx(2.0, abs=0.01)
     assert sizes["held"] <= 7.2
-    assert sizes["peak"] <= peak
+    assert sizes["peak"] <= 8.0
 
 
 # ---------------------------------------------------------------------- packing

@@ -199,6 +199,7 @@ def test_a_trace_by_torch_jit_says_what_to_trace():
     x = torch.ones(1, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # what torch 2.15 makes of it
         with pytest.raises(RuntimeError, match=r"torch.jit.trace\(booster.unwrap\(model\).eval\(\), inputs\)"):
             torch.jit.trace(model, (x,))
         assert torch.equal(torch.jit.trace(b.unwrap(model).eval(), (x,))(x), net(x))

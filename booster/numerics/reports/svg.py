@@ -135,7 +135,8 @@ def map_of(
 ) -> str:
     """A row of cells for each name; the stronger its colour, the larger a share, up to `most`. None leaves a cell empty.
 
-    columns: what each column is, for tooltips and the axis below, which `axis` names. bands: named above, shortened where there is little room.
+    columns: what each column is, for tooltips and the axis below, which `axis` names. bands: named above, shortened where
+    there is little room.
     """
     label = min(width // 3, int(_LETTER * max(map(len, names), default=0)) + 10)
     left, right, top, row = label, 8, 20 if bands else 2, 18

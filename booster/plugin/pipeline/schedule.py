@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ class _Chunk(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         self._own.current = bwd_chunk_id  # for what activation checkpointing computes again
-        with with_function_modes(), nullcontext() if full_backward else _gradients_in_modes():
+        with self._in_backward(), nullcontext() if full_backward else _gradients_in_modes():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if bwd_chunk_id in self.bwd_cache:  # what is sent to the stage before
             self.bwd_cache[bwd_chunk_id] = tuple(
@@ -187,8 +187,15 @@ class _Chunk(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._own.current = bwd_chunk_id
-        with with_function_modes(), _gradients_in_modes():
+        with self._in_backward(), _gradients_in_modes():
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """What a backward pass outside of a pipeline has: modes, and no autocast, by which the engine would cast products of
+        float32. That which surrounds the schedule is for forward passes; what is recomputed enters its own."""
+        with with_function_modes(), torch.autocast(self.device.type, enabled=False):
+            yield
 
     # torch's V-shaped schedule hands gradients to the other stage of a rank in evaluation too, where there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
