@@ -1,6 +1,7 @@
-"""Ask the index that was built what readers type: `make docs` calls it. Writes what comes first; exit code 1 if that is another page.
+"""Ask the index that was built what readers type: `make docs` calls it. Writes each page that comes first and should not.
 
-The site searches with lunr, with titles a thousand times as heavy as text; lunr's Python port ranks as it does.
+Exit code 1 if there is any. The site searches with lunr, with titles a thousand times as heavy as text; lunr's Python port
+ranks as it does.
 """
 
 import json
