@@ -123,8 +123,9 @@ class Float32Forward:
 def _norm_of_halves(forward: Callable[..., Any]) -> nn.Module | None:
     """The module whose own `forward` this is, if torch normalises half inputs by its float32 parameters in float32."""
     module = getattr(forward, "__self__", None)
-    own = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) and module.affine
-    return module if own and getattr(forward, "__func__", None) is type(module).forward else None
+    if not isinstance(module, nn.Module) or type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        return None
+    return module if module.affine and getattr(forward, "__func__", None) is type(module).forward else None
 
 
 def compute_in_fp32(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:
