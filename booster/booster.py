@@ -635,6 +635,9 @@ class Booster:
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = True,
+        *,
+        weights: Literal["bf16", "fp16", "fp8", "int8"] | None = None,
+        merge: bool = False,
     ) -> None:
         """Write the whole weights of a boosted model for other programs; a collective.
 
@@ -642,6 +645,16 @@ class Booster:
         `prefix`, an index, and the model's own configuration if it has one, so that `from_pretrained` opens it.
         use_safetensors: False writes files of `torch.save`. Weights that the optimizer keeps in float32 behind half ones
         are in what `save` writes, not here.
+
+        weights: None writes them as the model stores them. "bf16" and "fp16" round all floating parameters. "fp8" and "int8"
+        write linear layers in 8 bits, and other floating parameters in float16 where the precision computes in it, else in
+        bfloat16. "fp8": e4m3 under a scale for each 128 x 128 numbers, as FineGrainedFP8Config of transformers and vLLM read
+        it. "int8": a scale for each row, as compressed-tensors has it for products in int8 (W8A8). Both are for models of
+        transformers, need `shard`, and leave wide what makes the logits, shared weights, and layers that 128 does not divide
+        ("fp8"), which config.json names. merge: write adapters of `enable_lora` as part of what they adapt, under the names
+        of the model without them.
+
+        Raises ValueError for what cannot be in 8 bits or merged, and CheckpointError for numbers that the form does not hold.
         """
         self._checkpoints.save_model(
             boosted_wrapper(model, "save_model"),
@@ -650,7 +663,30 @@ class Booster:
             prefix=prefix,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
+            weights=weights,
+            wide=self.precision.half_dtype or torch.bfloat16,
+            merge=merge,
         )
+
+    def sync_weights(self, model: nn.Module, *, merge: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and value of every weight and buffer that a sampler needs, whole, to the bit as the forward reads it.
+
+            sampler.load_state_dict(dict(booster.sync_weights(model)))
+
+        Half weights are yielded as they are, and what autocast or a plugin rounds before a product, rounded; norms, embeddings
+        and modules of keep_fp32 that are read in float32, in float32. Under formats of 8 bits weights are yielded before they
+        are rounded to these. Tied weights are yielded under each name. What is neither rounded nor gathered is the model's own
+        memory: copy it before the next step. merge: with adapters of `enable_lora` added to what they adapt, under the names of
+        the model without them.
+
+        A collective where ranks hold parts of weights: each is gathered as it is asked for, so all ranks go through all of
+        them. Raises RuntimeError for stages of a pipeline, which `save_model` writes.
+        """
+        from booster.facade.sampler import synced_weights
+
+        halves = self.precision.policy.param is not None
+        wrapper = boosted_wrapper(model, "sync_weights")
+        return synced_weights(wrapper, self.precision.half_dtype, halves=halves, merge=merge)
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Load weights into a boosted model: a file or folder of `save_model`, of `torch.save` or of `save_pretrained`.

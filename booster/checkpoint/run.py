@@ -25,6 +25,7 @@ from booster.checkpoint.manifest import LARGEST_NUMBER, CheckpointError
 from booster.checkpoint.parts import Loaded, Parts, check_no_gradients_wait, parts
 from booster.ground import arguments
 from booster.interface.model import ModelWrapper
+from booster.model.modules import bare
 from booster.ranks.communicate import communication_device
 
 _logger = logging.getLogger(__name__)
@@ -197,17 +198,31 @@ class RunCheckpoints:
         prefix: str | None,
         size_per_shard: int,
         use_safetensors: bool,
+        weights: Any,
+        wide: torch.dtype,
+        merge: bool,
     ) -> None:
+        from booster.checkpoint.adapters import check_merges, merged
         from booster.checkpoint.saving import save_weights
+        from booster.checkpoint.serving import check_served
 
+        arguments.flag("shard", shard)
+        arguments.flag("use_safetensors", use_safetensors)
+        own = bare(model.module)
+        check_served(own, weights, shard=shard, use_safetensors=use_safetensors)
+        if arguments.flag("merge", merge):
+            check_merges(own)
         save_weights(
             model,
             arguments.path("path", path),
             group=self._group,
-            shard=arguments.flag("shard", shard),
+            shard=shard,
             prefix=None if prefix is None else arguments.text("prefix", prefix, also="None"),
             size_per_shard=arguments.count("size_per_shard", size_per_shard, what="of MB"),
-            use_safetensors=arguments.flag("use_safetensors", use_safetensors),
+            use_safetensors=use_safetensors,
+            weights=weights,
+            wide=wide,
+            merge=merged if merge else None,
         )
 
     def load_model(self, model: ModelWrapper, path: str | os.PathLike[str], *, strict: bool) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
@@ -43,12 +44,14 @@ from booster.checkpoint.manifest import (
     read_manifest,
 )
 from booster.checkpoint.parts import Parts
+from booster.checkpoint.serving import Layers, Served, Source, layers_of, served, sources_of, together, write_config
 from booster.checkpoint.storage import ManifestWriter
 from booster.checkpoint.weights import export
 from booster.ground.foreign_files import json_cost
 from booster.ground.installed import version_of
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
+from booster.model.modules import bare
 from booster.shards.divided import Divided
 
 
@@ -155,33 +158,45 @@ def save_weights(
     prefix: str | None,
     size_per_shard: int,
     use_safetensors: bool,
+    weights: Served | None,
+    wide: torch.dtype,
+    merge: Callable[[nn.Module, Iterable[str]], tuple[nn.Module, dict[str, Source]]] | None,
 ) -> None:
     """Write the whole weights of `model` to `path`, see `Booster.save_model`; a collective.
 
     Each rank writes what it has as a checkpoint, which the first one turns into plain files tensor by tensor: nobody ever
-    holds the whole model.
+    holds the whole model. wide: see `serving.served`. merge: gives the model without adapters, and what is written of the
+    tensors of these names, of the model with them; None writes them as they are.
     """
+    own = bare(model.module)
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     taken = Snapshot({name: storable(tensor) for name, tensor in tensors.items()}, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
+    said = exchange(asdict(layers_of(own)), group) if weights is not None else []
     with _told_to_all(group):
         if is_first(group):
             try:
-                manifest = read_manifest(between)
+                manifest, quantization = read_manifest(between), None
+                if merge is None:
+                    described, sources = own, sources_of(own, manifest.tensors, unpack=weights is not None)
+                else:
+                    described, sources = merge(own, manifest.tensors)
+                entries = {name: source.of(manifest.tensors) for name, source in sources.items()}
+                if weights is not None:
+                    layers = together((Layers(**each) for each in said), sources)
+                    entries, quantization = served(entries, weights, layers, wide)
                 export(
                     between,
                     manifest,
-                    {name: name for name in manifest.tensors},
+                    entries,
                     path,
                     shard=shard,
                     prefix=prefix,
                     size_per_shard=size_per_shard,
                     use_safetensors=use_safetensors,
                 )
-                for config in ("config", "generation_config"):
-                    own = getattr(model.unwrap(), config, None)
-                    if shard and callable(getattr(own, "save_pretrained", None)):
-                        own.save_pretrained(path)  # type: ignore[union-attr]
+                if shard:
+                    write_config(path, described, entries, quantization)
             finally:
                 remove(between)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -94,15 +94,43 @@ _SAFETENSORS, _TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
 _MEGABYTE = 2**20
 
 
+Read = Callable[[str], torch.Tensor]
+"""Gives a tensor of a model by its name, whole."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor that is to be written: its dtype and shape, and what makes it of tensors of a model."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[Read], torch.Tensor]
+
+    @staticmethod
+    def as_stored(name: str, tensor: Tensor) -> Written:
+        """Return what is written of `tensor`, which is called `name` in its checkpoint: the same."""
+        return Written(dtype_of(tensor), tensor.shape, lambda read: read(name))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether these are floating numbers of 16 bits or more."""
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
 class Stored:
     """The tensors of the checkpoint in `folder`, one at a time, whole, in host memory. The header of a file is read once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        self._folder, self._tensors = folder, tensors
         self._entries: dict[str, dict[str, Entry]] = {}
 
-    def whole(self, tensor: Tensor) -> torch.Tensor:
+    def whole(self, name: str) -> torch.Tensor:
         """Return one tensor, put together from its chunks. Raises CheckpointError where a file holds another one."""
+        tensor = self._tensors[name]
         whole = torch.empty(tensor.shape, dtype=dtype_of(tensor))
         for chunk in tensor.chunks:
             path = self._folder / chunk.file
@@ -126,7 +154,7 @@ class Stored:
 def export(
     folder: Path,
     manifest: Manifest,
-    names: Mapping[str, str],
+    entries: Mapping[str, Written],
     target: Path,
     *,
     shard: bool,
@@ -136,11 +164,10 @@ def export(
 ) -> None:
     """Write tensors of the checkpoint in `folder` as plain files, one tensor at a time (all of a file for `torch.save`).
 
-    names: their names in the new files, and in the checkpoint. shard: write files of at most `size_per_shard` MB and an
+    entries: what is written, by its names in the new files. shard: write files of at most `size_per_shard` MB and an
     index into the folder `target`; else `target` is the file. A file appears whole or not at all.
     """
-    entries = {name: manifest.tensors[stored] for name, stored in names.items()}
-    stored = Stored(folder)
+    stored = Stored(folder, manifest.tensors)
     if not shard:
         target.parent.mkdir(parents=True, exist_ok=True)
         _write_file(target, stored, entries, use_safetensors=use_safetensors)
@@ -155,7 +182,7 @@ def export(
         own = {key: entries[key] for key in shard_names}
         _write_file(target / name, stored, own, use_safetensors=use_safetensors)
         where |= dict.fromkeys(shard_names, name)
-    total = sum(_num_bytes(entry) for entry in entries.values())
+    total = sum(entry.num_bytes for entry in entries.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
     _replace(target / f"{stem}{ending}.index.json", lambda path: write_synced(path, text.encode()))
 
@@ -254,14 +281,14 @@ def weight_files(path: Path) -> list[Path]:
     return single[:1]
 
 
-def _write_file(target: Path, stored: Stored, entries: Mapping[str, Tensor], *, use_safetensors: bool) -> None:
+def _write_file(target: Path, stored: Stored, entries: Mapping[str, Written], *, use_safetensors: bool) -> None:
     def write(path: Path) -> None:
         if use_safetensors:
-            shapes = {name: (dtype_of(entry), entry.shape) for name, entry in entries.items()}
-            write_tensors(path, shapes, lambda name: stored.whole(entries[name]))
+            shapes = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+            write_tensors(path, shapes, lambda name: entries[name].make(stored.whole))
         else:
             with path.open("xb") as file:
-                torch.save({name: stored.whole(entry) for name, entry in entries.items()}, file)
+                torch.save({name: entry.make(stored.whole) for name, entry in entries.items()}, file)
                 file.flush()
                 os.fsync(file.fileno())
 
@@ -282,20 +309,16 @@ def _replace(target: Path, write: Any) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _shards(entries: Mapping[str, Tensor], limit: int) -> list[list[str]]:
+def _shards(entries: Mapping[str, Written], limit: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     size = 0
     for name, entry in entries.items():
-        if shards[-1] and size + _num_bytes(entry) > limit:
+        if shards[-1] and size + entry.num_bytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += _num_bytes(entry)
+        size += entry.num_bytes
     return shards
-
-
-def _num_bytes(entry: Tensor) -> int:
-    return torch.Size(entry.shape).numel() * dtype_of(entry).itemsize
 
 
 def _memory(tensor: torch.Tensor) -> Any:

@@ -115,7 +115,7 @@ def _convert(options: argparse.Namespace) -> int:
     from booster.checkpoint.folder import damage, standing
     from booster.checkpoint.manifest import CheckpointError, read_manifest
     from booster.checkpoint.saved import Saved
-    from booster.checkpoint.weights import export
+    from booster.checkpoint.weights import Written, export
 
     folder = _newest(standing(options.folder))
     problems = damage(folder)
@@ -136,7 +136,7 @@ def _convert(options: argparse.Namespace) -> int:
     export(
         folder,
         manifest,
-        names,
+        {name: Written.as_stored(stored, manifest.tensors[stored]) for name, stored in names.items()},
         options.target,
         shard=options.shard is not None,
         prefix=None,

@@ -82,6 +82,12 @@ class MixedPrecision:
         """The format that products of float32 numbers read, where that is not the dtype of their operands."""
         return None
 
+    @property
+    def half_dtype(self) -> torch.dtype | None:
+        """float16 or bfloat16, in which products are computed; None where they are not."""
+        own = None if self.half_products is None else self.half_products.dtype
+        return next((each for each in (self.policy.param, self.policy.compute, own) if each in HALF_DTYPES), None)
+
     def bind(self, device: torch.device) -> None:
         """Learn the device; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
         if self._device not in (None, device):

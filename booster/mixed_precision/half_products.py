@@ -40,7 +40,7 @@ class HalfProducts:
     """
 
     def __init__(self, dtype: torch.dtype | None, sdpa_fp32: bool | Literal["auto"] = "auto") -> None:
-        self._dtype = dtype if dtype in HALF_DTYPES else None
+        self.dtype = dtype if dtype in HALF_DTYPES else None
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
         self._recomputation = Recomputation()
         self._settled = False
@@ -52,16 +52,16 @@ class HalfProducts:
         but attention where `sdpa_fp32` is True, "float32" widens them all."""
         self.choice = arguments.choice("half_products", choice, CHOICES)
         self._settled = False
-        if self._dtype is None or choice == "native":
+        if self.dtype is None or choice == "native":
             self.kinds: frozenset[hardware.Kind] = frozenset()
         else:
-            self.kinds = hardware.KINDS if choice == "float32" else hardware.slow_products(self._dtype)
+            self.kinds = hardware.KINDS if choice == "float32" else hardware.slow_products(self.dtype)
         self._plan()
 
     def settle(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         """Have all ranks of `group` widen what any of them has no units for, and say once what that is. Cost: the first time,
         one MAX all-reduce of a few bytes, where "auto" was chosen for a CPU."""
-        if self._settled or device.type != "cpu" or self._dtype is None:
+        if self._settled or device.type != "cpu" or self.dtype is None:
             return
         self._settled = True
         if self.choice == "auto" and group is not None:
@@ -79,7 +79,7 @@ class HalfProducts:
         inference, training = self._regions["cpu", False], self._regions["cpu", True]
         if not training:
             return ""
-        name = str(self._dtype).removeprefix("torch.")
+        name = str(self.dtype).removeprefix("torch.")
         kinds = [kind if kind == "attention" else f"{kind}s" for kind in sorted(inference)]
         kinds += [f"{kind} while training" for kind in sorted(training - inference)]
         asked = "half_products='float32' asks" if self.choice == "float32" else "sdpa_fp32=True asks"
@@ -105,7 +105,7 @@ class HalfProducts:
     def _plan(self) -> None:
         """Work out what is widened in a region, by its device type and whether it records gradients."""
         self._regions = {("cpu", training): self.kinds for training in (False, True)}
-        if self._dtype is None:
+        if self.dtype is None:
             return
         if self._sdpa_fp32 is False:
             self._regions = {region: kinds - {"attention"} for region, kinds in self._regions.items()}

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.mixed_precision.keep_fp32 import (
+    Float32Forward,
     KeepFP32,
     KeptModules,
     check_untied,
@@ -28,6 +29,7 @@ from booster.mixed_precision.keep_fp32 import (
 from booster.mixed_precision.products import product_modules
 from booster.model.modules import bare, parents
 from booster.model.params import Done, set_tensors
+from booster.model.tied import places_of
 from booster.shards import Shards
 
 
@@ -183,6 +185,24 @@ def gathered_modules(model: nn.Module, policy: DtypePolicy) -> frozenset[str]:
         return frozenset()
     names = product_modules(model)
     return frozenset(name for name in names if policy.keep_fp32.isdisjoint((name, *parents(name))))
+
+
+def dtypes_read(model: nn.Module, half: torch.dtype | None, *, weights: bool) -> dict[str, torch.dtype]:
+    """Return the dtype in which the forward of the placed `model` reads parameters that it stores in float32, by all names.
+
+    half: what products are computed in. weights: whether all weights are in it, as where a plugin rounds what it gathers, or
+    those alone that nothing but products reads. All others are read as they are stored.
+    """
+    if half is None:
+        return {}
+    products = frozenset() if weights else product_modules(model, placed=True)
+    found: dict[str, torch.dtype] = {}
+    for tensor, places in places_of(model).items():
+        kept = any(isinstance(vars(module).get("forward"), Float32Forward) for p in places for module in p.path)
+        read = weights or any(place.name.rpartition(".")[0] in products for place in places)
+        if tensor.dtype == torch.float32 and read and not kept:
+            found |= dict.fromkeys((place.name for place in places), half)
+    return found
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,19 +32,20 @@ _PRODUCTS: tuple[tuple[Any, frozenset[str]], ...] = (
 )
 
 
-def product_modules(model: nn.Module) -> frozenset[str]:
+def product_modules(model: nn.Module, *, placed: bool = False) -> frozenset[str]:
     """Return the names of modules of `model` whose own parameters nothing reads but the products that autocast runs in half.
 
     Linear and convolution layers, MultiheadAttention, and Conv1D of transformers, whose forward is that of their class; with
     float32 parameters that belong to no other kind of module as well. Not those inside a module that leaves autocast by
     `keep_fp32`. A forward that reads the weight of such a module by itself, or leaves autocast by itself, is not seen.
+    placed: those, too, whose forward a plugin wrapped to run it on a part.
     """
     places = [(tensor, place) for tensor, found in places_of(model).items() for place in found]
     refused = {
         place.holder
         for tensor, place in places
         if tensor.dtype != torch.float32
-        or not _is_product(place.holder, place.own)
+        or not _is_product(place.holder, place.own, placed=placed)
         or any(isinstance(vars(module).get("forward"), Float32Forward) for module in place.path)
     }
     while True:
@@ -67,15 +69,17 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def _is_product(module: nn.Module, own: str) -> bool:
-    kind = type(module)
+def _is_product(module: nn.Module, own: str, *, placed: bool) -> bool:
+    kind, forward = type(module), vars(module).get("forward")
+    if placed and forward is not None:
+        forward = None if getattr(inspect.unwrap(forward), "__func__", None) is kind.forward else forward
     if _is_conv1d(module):
         return own in {"weight", "bias"}
     for base, names in _PRODUCTS:
         if isinstance(module, base):
             same = kind.forward is base.forward
             same &= getattr(kind, "_conv_forward", None) is getattr(base, "_conv_forward", None)
-            return same and "forward" not in vars(module) and own in names
+            return same and forward is None and own in names
     return False
 
 

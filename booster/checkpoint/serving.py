@@ -1,0 +1,295 @@
+"""Weights for programs that serve them: in half, or in 8 bits with scales, frozen layers unpacked and adapters merged."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from booster.checkpoint.manifest import CheckpointError, Tensor
+from booster.checkpoint.tensor_file import dtype_of
+from booster.checkpoint.weights import Read, Written
+from booster.frozen import FORMS, Form, FrozenLinear, origins_of
+from booster.ground import arguments
+from booster.model.modules import spelled
+from booster.model.tied import places_of
+from booster.number_formats import E4M3, INT8, NumberFormat, Scaled, Scaling, scale_to
+
+_logger = logging.getLogger(__name__)
+
+Served = Literal["bf16", "fp16", "fp8", "int8"]
+SERVED = ("bf16", "fp16", "fp8", "int8")
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_BLOCK = 128  # rows, and columns, that share a scale in fp8
+
+
+def check_served(model: nn.Module, weights: Any, *, shard: bool, use_safetensors: bool) -> None:
+    """Raise ValueError where `weights` of `model` cannot be written so; see `Booster.save_model`."""
+    arguments.choice("weights", weights, (None, *SERVED))
+    if weights not in ("fp8", "int8"):
+        return
+    if not (shard and use_safetensors):
+        raise ValueError(
+            f"weights={weights!r} needs a folder of safetensors files, whose config.json says how they are to be read; pass "
+            "shard=True, use_safetensors=True"
+        )
+    if not callable(getattr(getattr(model, "config", None), "save_pretrained", None)):
+        raise ValueError(
+            f"weights={weights!r} is for models with a configuration of transformers, which says how their weights are to be "
+            f"read, and this {type(model).__name__} has none; write weights='bf16'"
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one weight is made of, by names of tensors of the model.
+
+    stored: its numbers; in the form of a frozen layer where `packed` says which one, and how many columns. dtype: that of the
+    result, None for that of what is stored. adapters: names of A and B, and a factor: factor * B @ A is added, or the
+    transpose of that.
+    """
+
+    stored: str
+    packed: tuple[Form, int] | None = None
+    dtype: torch.dtype | None = None
+    adapters: tuple[tuple[str, str, float], ...] = ()
+    transposed: bool = False
+
+    def whole(self, read: Read) -> torch.Tensor:
+        """Return the weight, on the host or where `read` has it. Sums are made in float32 and rounded once."""
+        value = read(self.stored)
+        dtype = self.dtype or value.dtype
+        if self.packed is not None:
+            form, columns = self.packed
+            value = form.unpack(value, columns, torch.float32 if self.adapters else dtype)
+        for a, b, factor in self.adapters:
+            added = read(b).float() @ read(a).float() * factor
+            value = value.float() + (added.T if self.transposed else added)
+        return value.to(dtype)
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Written:
+        """Return what is written of it, given what the model holds."""
+        entry = tensors[self.stored]
+        shape = entry.shape if self.packed is None else (entry.shape[0], self.packed[1])
+        return Written(self.dtype or dtype_of(entry), shape, self.whole)
+
+
+def sources_of(model: nn.Module, names: Iterable[str], *, unpack: bool) -> dict[str, Source]:
+    """Return what is written of the tensors `names` of `model`, by the names that it gets: each as it is stored.
+
+    unpack: but weights of frozen layers as matrices, in the dtype that they were loaded from, or float32.
+    """
+    found = {name: Source(name) for name in names}
+    for name, layer in model.named_modules() if unpack else ():
+        if isinstance(layer, FrozenLinear) and layer.form is not None:
+            stored, weight = (f"{name}.{own}".removeprefix(".") for own in (layer.stored_name, "weight"))
+            dtype = origins_of(layer).get(layer.stored_name, torch.float32)
+            if found.pop(stored, None) is not None:
+                found[weight] = Source(stored, (layer.form, layer.in_features), dtype)
+    return found
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What a model says of its tensors beyond their numbers; JSON-like, for ranks to tell each other.
+
+    linear: names of linear layers, and why their weights stay wide where others are in 8 bits; empty where they need not.
+    buffers, experts: names of buffers, and of matrices that lie in one parameter of three dimensions.
+    """
+
+    linear: dict[str, str]
+    buffers: list[str]
+    experts: list[str]
+
+
+def layers_of(model: nn.Module) -> Layers:
+    """Return what the user's `model` says of its layers, as far as this rank has them."""
+    places = places_of(model)
+    shared = {place.holder for found in places.values() if len(found) > 1 for place in found}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    makes_logits = set() if head is None else set(head.modules())  # adapters are around it
+    linear, experts = {}, []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        linear[name] = ""
+        if module in makes_logits:
+            linear[name] = "it makes the logits"
+        elif module in shared:
+            linear[name] = "its weight is shared"
+        elif isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            linear[name] = "attention reads its weight and does not call it"
+    for tensor, (place, *_) in places.items():
+        if tensor.dim() == 3 and tensor.is_floating_point() and not hasattr(place.holder, "kernel_size"):
+            experts.append(place.name)
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    return Layers(linear, buffers, experts)
+
+
+def together(layers: Iterable[Layers], sources: Mapping[str, Source]) -> Layers:
+    """Return what ranks say that have layers each, by the names that their tensors get in `sources`."""
+    found, written_as = [*layers], {source.stored: name for name, source in sources.items()}
+    linear = {
+        written_as[stored].rpartition(".")[0]: why
+        for each in found
+        for name, why in each.linear.items()
+        for stored in (f"{name}.weight", *(f"{name}.weight_{form}" for form in FORMS))
+        if stored in written_as
+    }
+    buffers, experts = (
+        sorted({written_as[name] for names in kind for name in names if name in written_as})
+        for kind in ([each.buffers for each in found], [each.experts for each in found])
+    )
+    return Layers(linear, buffers, experts)
+
+
+def served(
+    plain: Mapping[str, Written], weights: Served, layers: Layers, wide: torch.dtype
+) -> tuple[dict[str, Written], dict[str, Any] | None]:
+    """Return what is written of `plain` in the form `weights`, and what the model's configuration says of it, or None.
+
+    wide: what floating parameters become that are not in 8 bits. Raises ValueError where no layer can be in 8 bits.
+    """
+    if weights in _HALF:
+        return {name: _rounded(name, each, _HALF[weights], layers) for name, each in plain.items()}, None
+    if layers.experts:
+        raise ValueError(
+            f"weights={weights!r} is of linear layers, and {spelled(layers.experts)} hold matrices of several experts, which "
+            "servers would read in 8 bits as well; write weights='bf16'"
+        )
+    left = {name: why or _misfit(plain, name, weights) for name, why in layers.linear.items()}
+    left = {name: why for name, why in left.items() if why}
+    if len(left) == len(layers.linear):
+        raise ValueError(
+            f"weights={weights!r} is of linear layers, and this model has none that can be in 8 bits"
+            f"{': ' if left else ''}{'; '.join(f'{name}: {why}' for name, why in left.items())}; write weights='bf16'"
+        )
+    _logger.info("written in %s, not in %s: %s", wide, weights, "; ".join(f"{n} ({why})" for n, why in left.items()))
+    narrow = _FP8() if weights == "fp8" else _Int8()
+    entries: dict[str, Written] = {}
+    for name, each in plain.items():
+        layer, _, own = name.rpartition(".")
+        if own == "weight" and layer in layers.linear and layer not in left:
+            entries |= narrow.entries(name, each)
+        else:
+            entries[name] = _rounded(name, each, wide, layers)
+    return entries, narrow.config(sorted(left))
+
+
+def write_config(
+    folder: Path, model: nn.Module, entries: Mapping[str, Written], quantization: dict[str, Any] | None
+) -> None:
+    """Write the configurations of `model` into `folder`, if it has some, with the dtype and form of what was written."""
+    for name in ("config", "generation_config"):
+        own: Any = getattr(model, name, None)
+        if not callable(getattr(own, "save_pretrained", None)):
+            continue
+        if name == "config":
+            own = copy.deepcopy(own)
+            own.dtype = next(
+                (str(each.dtype).removeprefix("torch.") for each in entries.values() if each.is_wide), None
+            )
+            own.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts before it
+            if quantization is not None:
+                own.quantization_config = quantization
+        own.save_pretrained(folder)
+
+
+# ---------------------------------------------------------------------- inside
+
+
+def _rounded(name: str, each: Written, dtype: torch.dtype, layers: Layers) -> Written:
+    if not each.is_wide or name in layers.buffers:
+        return each
+
+    def make(read: Read) -> torch.Tensor:
+        value = each.make(read)
+        rounded = value.to(dtype)
+        if bool((rounded.isinf() & value.isfinite()).any()):
+            raise CheckpointError(
+                f"{name} has numbers up to {value.abs().max().item():.3g}, which {dtype} does not hold; write them in bf16"
+            )
+        return rounded
+
+    return Written(dtype, each.shape, make)
+
+
+def _misfit(plain: Mapping[str, Written], layer: str, weights: Served) -> str:
+    rows, columns = plain[f"{layer}.weight"].shape
+    fits = weights == "int8" or not (rows % _BLOCK or columns % _BLOCK)
+    return "" if fits else f"{rows} x {columns} is not in blocks of {_BLOCK} x {_BLOCK}"
+
+
+class _EightBits:
+    """Weights of linear layers in 8 bits, each beside a tensor of float32 scales."""
+
+    target: NumberFormat
+    scaling: Scaling
+    scale_name: str
+
+    def __init__(self) -> None:
+        self._last: tuple[str, Scaled] | None = None
+
+    def entries(self, name: str, each: Written) -> dict[str, Written]:
+        rows, columns = each.shape
+        over = self.scaling.over
+        scales = (rows, 1) if over == "row" else (rows // over[0], columns // over[1])  # type: ignore[operator]
+        return {
+            name: Written(self.target.dtype, each.shape, lambda read: self._scaled(name, each, read).values),  # type: ignore[arg-type]
+            f"{name}{self.scale_name}": Written(
+                torch.float32, scales, lambda read: self._scaled(name, each, read).scale
+            ),
+        }
+
+    def _scaled(self, name: str, each: Written, read: Read) -> Scaled:
+        if self._last is None or self._last[0] != name:  # values and scales are written one after the other
+            scaled = scale_to(each.make(read).float(), self.target, self.scaling)
+            if not bool(scaled.scale.isfinite().all()):
+                raise CheckpointError(f"{name} holds inf or NaN, which {self.target} under scales has no code for")
+            values = scaled.values if scaled.values.dtype == self.target.dtype else scaled.values.to(self.target.dtype)
+            self._last = name, Scaled(values, scaled.scale, None, self.scaling)
+        return self._last[1]
+
+
+class _FP8(_EightBits):
+    """e4m3 under a scale for each 128 x 128 numbers; activations are rounded as they come."""
+
+    target, scaling, scale_name = E4M3, Scaling((_BLOCK, _BLOCK)), "_scale_inv"
+
+    def config(self, left: list[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [_BLOCK, _BLOCK],
+            "modules_to_not_convert": left,
+        }
+
+
+class _Int8(_EightBits):
+    """Whole numbers under a scale for each row; activations are rounded as they come, under a scale for each token."""
+
+    target, scaling, scale_name = INT8, Scaling("row"), "_scale"
+
+    def config(self, left: list[str]) -> dict[str, Any]:
+        common = {"num_bits": 8, "type": "int", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**common, "strategy": "channel", "dynamic": False},
+            "input_activations": {**common, "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": left,
+            "kv_cache_scheme": None,
+        }

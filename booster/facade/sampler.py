@@ -1,0 +1,72 @@
+"""What a sampler beside the training needs: the weights that the forward reads, whole, one after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from booster.checkpoint.adapters import check_merges, merged
+from booster.checkpoint.serving import Source
+from booster.ground import arguments
+from booster.ground.torch_internals import gather_whole
+from booster.interface.model import ModelWrapper
+from booster.mixed_precision.policy import dtypes_read
+from booster.model.dtensors import is_dtensor, local_part
+from booster.model.modules import bare
+
+
+def synced_weights(
+    model: ModelWrapper, half: torch.dtype | None, *, halves: bool, merge: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator over names and weights, see `Booster.sync_weights`; raises before the first is asked for.
+
+    half: what products are computed in. halves: whether weights are computed with in it throughout.
+    """
+    if getattr(model.module, "is_partial", False):
+        raise RuntimeError(
+            "sync_weights gathers what ranks hold in parts, and stages of a pipeline hold layers that others lack; write them "
+            "with booster.save_model(model, folder, shard=True), which a sampler opens"
+        )
+    own, state = bare(model.module), {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    dtypes = dtypes_read(own, half, weights=halves)
+    sources = {name: Source(name) for name in state}
+    if arguments.flag("merge", merge):
+        check_merges(own)
+        sources = merged(own, state)[1]
+    return _gathered(state, dtypes, sources)
+
+
+def _gathered(
+    state: dict[str, torch.Tensor], dtypes: dict[str, torch.dtype], sources: dict[str, Source]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(name: str) -> torch.Tensor:
+        return _whole(state[name], None)
+
+    left = Counter(_memory(state[source.stored]) for source in sources.values())
+    shared: dict[int, torch.Tensor] = {}  # what was gathered and is asked for again, as tied weights are
+    for name, source in sources.items():
+        held, dtype = state[source.stored], dtypes.get(source.stored)
+        key = _memory(held)
+        left[key] -= 1
+        if source != Source(source.stored):
+            value = source.whole(read)
+            yield name, value if dtype is None else value.to(dtype)
+            continue
+        value = shared.pop(key) if key in shared else _whole(held, dtype)
+        if left[key]:
+            shared[key] = value
+        yield name, value
+
+
+def _whole(held: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Rounded first, where it is, as fewer bytes travel then."""
+    rounded = held if dtype is None else held.to(dtype)
+    return gather_whole(rounded) if is_dtensor(rounded) else rounded
+
+
+def _memory(held: torch.Tensor) -> int:
+    """What tells one weight from another: where this rank's part lies, or the tensor itself where that is empty."""
+    local = local_part(held)
+    return local.data_ptr() if local.numel() else id(held)
