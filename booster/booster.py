@@ -511,6 +511,36 @@ class Booster:
         """What skipped steps were diagnosed as, with `Booster(diagnose=...)`, the latest last."""
         return () if self._watcher is None else tuple(self._watcher.diagnoses)
 
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: str | os.PathLike[str] | None = None,
+        lora_config: Any = None,
+        *,
+        storage_dtype: torch.dtype | Literal["int8", "fp8", "nf4"] | None = None,
+    ) -> Any:
+        """Freeze `model` and put low-rank adapters of peft around it, in place; returns the PeftModel, which you boost.
+
+        lora_config: a peft.LoraConfig, for new adapters. pretrained_dir: a folder of `save_lora` or of peft, whose adapters
+        train on; give one of the two. storage_dtype: how the weights of frozen linear layers are stored, as for
+        `load_weights`: "nf4" (QLoRA), "int8", "fp8", torch.bfloat16 or torch.float16, from what they are now; all but those
+        that others share, and what makes the logits. None leaves them. Adapters are float32.
+
+        Raises ImportError without peft, RuntimeError for a boosted model, and ValueError for a model with adapters and for
+        what cannot be on packed weights: DoRA, and adapters that begin with numbers of the base.
+        """
+        from booster.facade.adapters import put_adapters
+
+        return put_adapters(model, pretrained_dir, lora_config, storage_dtype)
+
+    def save_lora(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
+        """Write the adapters of a boosted model alone, as peft reads them; a collective. `save_model(merge=True)` merges them.
+
+        folder: gets adapter_model.safetensors and adapter_config.json, for `enable_lora(pretrained_dir=...)`, for
+        `PeftModel.from_pretrained` and for servers. Raises ValueError for a model without adapters.
+        """
+        self._checkpoints.save_lora(boosted_wrapper(model, "save_lora"), folder)
+
     def estimate_memory(
         self, model: nn.Module, optimizer: Optimizer, batch: Any, criterion: Callable[..., Any]
     ) -> Estimate:

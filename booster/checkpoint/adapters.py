@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from booster.checkpoint.agree import agree_on_success, is_first
 from booster.checkpoint.serving import Source, sources_of
+from booster.checkpoint.tensor_file import write_tensors
+from booster.checkpoint.weights import replaced
+from booster.ground.torch_internals import gather_whole
+from booster.model.dtensors import is_dtensor
 
 _WRAPPER = "base_model.model."  # what peft puts before the names of a model
 _SAVED = "modules_to_save"
@@ -27,6 +35,45 @@ def check_merges(model: nn.Module) -> None:
             f"merge=True adds products of two matrices to a weight, which these are not: {unfit}; merge them on one device, by "
             "merge_and_unload() of the model that booster.unwrap gives, and write the result with save_pretrained"
         )
+
+
+def save_adapters(
+    model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessGroup | None
+) -> None:
+    """Write the adapters of `model` into `folder`, as peft does; a collective. state: its state dict on this rank."""
+    if not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"save_lora is for models with adapters, as enable_lora gives, and this {type(model).__name__} has none; "
+            "save_model writes all weights"
+        )
+    for adapter in model.peft_config:  # type: ignore[union-attr]
+        own = {name: gather_whole(value) if is_dtensor(value) else value for name, value in _own(state, adapter)}
+        problem: Exception | None = None
+        try:
+            if is_first(group):
+                _write(model, own, adapter, folder if adapter == "default" else folder / adapter)
+        except Exception as error:  # raised again once the others know
+            problem = error
+        agree_on_success(problem, group)
+
+
+def _write(model: Any, own: dict[str, torch.Tensor], adapter: str, folder: Path) -> None:
+    from peft import get_peft_model_state_dict  # the model is of that package
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
+    shapes = {name: (value.dtype, tuple(value.shape)) for name, value in kept.items()}
+    replaced(folder / "adapter_model.safetensors", lambda path: write_tensors(path, shapes, kept.__getitem__))
+    model.peft_config[adapter].save_pretrained(folder)
+
+
+def _own(state: Mapping[str, torch.Tensor], adapter: str) -> list[tuple[str, torch.Tensor]]:
+    """What of `state` belongs to the adapter: its matrices, and its copies of modules."""
+    return [
+        (name, value)
+        for name, value in state.items()
+        if f".{adapter}." in name and (".lora_" in name or f".{_SAVED}." in name)
+    ]
 
 
 def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, Source]]:

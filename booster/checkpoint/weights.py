@@ -184,7 +184,7 @@ def export(
         where |= dict.fromkeys(shard_names, name)
     total = sum(entry.num_bytes for entry in entries.values())
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-    _replace(target / f"{stem}{ending}.index.json", lambda path: write_synced(path, text.encode()))
+    replaced(target / f"{stem}{ending}.index.json", lambda path: write_synced(path, text.encode()))
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -292,14 +292,15 @@ def _write_file(target: Path, stored: Stored, entries: Mapping[str, Written], *,
                 file.flush()
                 os.fsync(file.fileno())
 
-    _replace(target, write)
+    replaced(target, write)
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if names_a_regular_file(path) else 0
 
 
-def _replace(target: Path, write: Any) -> None:
+def replaced(target: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make the file `target`, which appears whole or not at all."""
     beside = target.with_name(f".{target.name}.writing")
     beside.unlink(missing_ok=True)
     try:

@@ -529,6 +529,8 @@ EXAMPLES: dict[str, Examples] = {
     "Booster.load": [lambda w: {"folder": "run", "model": w.model, "optimizer": w.optimizer}],
     "Booster.resume_or_start": [lambda w: {"folder": "none", "model": w.model}],
     "Booster.save_model": [lambda w: {"model": w.model, "path": "weights"}],
+    "Booster.enable_lora": [lambda w: {"model": nn.Linear(2, 2)}],
+    "Booster.save_lora": [lambda w: {"model": w.model, "folder": "adapters"}],
     "Booster.sync_weights": [lambda w: {"model": w.model}],
     "Booster.load_model": [lambda w: {"model": w.model, "path": "weights"}],
     **{f"Booster.{verb}_optimizer": [lambda w: {"optimizer": w.optimizer, "path": "o"}] for verb in ("save", "load")},

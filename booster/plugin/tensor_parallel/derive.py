@@ -300,7 +300,13 @@ def _child(module: Any, name: str) -> Any:
     return module
 
 
+def within_adapters(module: Any) -> Any:
+    """Return the layer that low-rank adapters are around, or `module` itself."""
+    return module.base_layer if hasattr(module, "lora_A") else module
+
+
 def _is_linear(module: Any) -> bool:
+    module = within_adapters(module)
     return type(module) is nn.Linear or isinstance(module, LinearStandIn) or (module is not None and is_conv1d(module))
 
 
@@ -310,8 +316,10 @@ def _is_norm_of(module: nn.Module, size: int) -> bool:
 
 
 def _features(linear: Any) -> int:
+    linear = within_adapters(linear)
     return int(linear.weight.shape[output_dim(linear)])
 
 
 def _inputs(linear: Any) -> int:
+    linear = within_adapters(linear)
     return int(linear.weight.shape[1 - output_dim(linear)])

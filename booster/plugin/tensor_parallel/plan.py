@@ -19,7 +19,7 @@ from booster.model.modules import matcher
 from booster.plugin.forward_order import names_in_forward, side_of
 from booster.plugin.tensor_parallel.attention import HeadParallel
 from booster.plugin.tensor_parallel.boundary import LocalStyle
-from booster.plugin.tensor_parallel.derive import derive_by_shape, derive_plan
+from booster.plugin.tensor_parallel.derive import derive_by_shape, derive_plan, within_adapters
 from booster.plugin.tensor_parallel.experts import Experts
 from booster.plugin.tensor_parallel.sequence import with_sequence_parallelism
 from booster.plugin.tensor_parallel.styles import Colwise, EmbeddingParallel, Region, Rowwise, output_dim
@@ -93,9 +93,11 @@ def resolve_plan(
     plan = _known_plan(model) if tp_plan is None else _given_plan(model, tp_plan)
     plan = _with_inner_parameters(model, _with_heads(model, plan))
     for name, style in plan.items():
-        _check_sizes(name, model.get_submodule(name), style, tp_size)
         if name:
             _check_heads(model, name, style, tp_size)
+    plan = _around_adapters(model, plan, sequence_parallelism=sequence_parallelism)
+    for name, style in plan.items():
+        _check_sizes(name, model.get_submodule(name), style, tp_size)
     if sequence_parallelism:
         plan = with_sequence_parallelism(model, plan)
     check_ties(model, plan)
@@ -268,6 +270,36 @@ def _with_inner_parameters(model: nn.Module, plan: dict[str, ParallelStyle]) -> 
     return found
 
 
+def _around_adapters(
+    model: nn.Module, plan: dict[str, ParallelStyle], *, sequence_parallelism: bool
+) -> dict[str, ParallelStyle]:
+    """`plan` with layers that have low-rank adapters divided along with these: B as a column-wise layer, A as a row-wise one.
+
+    The other of the two matrices stays whole. Raises ValueError for what cannot be divided so.
+    """
+    found = {}
+    for name, style in plan.items():
+        layer: Any = model.get_submodule(name)
+        if not hasattr(layer, "lora_A"):
+            found[name] = style
+            continue
+        if not isinstance(style, (Colwise, Rowwise)):
+            raise ValueError(
+                f"{name!r} has adapters, which go with 'colwise' and 'rowwise', and tp_plan gives it a "
+                f"{type(style).__name__}; leave it out of tp_plan or of the adapters"
+            )
+        if sequence_parallelism or any(getattr(each, "p", 0.0) for each in layer.lora_dropout.values()):
+            what = "sequence_parallelism=True" if sequence_parallelism else "lora_dropout"
+            raise ValueError(
+                f"{name!r}: {what} goes with no adapters under tensor parallelism, whose ranks would each see another part of "
+                "what one matrix reads; leave it out"
+            )
+        found[f"{name}.base_layer"] = style
+        divided = "lora_B" if isinstance(style, Colwise) else "lora_A"
+        found |= {f"{name}.{divided}.{adapter}": style for adapter in getattr(layer, divided)}
+    return found
+
+
 def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
     if isinstance(module, FrozenLinear):
         raise ValueError(
@@ -288,7 +320,7 @@ def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, tp_size: in
 
 def _check_heads(model: nn.Module, name: str, style: ParallelStyle, tp_size: int) -> None:
     """Raise ValueError if columns of an attention module would be cut within a head."""
-    module: Any = model.get_submodule(name)
+    module: Any = within_adapters(model.get_submodule(name))
     parent = model.get_submodule(name.rpartition(".")[0])
     head_dim = next(
         (size for key in _HEAD_SIZES if isinstance(size := getattr(parent, key, None), int)),

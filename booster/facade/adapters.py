@@ -1,0 +1,98 @@
+"""Low-rank adapters of peft put around a model before it is boosted, its own weights frozen, in as few bits as asked."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from booster.frozen import FORMS, Form, FrozenLinear
+from booster.ground import arguments
+from booster.interface.model import PrecisionModule
+from booster.model.modules import parents
+from booster.model.tied import places_of
+
+StorageDtype = torch.dtype | Literal["int8", "fp8", "nf4"]
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def put_adapters(
+    model: nn.Module,
+    pretrained_dir: str | os.PathLike[str] | None,
+    lora_config: Any,
+    storage_dtype: StorageDtype | None,
+) -> Any:
+    """Return the PeftModel around `model`; see `Booster.enable_lora`."""
+    peft = _peft()
+    arguments.instance("model", model, nn.Module, "a torch.nn.Module")
+    if isinstance(model, PrecisionModule):
+        raise RuntimeError("enable_lora is for models before boost(); boost what it returns")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"this {type(model).__name__} has adapters already; boost it as it is, or give the model inside"
+        )
+    if (pretrained_dir is None) == (lora_config is None):
+        raise ValueError(
+            "enable_lora takes lora_config, for new adapters, or pretrained_dir, a folder of save_lora, for those of before: "
+            f"one of them, got {'neither' if lora_config is None else 'both'}"
+        )
+    arguments.choice("storage_dtype", storage_dtype, (None, *_HALF, *FORMS))
+    if pretrained_dir is not None:
+        folder = os.fspath(arguments.path("pretrained_dir", pretrained_dir))
+        lora_config = peft.PeftConfig.from_pretrained(folder)
+    if not isinstance(lora_config, peft.LoraConfig):
+        what = "lora_config" if pretrained_dir is None else f"what {pretrained_dir} holds"
+        raise TypeError(f"{what} must be a peft.LoraConfig, got {arguments.described(lora_config)}")
+    form = FORMS[storage_dtype] if isinstance(storage_dtype, str) else storage_dtype
+    if form is not None:
+        _refuse_readers(lora_config, storage_dtype)
+        freeze_linears(model, form, tuple(lora_config.modules_to_save or ()))
+    if pretrained_dir is None:
+        return peft.get_peft_model(model, lora_config)
+    return peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+
+
+@torch.no_grad()
+def freeze_linears(model: nn.Module, form: Form | torch.dtype, trained: tuple[str, ...]) -> None:
+    """Store the weights of linear layers of `model` in `form`, in place, but those that others share, and what makes logits.
+
+    trained: ends of names of modules that train, and stay as they are. Raises ValueError where there is nothing to store.
+    """
+    shared = {place.holder for found in places_of(model).values() if len(found) > 1 for place in found}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name and module not in shared and module is not head
+        if not any(each.endswith(trained) for each in (*parents(name), name) if trained)
+    }
+    if not layers:
+        raise ValueError(f"this {type(model).__name__} has no linear layer to store in {form}; leave storage_dtype out")
+    for name, linear in layers.items():
+        weight = linear.weight.detach()
+        stored = form.pack(weight) if isinstance(form, Form) else weight.to(form)
+        model.set_submodule(name, FrozenLinear.of(linear, form, weight=stored))
+
+
+def _refuse_readers(config: Any, storage_dtype: Any) -> None:
+    """Raise ValueError where adapters begin with, or read, numbers of a base that is packed."""
+    if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        option = f"init_lora_weights={config.init_lora_weights!r}"
+    elif config.use_dora:
+        option = "use_dora=True"
+    else:
+        return
+    raise ValueError(
+        f"{option} reads the weights of the base, which storage_dtype={arguments.shown(storage_dtype)} packs; leave one of "
+        "them out"
+    )
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters are those of peft: pip install 'booster-amp[peft]'") from error
+    return peft

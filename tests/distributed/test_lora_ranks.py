@@ -1,0 +1,141 @@
+"""Adapters of peft on several ranks: they learn what they learn on one device, and leave whole. Slow, and with peft itself."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainers import llama
+
+from booster import Booster
+from booster.ground.torch_internals import shards_integers
+from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+PLUGINS = {
+    "one device": SingleDevice,
+    "DDP": TorchDDPPlugin,
+    "ZeRO-2": lambda: LowLevelZeroPlugin(stage=2),
+    "FSDP": TorchFSDPPlugin,
+    "TP": lambda: HybridParallelPlugin(tp_size=2, pp_size=1),
+    "FSDP + TP": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=1),
+}
+WORDS = torch.arange(1, 33).view(4, 8)
+EVERY = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(autouse=True)
+def packages(import_package):
+    """The package, or a skip that says how to get it."""
+    try:
+        metadata.version("peft")
+    except metadata.PackageNotFoundError:
+        pytest.skip("needs peft: pip install peft")
+    import_package("transformers")
+    import_package("peft")
+
+
+def train(rank, world_size, name, precision, stored, folder, options=None):
+    """Losses, and what is written: adapters alone, merged weights, and a checkpoint that goes on."""
+    from peft import LoraConfig
+
+    def job():
+        booster = Booster("cpu", precision, PLUGINS[name]())
+        usual = {"r": 4, "lora_alpha": 16, "target_modules": EVERY, "task_type": "CAUSAL_LM"}
+        torch.manual_seed(3)
+        config = LoraConfig(**{**usual, **(options or {})})
+        model = booster.enable_lora(llama(), lora_config=config, storage_dtype=stored)
+        return booster, *booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))[:2]
+
+    def steps(booster, model, optimizer, count):
+        data, losses = booster.plugin, []
+        words = WORDS.chunk(data.data_parallel_size)[rank // (world_size // data.data_parallel_size)]
+        for _ in range(count):
+            loss = model(input_ids=words, labels=words).loss
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(booster.reduce(loss.detach()).item())
+        return losses
+
+    first = job()
+    losses = steps(*first, 4)
+    booster, model, optimizer = first
+    booster.save_lora(model, f"{folder}/lora")
+    booster.save_model(model, f"{folder}/merged.safetensors", merge=True)
+    synced = {key: float(value.float().abs().sum()) for key, value in booster.sync_weights(model, merge=True)}
+    booster.save(f"{folder}/run", model, optimizer)
+    expected = steps(*first, 2)
+    again = job()
+    again[0].load(f"{folder}/run", *again[1:])
+    return losses, steps(*again, 2) == expected, synced
+
+
+NOT_SHARDED = pytest.mark.skipif(not shards_integers(), reason="of torch 2.13: before, fully_shard takes no integers")
+CASES = [
+    *(
+        (name, precision, None)
+        for name in ("DDP", "ZeRO-2", "FSDP", "TP")
+        for precision in ("fp32", "fp16", "bf16_naive")
+    ),
+    ("DDP", "bf16", "nf4"),
+    ("DDP", "bf16_naive", torch.bfloat16),
+    pytest.param("FSDP", "bf16", "nf4", marks=NOT_SHARDED),
+    ("FSDP", "fp16", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "stored"), CASES, ids=str)
+def test_adapters_learn_on_several_ranks_what_they_learn_on_one(ranks2, tmp_path, name, precision, stored):
+    ours = ranks2(train, name, precision, stored, str(tmp_path / "ranks"))
+    theirs = train(0, 1, "one device", precision, stored, str(tmp_path / "one"))
+    unit = {"fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7, "bf16_naive": 2**-7}[precision]
+    for losses, resumed, synced in ours:
+        assert losses == pytest.approx(theirs[0], rel=4 * unit)
+        assert resumed
+        assert synced == ours[0][2]
+    files = [Path("lora") / "adapter_model.safetensors", Path("merged.safetensors")]
+    for file in files:
+        mine, its = (load_file(tmp_path / each / file) for each in ("ranks", "one"))
+        assert mine.keys() == its.keys()
+        for key, value in its.items():
+            # What ranks hold of half weights under fully_shard is float32, their masters.
+            assert mine[key].dtype == (torch.float32 if name == "FSDP" else value.dtype)
+            # Adam moves each number by the rate, whatever the size of its gradient: some may go elsewhere.
+            off = (mine[key].float() - value.float()).abs().mean()
+            assert off <= 4 * 1e-2 * 0.1 + 0.05 * value.float().abs().mean(), key
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_parts_of_parts(ranks4, tmp_path, precision):
+    ours = ranks4(train, "FSDP + TP", precision, None, str(tmp_path / "ranks"))
+    theirs = train(0, 1, "one device", precision, None, str(tmp_path / "one"))
+    for losses, resumed, _ in ours:
+        assert losses == pytest.approx(theirs[0], rel=4 * (1e-5 if precision == "fp32" else 2**-10))
+        assert resumed
+
+
+def refused(rank, world_size):
+    from peft import LoraConfig
+
+    found = []
+    for options, plugin in (
+        ({"lora_dropout": 0.1}, {}),
+        ({}, {"sequence_parallelism": True}),
+        ({}, {"tp_plan": {"**.q_proj": "replicate"}}),
+    ):
+        booster = Booster("cpu", "bf16", HybridParallelPlugin(tp_size=2, pp_size=1, **plugin))
+        usual = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+        model = booster.enable_lora(llama(), lora_config=LoraConfig(**{**usual, **options}))
+        with pytest.raises(ValueError) as raised:
+            booster.boost(model)
+        found.append(str(raised.value))
+    return found
+
+
+def test_what_tensor_parallelism_cannot_divide_is_refused_by_name(ranks2):
+    for dropout, sequence, whole in ranks2(refused):
+        assert "q_proj': lora_dropout goes with no adapters under tensor parallelism" in dropout
+        assert "q_proj': sequence_parallelism=True goes with no adapters under tensor parallelism" in sequence
+        assert "q_proj' has adapters, which go with 'colwise' and 'rowwise', and tp_plan gives it a Region" in whole
