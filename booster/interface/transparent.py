@@ -17,7 +17,7 @@ from booster.model.modules import bare, is_placed, unwrap_placed, wait_for_weigh
 from booster.shards.hidden import clear_hidden_gradients
 
 _logger = logging.getLogger(__name__)
-_KNOWS_PARTS = "torch.distributed.checkpoint"
+_KNOW_PARTS = ("torch.distributed.checkpoint", "booster.")
 
 
 class TransparentModule(nn.Module):
@@ -46,10 +46,10 @@ class TransparentModule(nn.Module):
         """The state dict of the user's model, keys as the user knows them.
 
         Where ranks divide parameters, it has this rank's parts, as DTensors, and one WARNING says so, unless it is
-        torch.distributed.checkpoint that asks, which knows of them.
+        torch.distributed.checkpoint or this library that asks, which know of them.
         """
         state = self._whole().state_dict(*args, **kwargs)
-        if not self._told_parts and not _asked_by(_KNOWS_PARTS) and any(map(is_part, state.values())):
+        if not self._told_parts and not _asked_by(_KNOW_PARTS) and any(map(is_part, state.values())):
             self.__dict__["_told_parts"] = True
             _logger.warning(
                 "state_dict() of a model that is divided among ranks has this rank's part of each weight: a torch.save of it "
@@ -223,7 +223,7 @@ def _refuse_rewriting() -> NoReturn:
     )
 
 
-def _asked_by(modules: str) -> bool:
+def _asked_by(modules: str | tuple[str, ...]) -> bool:
     """Return whether who called the method of the wrapper, through modules around it or not, is of these modules."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "torch.nn.modules.module":

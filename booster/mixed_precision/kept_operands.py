@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from booster.ground.torch_internals import has_saved_tensors_hooks, in_transform, storage_key, version
+from booster.model.dtensors import is_dtensor
 
 
 class Operand:
@@ -57,6 +58,8 @@ class KeptOperands(saved_tensors_hooks):
             return tensor, version(tensor), None, None
         operand, wide = known
         whole = tensor.shape == wide.shape and tensor.stride() == wide.stride()
+        if not whole and is_dtensor(tensor):  # of which torch takes no view by strides
+            return tensor, version(tensor), None, None
         view = None if whole else (tensor.shape, tensor.stride(), tensor.storage_offset())
         return operand.half, version(operand.half), operand.keep(), view
 

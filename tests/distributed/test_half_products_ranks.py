@@ -7,11 +7,12 @@ from matrix import PRECISIONS, Transformer, loss_of
 from test_hybrid import batch
 from test_two_optimizers import PLUGINS
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
 from booster.mixed_precision import hardware
-from booster.plugin import TorchDDPPlugin
+from booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 
 HALVES = {torch.bfloat16, torch.float16}
 
@@ -91,3 +92,25 @@ def agreed(rank, world_size):
 def test_ranks_on_unlike_cpus_widen_what_any_of_them_is_slower_in(ranks2):
     everything = sorted(hardware.KINDS)
     assert ranks2(agreed) == [(everything, everything, []), ([], everything, [])]
+
+
+def on_torchs_styles(rank, world_size):
+    torch.manual_seed(7)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    plugin = HybridParallelPlugin(tp_size=2, pp_size=1, tp_plan=plan)
+    booster = Booster("cpu", "bf16_naive", plugin, half_products="float32")
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 4, bias=False))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1))
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 3, 8)).square().mean()
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_styles_of_torch_whose_layers_multiply_dtensors_train_too(ranks2):
+    first, second = ranks2(on_torchs_styles)
+    assert first == second
+    assert first[-1] < first[0]

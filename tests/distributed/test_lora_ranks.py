@@ -101,7 +101,7 @@ def test_adapters_learn_on_several_ranks_what_they_learn_on_one(ranks2, tmp_path
         assert mine.keys() == its.keys()
         for key, value in its.items():
             # What ranks hold of half weights under fully_shard is float32, their masters.
-            assert mine[key].dtype == (torch.float32 if name == "FSDP" else value.dtype)
+            assert mine[key].dtype == (torch.float32 if name == "FSDP" and "naive" in precision else value.dtype)
             # Adam moves each number by the rate, whatever the size of its gradient: some may go elsewhere.
             off = (mine[key].float() - value.float()).abs().mean()
             assert off <= 4 * 1e-2 * 0.1 + 0.05 * value.float().abs().mean(), key

@@ -4,8 +4,10 @@ Slow, but for the checks of the files themselves. An example whose package is ab
 """
 
 import gc
+import os
 import re
 import runpy
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +22,7 @@ FOLDER = ROOT / "examples" / "integrations"
 NEEDS = {
     "averaged_weights": [],
     "compile_model_and_step": [],
+    "fsdp_tp_float16": [],
     "hf_datasets": ["datasets"],
     "iterable_dataset": ["webdataset"],
     "jsonargparse_config": ["jsonargparse"],
@@ -120,6 +123,25 @@ def test_float16_trains_the_policy_that_was_sampled_nearer_than_bfloat16(example
     assert difference["fp16"] < difference["bf16"] / 5
     assert difference["fp16, head in fp32"] < difference["bf16_naive"] / 5
     assert kl["fp16"] < kl["bf16"] / 25
+
+
+@slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp16_naive"])
+def test_fsdp_and_tensor_parallelism_learn_under_a_loss_scale_what_one_device_does(precision):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    found = []
+    for launcher in ([], ["-m", "booster", "run", "--nproc_per_node", "4"]):
+        words = [sys.executable, *launcher, str(FOLDER / "fsdp_tp_float16.py"), precision]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("step 10 skipped on all ranks") == (precision != "fp32")
+        fell(done.stdout, [precision], by=0.2)
+        found.append(losses(done.stdout)[precision])
+    unit = 1e-4 if precision == "fp32" else 2**-9  # the last digit printed; roundings to 11 bits of thirty steps
+    assert found[0] == pytest.approx(found[1], rel=4 * unit)
+    head = "float16" if precision == "fp16" else "float32"
+    layers = "float32" if precision == "fp32" else "float16"
+    assert f"a sampler gets layers in torch.{layers}, a head in torch.{head}" in done.stdout
 
 
 @slow
