@@ -127,12 +127,12 @@ class UpdateSection:
         model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters(), lr=1e-4))
         booster.backward(model(), optimizer)
         self._filled(module, optimizer.loss_scale)
-        update: Any = optimizer._update
+        update: Any = optimizer._update.gradients
         update.noted = None  # these gradients are meant to be others
 
         def step() -> None:
             # The state of an update behind a backward pass whose gradients are those.
-            update._num_backwards, update._scale = 1, update.next_scale
+            update.num_backwards, update.scale = 1, update.next_scale
             optimizer.step()
 
         return step

@@ -52,7 +52,7 @@ def ours(params: list[nn.Parameter], precision: MixedPrecision, fused_optimizer:
     _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(params, lr=1e-4))
     nothing = sum(param.float().sum() * 0 for param in params)
     booster.backward(nothing, optimizer, retain_graph=True)  # a backward that the update can see; it adds zeros
-    inside = optimizer._update
+    inside = optimizer._update.gradients
 
     def update() -> None:
         # What backward leaves behind, without its cost: gradients that carry the scale.
@@ -60,7 +60,7 @@ def ours(params: list[nn.Parameter], precision: MixedPrecision, fused_optimizer:
         inside.after_backward(nothing)
         optimizer.clip_grad_by_norm(1.0)
         optimizer.step()
-        inside.forget_gradients()
+        inside.forget()
 
     return update
 

@@ -42,7 +42,7 @@ def ours(count: int, dtype: torch.dtype, precision: MixedPrecision, how: bool | 
     _, optimizer, *_ = booster.boost(nn.ParameterList(params), torch.optim.AdamW(params, lr=1e-4))
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-    inside, nothing = optimizer._update, torch.zeros(())
+    inside, nothing = optimizer._update.gradients, torch.zeros(())
 
     def step() -> None:
         # What backward leaves behind, without its cost: gradients that carry the scale.

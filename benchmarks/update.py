@@ -70,7 +70,7 @@ def ours(precision: str, fused_optimizer: bool | str = True) -> Callable[[list[n
         _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(params, lr=1e-4))
         nothing = sum(param.sum() * 0 for param in model)  # a backward that the update can see; it adds zeros
         booster.backward(nothing, optimizer, retain_graph=True)
-        inside = optimizer._update
+        inside = optimizer._update.gradients
 
         def update() -> None:
             # What backward leaves behind, without its cost: gradients that carry the scale.
@@ -78,7 +78,7 @@ def ours(precision: str, fused_optimizer: bool | str = True) -> Callable[[list[n
             inside.after_backward(nothing)
             optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
-            inside.forget_gradients()
+            inside.forget()
 
         return update
 

@@ -31,7 +31,7 @@ from booster.ground.device import resolve_device
 from booster.ground.roll_call import PATIENCE, watch
 from booster.ground.torch_internals import leave_guards
 from booster.interface.model import CriterionWrapper, boosted_wrapper, leave_raw_calls, watch_raw_calls
-from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import MixedPrecision, make
 from booster.plugin import Plugin, SingleDevice
@@ -293,7 +293,7 @@ class Booster:
                 divisor, delayed = group.divisor, delayed or group.delayed
         run_backward(
             loss,
-            updates_of(optimizers),
+            gradients_of(optimizers),
             optimizers[0].backward_context,
             divisor=divisor,
             loss_id=loss_id,

@@ -13,13 +13,13 @@ from booster.capture.kept import Kept, schedules_of
 from booster.capture.reads import Reads, origin_of
 from booster.ground.torch_internals import compiler_is_loaded
 from booster.interface.optimizer import OptimizerWrapper
-from booster.masters.update import DeviceMasterUpdate, MasterUpdate
-from booster.update.base import Job, Update
-from booster.update.choice import on_device
-from booster.update.device import DeviceUpdate
-from booster.update.fused import honours_grad_scale
-from booster.update.host import HostUpdate
+from booster.update.application import honours_grad_scale
+from booster.update.choice import Stepping, on_device, update_on_device
+from booster.update.gradients import Gradients
+from booster.update.host import HostDecision
+from booster.update.job import Job
 from booster.update.outcome import UpdateOptions
+from booster.update.update import Update
 
 
 def reads_of(
@@ -61,37 +61,28 @@ def _begin(optimizer: OptimizerWrapper) -> None:
     """Have `optimizer` decide where a device's would, as before any pass, and nobody listen."""
     update = decided_on_device(optimizer._update)
     optimizer._update = update
-    update.listeners = []
-    update.forget_gradients()
+    update.gradients.listeners.clear()
+    update.gradients.forget()
     for param in (param for group in optimizer.unwrap().param_groups for param in group["params"]):
         param.grad = None
 
 
 def decided_on_device(update: Update) -> Update:
     """Return the update that an optimizer of parameters on a GPU would have in the place of `update`, on the same masters."""
-    optimizer = update.optimizer
+    optimizer, gradients, application = update.optimizer, update.gradients, update.decision.application
     devices = {param.device for group in optimizer.param_groups for param in group["params"]}
-    fits = honours_grad_scale(optimizer) and len(devices) == 1 and update.release is None
-    kind = type(update)
-    if not fits or kind not in (HostUpdate, MasterUpdate):
+    fits = honours_grad_scale(optimizer) and len(devices) == 1 and gradients.release is None
+    if not fits or application.compiled or (type(gradients), type(update.decision)) != (Gradients, HostDecision):
         return update
-    job = on_device(
-        Job(
-            optimizer=optimizer,
-            scaler=update.scaler,
-            names=update.names,
-            group=update._group,
-            shards=update.shards,
-            options=UpdateOptions(skip_nonfinite=update._skip_nonfinite),
-            switched=update.kernel.switched,
-        ),
-        next(iter(devices)),
+    job = Job(
+        optimizer=optimizer,
+        scaler=gradients.scaler,
+        names=gradients.names,
+        group=gradients.group,
+        shards=gradients.shards,
+        options=UpdateOptions(skip_nonfinite=gradients.skip_nonfinite),
     )
-    if not isinstance(update, MasterUpdate):
-        return DeviceUpdate(job)
-    if update.reports_on_the_host or update._half_norms is not None:
-        return update
-    return DeviceMasterUpdate(job, masters=update.masters)
+    return update_on_device(on_device(job, next(iter(devices))), Stepping(lambda _: application, lambda _: update.kept))
 
 
 def _counts_on_host(optimizers: Sequence[OptimizerWrapper]) -> list[torch.Tensor]:

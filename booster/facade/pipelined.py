@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from booster.interface.model import CriterionWrapper, ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.mixed_precision import MixedPrecision
 from booster.plugin import Pipeline, Plugin
 from booster.tensors.cast_regions import outside, region
@@ -105,7 +105,7 @@ def _run_stages(
             return criterion(model.cast_outputs(output), target)
 
     # One context around the schedule: micro-batches then share the half copies that autocast makes of weights.
-    this, seed = begin_backward(updates_of(optimizers)) if optimizers else (None, None)
+    this, seed = begin_backward(gradients_of(optimizers)) if optimizers else (None, None)
     try:
         with region(precision.forward_context), precision.backward_context():
             losses, outputs = pipeline.run(cast, computed, seed=seed, return_outputs=return_outputs)

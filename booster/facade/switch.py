@@ -92,8 +92,8 @@ class Switch:
             )
         for optimizer in boosting.optimizers:
             (update,) = updates_of([optimizer])
-            if update.release is not None:
-                update.release.check_weights()
+            if update.gradients.release is not None:
+                update.gradients.release.check_weights()
             if waiting := optimizer.num_waiting_backwards:
                 raise RuntimeError(
                     f"switch() between backward and step: the gradients of {waiting} backward pass(es) wait for a step, and "
@@ -201,16 +201,16 @@ class _Carried:
     def __init__(self, optimizer: OptimizerWrapper) -> None:
         (update,) = updates_of([optimizer])
         self.shards = update.shards
-        self._scale, self._rounding = optimizer.scaler_state(), update.rounding_state()
-        self._previous = None if update.release is None else update.release.previous
+        self._scale, self._rounding = optimizer.scaler_state(), update.kept.rounding_state()
+        self._previous = None if update.gradients.release is None else update.gradients.release.previous
 
     def give(self, optimizer: OptimizerWrapper) -> None:
         (update,) = updates_of([optimizer])
-        if update.scaler.state_dict().keys() == self._scale.keys():
-            update.scaler.load_state_dict(self._scale)
-        update.load_rounding(self._rounding)
-        if update.release is not None:
-            update.release.mend(self._previous)
+        if update.gradients.scaler.state_dict().keys() == self._scale.keys():
+            update.gradients.scaler.load_state_dict(self._scale)
+        update.kept.load_rounding(self._rounding)
+        if update.gradients.release is not None:
+            update.gradients.release.mend(self._previous)
 
 
 class _Again:

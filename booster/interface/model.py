@@ -18,8 +18,8 @@ from booster.ground.torch_internals import graph_task
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule, bare
 from booster.model.modules import wait_for_weights
-from booster.tensors.cast_regions import region
-from booster.tensors.trees import cast_floats, tensors
+from booster.tensors.cast_regions import cast_floats, region
+from booster.tensors.trees import tensors
 
 
 class ForwardPrecision(Protocol):

@@ -18,14 +18,15 @@ from booster.ground.guards import OwnStep
 from booster.ground.torch_internals import leave_guards, told_found_inf
 from booster.interface.signature import takes
 from booster.update.backward import run_backward
-from booster.update.base import Job, Update
 from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
+from booster.update.gradients import Gradients
+from booster.update.job import Job
 from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepListener, StepResult
-from booster.update.release import Release
+from booster.update.update import Update
 
-_UPDATE = attrgetter("_update")
+_UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
 _DROPS_OUR_KEY = "torch.distributed.checkpoint.state_dict"
 
 
@@ -57,8 +58,6 @@ class OptimizerWrapper(Optimizer):
         with job.shards.local():
             self._update = make_update(job)
         self._clip_grad_norm = job.options.clip_grad_norm
-        if job.options.release_gradients:
-            self._update.release = Release(str(job.options.release_gradients), float(self._clip_grad_norm))
         self._held: str | None = None
         leave_guards(job.optimizer)  # those of a boosted one before this
         self._own_step = OwnStep(job.optimizer, self)
@@ -67,7 +66,7 @@ class OptimizerWrapper(Optimizer):
 
     def become(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""
-        other._update.listeners = self._update.listeners
+        other._update.gradients.listen_as(self._update.gradients)
         self._update, self._clip_grad_norm = other._update, other._clip_grad_norm
         self.backward_context, self._after_step = other.backward_context, other._after_step
         leave_guards(self.optimizer)
@@ -88,7 +87,7 @@ class OptimizerWrapper(Optimizer):
             raise RuntimeError("inside accumulate() call booster.backward(loss, optimizer), which counts and divides")
         run_backward(
             loss,
-            updates_of([self]),
+            gradients_of([self]),
             self.backward_context,
             inputs=inputs,
             retain_graph=retain_graph,
@@ -105,15 +104,15 @@ class OptimizerWrapper(Optimizer):
         Raises RuntimeError for gradients of a bare `loss.backward()` or a closure under a loss scaler, and
         `LossScaleError` when the last `max_consecutive_skips` steps were all skipped.
         """
-        update, history = self._update, self._history
+        update, history, gradients = self._update, self._history, self._update.gradients
         if self._held is not None:
             raise RuntimeError(self._held)
         if "found_inf" in self.__dict__:
             self._refuse_grad_scaler()
         if closure is not None:
             arguments.function("closure", closure, "a function that computes the loss", also="None")
-        if update.noted is not None:
-            update.compare_noted()
+        if gradients.noted is not None:
+            gradients.compare_noted()
         self._own_step.stepping = True
         try:
             if closure is None and not self.optimizer.state and _is_of_torch_checkpoint(3):
@@ -122,27 +121,25 @@ class OptimizerWrapper(Optimizer):
             if history.unsettled is not None:
                 history.settle()
             if closure is None:
-                if self._clip_grad_norm and not update.released:
-                    update.clip_norm(float(self._clip_grad_norm), 2.0, False, asked=False)
+                if self._clip_grad_norm and (gradients.release is None or not gradients.release.pending):
+                    gradients.clip_norm(float(self._clip_grad_norm), asked=False)
                 if update.shards.shares:
                     update.shards.check_gradients()
-                for listener in update.listeners:
+                for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
                 result = update.step()
             else:
                 result = self._step_with_closure(closure)
             # A user's autocast around the whole loop would go on with half copies of the weights as they were.
             torch.clear_autocast_cache()
-            history.record(result)
-            if update.listeners or self._after_step is not None:  # they may read weights
-                self.wait_for_weights()
-            for listener in update.listeners:
-                listener.after_step(update, history.num_steps, result)
-            if self._after_step is not None:
-                with torch.no_grad():
-                    self._after_step(result.decision)
-            if not update.decides_on_device:
-                history.settle()
+            waits = update.decision.on_device
+            if gradients.listeners or self._after_step is not None or waits:
+                history.record(result)
+                self._tell(result)
+                if not waits:
+                    history.settle()
+            else:
+                history.settle(result)
             return result
         finally:
             self._own_step.stepping = False
@@ -151,13 +148,14 @@ class OptimizerWrapper(Optimizer):
         """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
         if set_to_none is not True:
             arguments.flag("set_to_none", set_to_none)
-        if self._update.release is not None:
-            self._update.release.refuse("zero_grad()")
+        gradients = self._update.gradients
+        if gradients.release is not None:
+            gradients.release.refuse("zero_grad()")
         if not self._takes_set_to_none:
             self.optimizer.zero_grad()
         elif set_to_none or not self._zeroed_one_by_one():
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        self._update.forget_gradients(set_to_none)
+        gradients.forget(set_to_none)
 
     def unscale_grads(self) -> None:
         """Make `.grad` readable now: divided by the loss scale and clipped as asked so far. Repeating it does nothing.
@@ -167,11 +165,7 @@ class OptimizerWrapper(Optimizer):
         half parameters add up in float32, beside `.grad`; this rounds the sums into `.grad`, and the step uses the sums where
         `.grad` was not changed. Raises RuntimeError there if several passes were added up and ranks share whole gradients.
         """
-        if self._update.release is not None:
-            self._update.release.refuse("unscale_grads()")
-        if self._update.noted is not None:
-            self._update.compare_noted()
-        self._update.unscale()
+        self._ready("unscale_grads()").unscale()
 
     @torch.no_grad()
     def clip_grad_by_norm(
@@ -191,11 +185,10 @@ class OptimizerWrapper(Optimizer):
             norm_type = float(arguments.number("norm_type", norm_type, above=0, infinite=True))
         if error_if_nonfinite is not False:
             arguments.flag("error_if_nonfinite", error_if_nonfinite)
-        if self._update.release is not None:
-            self._update.release.refuse("clip_grad_by_norm()")
-        if self._update.noted is not None:
-            self._update.compare_noted()
-        return self._update.clip_norm(max_norm, norm_type, error_if_nonfinite)
+        gradients = self._update.gradients
+        if gradients.release is not None or gradients.noted is not None:
+            self._ready("clip_grad_by_norm()")
+        return gradients.clip_norm(max_norm, norm_type, error_if_nonfinite)
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
@@ -204,18 +197,14 @@ class OptimizerWrapper(Optimizer):
         Raises RuntimeError before any backward pass, and after the step.
         """
         clip_value = arguments.number("clip_value", arguments.plain(clip_value), least=0, infinite=True)
-        if self._update.release is not None:
-            self._update.release.refuse("clip_grad_by_value()")
-        if self._update.noted is not None:
-            self._update.compare_noted()
-        self._update.clip_value(float(clip_value))
+        self._ready("clip_grad_by_value()").clip_value(float(clip_value))
 
     # ------------------------------------------------------------------ what happened
 
     @property
     def loss_scale(self) -> float:
         """The factor on the next loss; 1.0 without a loss scaler. Waits for the device where the scale lives on one."""
-        return self._update.scaler.scale
+        return self._update.gradients.scaler.scale
 
     @property
     def step_was_skipped(self) -> bool:
@@ -263,11 +252,11 @@ class OptimizerWrapper(Optimizer):
     @property
     def always_looks(self) -> bool:
         """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with a clip of its own."""
-        return bool(self._update.looks or self._clip_grad_norm)
+        return bool(self._update.gradients.check or self._clip_grad_norm)
 
     def listen(self, listener: StepListener) -> None:
         """Tell `listener` of every backward pass and step from now on. A copy of this optimizer does not."""
-        self._update.listeners.append(listener)
+        self._update.gradients.listeners.append(listener)
 
     def settle(self) -> None:
         """Take the last step's outcome into the counters and run what waited for it. Waits for the device at most once.
@@ -295,8 +284,8 @@ class OptimizerWrapper(Optimizer):
     def state(self) -> Any:
         if _is_of_torch_checkpoint(1):  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
-                self._check_nothing_is_lost(self._update.optimizer_state_dict()[1])
-        return self._update.state
+                self._check_nothing_is_lost(self._update.kept.state_dict()[1])
+        return self._update.kept.state
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -322,9 +311,9 @@ class OptimizerWrapper(Optimizer):
             raise TypeError(arguments.refusal("param_group", param_group, legal))
         params = param_group["params"]
         params = self._update.shards.at_rest([params] if isinstance(params, torch.Tensor) else list(params))
-        self._update.check_known(params)
+        self._update.gradients.check_known(params)
         self.optimizer.add_param_group({**param_group, "params": params})
-        self._update.note_dtypes()
+        self._update.gradients.note_dtypes()
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's keeps groups and state only. Its schedulers replace `step` by a function that steps this very object.
@@ -333,7 +322,7 @@ class OptimizerWrapper(Optimizer):
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
         self.settle()  # what waits for the last step's outcome belongs to this object
         self.wait_for_weights()
-        self._update.wait_for_copies()
+        self._update.kept.wait_for_copies()
         for of_strategy in (self.backward_context, self._after_step):  # one strategy serves the copy too
             memo[id(of_strategy)] = of_strategy
         clone = type(self).__new__(type(self))
@@ -366,21 +355,21 @@ class OptimizerWrapper(Optimizer):
 
     def has_master(self, param: torch.Tensor) -> bool:
         """Return whether `param` is half and trained, with float32 numbers of this optimizer's behind it."""
-        return self._update.has_master(param)
+        return self._update.kept.has_master(param)
 
     @property
     def keeps_masters(self) -> bool:
         """Whether the state says of float32 numbers behind half weights, and of how they and states are rounded."""
-        return self._update.keeps_masters
+        return self._update.kept.keeps_masters
 
     def master_tensors(self) -> list[torch.Tensor]:
         """What is kept beside half weights, in the form in which it is kept."""
-        return self._update.master_tensors()
+        return self._update.kept.master_tensors()
 
     def gradient_tensors(self) -> list[torch.Tensor]:
         """This rank's part of the gradients that there are, as it is kept; no collective."""
         with self._update.shards.local():
-            return [param.grad for param in self._update.params() if param.grad is not None]
+            return [param.grad for param in self._update.gradients.params() if param.grad is not None]
 
     @property
     def is_partial(self) -> bool:
@@ -390,11 +379,11 @@ class OptimizerWrapper(Optimizer):
     @property
     def num_waiting_backwards(self) -> int:
         """How many backward passes have added to gradients that no step has used and no `zero_grad` has dropped."""
-        return self._update.num_backwards
+        return self._update.gradients.num_backwards
 
     def scaler_state(self) -> dict[str, Any]:
         """The state of the loss scaler, as `state_dict` has it; waits for the device."""
-        return self._update.scaler.state_dict()
+        return self._update.gradients.scaler.state_dict()
 
     def unwrap(self) -> Optimizer:
         """The user's optimizer."""
@@ -411,7 +400,11 @@ class OptimizerWrapper(Optimizer):
         state, own = state_of(self._update)
         if _is_of_torch_checkpoint(1):
             self._check_nothing_is_lost(own)
-        state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
+        state[STATE_KEY] = {
+            **own,
+            "loss_scaler": self._update.gradients.scaler.state_dict(),
+            **self._history.state_dict(),
+        }
         return state
 
     def divided_state_dict(self) -> dict[str, Any]:
@@ -419,7 +412,11 @@ class OptimizerWrapper(Optimizer):
         self.settle()
         self.wait_for_weights()
         state, own = state_of(self._update, divided=True)
-        state[STATE_KEY] = {**own, "loss_scaler": self._update.scaler.state_dict(), **self._history.state_dict()}
+        state[STATE_KEY] = {
+            **own,
+            "loss_scaler": self._update.gradients.scaler.state_dict(),
+            **self._history.state_dict(),
+        }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -452,8 +449,28 @@ class OptimizerWrapper(Optimizer):
             grad.detach_().zero_()
         return True
 
+    def _tell(self, result: StepResult) -> None:
+        """Tell all who want to know of the step that was made or skipped."""
+        update, listeners = self._update, self._update.gradients.listeners
+        if listeners or self._after_step is not None:  # they may read weights
+            self.wait_for_weights()
+        for listener in listeners:
+            listener.after_step(update, self._history.num_steps, result)
+        if self._after_step is not None:
+            with torch.no_grad():
+                self._after_step(result.decision)
+
+    def _ready(self, call: str) -> Gradients:
+        """Return the gradients for `call`, which needs them as the backward pass left them."""
+        gradients = self._update.gradients
+        if gradients.release is not None:
+            gradients.release.refuse(call)
+        if gradients.noted is not None:
+            gradients.compare_noted()
+        return gradients
+
     def _describe_scale(self) -> str:
-        return self._update.scaler.describe()
+        return self._update.gradients.scaler.describe()
 
     def _refuse_grad_scaler(self) -> None:
         for name in ("grad_scale", "found_inf"):  # torch leaves them where step() raises
@@ -469,7 +486,7 @@ class OptimizerWrapper(Optimizer):
         masters = own.get("masters", {})
         lost = ["float32 masters"] if masters.get("weights") else []
         lost += ["the random state of stochastic rounding"] if masters.get("rounding") else []
-        lost += ["the loss scale"] if self._update.scaler.enabled else []
+        lost += ["the loss scale"] if self._update.gradients.scaler.enabled else []
         if lost:
             raise RuntimeError(
                 f"torch.distributed.checkpoint.state_dict would drop {' and '.join(lost)} of this optimizer. Save with "
@@ -478,7 +495,8 @@ class OptimizerWrapper(Optimizer):
             )
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
-        refusal = self._update.closure_refusal
+        gradients = self._update.gradients
+        refusal = gradients.closure_refusal
         if refusal is not None:
             raise RuntimeError(refusal)
 
@@ -486,7 +504,7 @@ class OptimizerWrapper(Optimizer):
             loss = closure()
             self._update.shards.check_gradients()
             if self._clip_grad_norm:
-                self._update.clip_norm(float(self._clip_grad_norm), 2.0, False, asked=False)
+                gradients.clip_norm(float(self._clip_grad_norm), asked=False)
             return loss
 
         return self._update.step_with_closure(checked)
@@ -506,5 +524,10 @@ def _is_of_torch_checkpoint(depth: int) -> bool:
 
 
 def updates_of(optimizers: Iterable[OptimizerWrapper]) -> list[Update]:
-    """Return what holds the gradients of each of `optimizers`."""
+    """Return what steps each of `optimizers`."""
     return list(map(_UPDATE, optimizers))
+
+
+def gradients_of(optimizers: Iterable[OptimizerWrapper]) -> list[Gradients]:
+    """Return the gradients of each of `optimizers`."""
+    return list(map(_GRADIENTS, optimizers))

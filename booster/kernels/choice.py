@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from booster.masters.update import DeviceMasterUpdate, MasterUpdate
+from booster.masters.update import ReportingDecision
 from booster.model.optimizer_kinds import kind_of
 from booster.ranks import agreement
 from booster.ranks.communicate import communication_device
-from booster.update.base import Job, Update
 from booster.update.choice import on_device
-from booster.update.device import DeviceUpdate
-from booster.update.host import HostUpdate
+from booster.update.device import DeviceGradients
+from booster.update.gradients import Gradients
+from booster.update.job import Job
+from booster.update.update import Update
 
 if TYPE_CHECKING:
     from booster.masters.masters import Masters
@@ -71,21 +72,19 @@ def _device(job: Job) -> torch.device:
 
 def _kernel_update(update: Update, job: Job) -> Update:
     from booster.kernels.rules import rule_of
-    from booster.kernels.update import KernelMasterUpdate, KernelUpdate
+    from booster.kernels.update import kernel_update
 
     rule: Any = rule_of(job.optimizer)
-    if isinstance(update, (MasterUpdate, DeviceMasterUpdate)):
-        return KernelMasterUpdate(job, rule, update.masters)
-    return KernelUpdate(job, rule)
+    return kernel_update(job, rule, update.decision.application, update.kept)
 
 
 def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
     """Return why `job` cannot be stepped by kernels, None if it can."""
     if job.options.release_gradients:
         return "release_gradients steps within backward"
-    if type(update) not in (HostUpdate, DeviceUpdate, MasterUpdate, DeviceMasterUpdate):
+    if type(update) is not Update or type(update.gradients) not in (Gradients, DeviceGradients):
         return f"its precision makes an update of its own, {type(update).__name__}"
-    if isinstance(update, MasterUpdate) and update.reports_on_the_host:
+    if isinstance(update.decision, ReportingDecision):
         return "zeros of gradients are counted, or steps are logged, on the host"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -128,7 +127,7 @@ def _refused_groups(job: Job) -> str | None:
 
 def _refused_weights(update: Update, job: Job) -> str | None:
     params = [param for group in job.optimizer.param_groups for param in group["params"]]
-    masters: Masters | None = getattr(update, "masters", None)
+    masters: Masters | None = getattr(update.kept, "masters", None)
     if masters is not None and kind_of(job.optimizer) != "elementwise":
         return "it is not stepped element by element"
     for param in params:

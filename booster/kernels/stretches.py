@@ -23,7 +23,7 @@ from booster.masters.bucket import Bucket
 from booster.masters.packed import Packed
 from booster.shards import Shards
 from booster.tensors.flat import is_dense
-from booster.update.fused import lay_states
+from booster.update.application import lay_states
 
 DTYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 _ADDRESS = torch.Tensor.data_ptr

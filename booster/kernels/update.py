@@ -1,7 +1,7 @@
-"""The update that steps by kernels: one launch reads the gradients, one decides, one for each kind of tensor updates.
+"""Norms, decision and step by kernels: one launch reads the gradients, one decides, one for each kind of tensor updates.
 
-Everything else is that of `DeviceUpdate`. It steps what the kernels do not know, such as sparse gradients or a step with
-hooks, on the same states, and looks at gradients where a clip asks for more than a norm of order 2.
+Everything else is as on any device. What the kernels do not know, such as sparse gradients or a step with hooks, is stepped on
+the same states, and gradients are read otherwise where a clip asks for more than a norm of order 2.
 """
 
 from __future__ import annotations
@@ -24,138 +24,54 @@ from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up,
 from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
 from booster.kernels.table import Kind, Table
-from booster.loss_scaler import DeviceScale
+from booster.loss_scaler import DeviceScale, LossScaler
 from booster.masters.bucket import Bucket
 from booster.masters.formats import WEIGHTS, Stochastic
-from booster.masters.masters import Masters
 from booster.masters.packed import Dither
-from booster.masters.update import DeviceMasterUpdate
+from booster.masters.step import MasterStep
+from booster.masters.update import MasterApplication
 from booster.ranks import agreement
 from booster.tensors.flat import ALIGNMENT, lies_like
-from booster.update.base import Job
-from booster.update.device import DeviceUpdate
-from booster.update.fused import laid_like
+from booster.update.application import Application, laid_like
+from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
+from booster.update.gradients import Gradients
+from booster.update.job import Job
+from booster.update.kept import KeptState
 from booster.update.outcome import StepFields, StepResult
+from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 _SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient; of a bucket
 _ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _CPU = torch.device("cpu")
-_NOT_ASKED_FOR = torch.full((), float("nan"), dtype=torch.float32, device=_CPU)  # a norm
 _SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
 
 
-class KernelUpdate(DeviceUpdate):
-    """Steps float32 parameters. Gradients are only read: after a step they carry the loss scale that they had, and no clip."""
+class Covered:
+    """What kernels step of one optimizer: parameters as they are."""
 
     def __init__(self, job: Job, rule: Rule) -> None:
-        super().__init__(job)
-        self.steps = _Steps(rule, self.optimizer)
+        self._optimizer, self._shards = job.optimizer, job.shards
+        self.sharded = job.shards.sharded
+        self.steps = _Steps(rule, job.optimizer)
 
-    def reset(self) -> None:
-        super().reset()
-        self._bound: float | None = None  # of a clip that waits for the step
-
-    def clip_norm(
-        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, *, asked: bool = True
-    ) -> torch.Tensor:
-        if asked or norm_type != 2.0 or self.listeners:
-            return super().clip_norm(max_norm, norm_type, error_if_nonfinite, asked=asked)
-        self._check, self._bound = True, max_norm
-        return _NOT_ASKED_FOR
+    def ready(self, params: list[torch.Tensor]) -> Table | None:
+        """Return the table of the gradients of `params`, all that are there; None where this step is not for kernels."""
+        if any(step_hooks(self._optimizer)):
+            return None
+        return self.steps.table(params, self._layout(params), self._shards, self._collect)
 
     def _collect(self, stretches: Stretches) -> None:
         """Add what is to be stepped. Raises Unfit."""
-        for index, group in enumerate(self.optimizer.param_groups):
+        for index, group in enumerate(self._optimizer.param_groups):
             for param in group["params"]:
                 if param.grad is not None:
                     stretches.add(index, param)
 
-    def _layout(self) -> Any:
+    def _layout(self, params: list[torch.Tensor]) -> Any:
         """What is compared, by identity, to know whether stretches are what they were."""
         return ()
-
-    def _ready(self) -> Table | None:
-        """Return the table of the gradients that are there; None where this step is not for kernels."""
-        if any(step_hooks(self.optimizer)):
-            return None
-        return self.steps.table(self.params(), self._layout(), self.shards, self._collect)
-
-    def _true_norm(self, norm_type: float) -> Any:
-        table = self._ready() if norm_type == 2.0 else None
-        if table is None:
-            return super()._true_norm(norm_type)
-        with current(table.device):
-            measured = self._look(table)
-            norm = measured.norm(_on_device(self._scale, table.device), _on_device(self._factor, table.device))
-        self._measured.append(measured)
-        if self._reported_norm is None:
-            self._reported_norm = norm
-        return norm
-
-    def _clipped(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-        if norm.dtype != torch.float64 or not isinstance(max_norm, float):
-            return super()._clipped(norm, max_norm)
-        factor = torch.empty_like(norm)
-        bound = self.steps.device_numbers("bound", (max_norm,), norm.device)
-        with current(norm.device):
-            clip_by[(1,)](norm, bound, _on_device(self._factor, norm.device), factor, enable_fp_fusion=False)
-        return factor
-
-    def _look(self, table: Table) -> _Measured:
-        partials = table.measure()
-        sums = partials
-        if self.shards.sharded:
-            sums = agreement.shared(_added_up(partials), self._group, dist.ReduceOp.SUM).view(1)
-        return _Measured(table, partials, sums, self._scale)
-
-    def _decide_and_apply(self) -> StepResult:
-        bound, self._bound = self._bound, None
-        table = self._ready()
-        if table is not None:
-            with current(table.device):
-                return self._launch(table, bound)
-        if bound is not None:
-            super().clip_norm(bound, 2.0, False, asked=False)
-        return super()._decide_and_apply()
-
-    def _launch(self, table: Table, bound: float | None) -> StepResult:
-        """Step what is in `table`. bound: of a clip that waits for the step."""
-        carried, pending, seed = self._scale, self._factor, self._loss_scale
-        checks, joint, sums, found_in = self._checks, self.joint, None, None
-        alone = joint.found is None and len(joint.updates) == 1
-        if checks:
-            last = self._measured[-1] if len(self._measured) == 1 and bound is None else None
-            fresh = last if isinstance(last, _Measured) and last.carried is carried else None
-            if fresh is None and (bound is not None or not self._measured):
-                self._measured.append(fresh := self._look(table))
-            sums = None if fresh is None else fresh.sums
-            if not alone or (self._group is not None and not self.shards.sharded):
-                found_in = self._agreed()
-            elif self._measured != [fresh]:
-                found_in = self.found()
-        out = self.steps.run(table, self, sums, found_in, carried, pending, seed, bound, checks)
-        if checks and alone:
-            joint.decide(out.view(torch.float32)[_SKIPPED])
-        numbers = out.view(torch.float64)
-        first = self._reported_norm is None and sums is not None
-        norm = numbers[0] if first else self._reported_norm
-        plain = bound is None and pending is None and (carried is None or _is_one(carried))
-        self._scale = 1.0 if plain else numbers[_DIVISOR]
-        if self.scaler.enabled:
-            self._follow_scale(out)
-        note_step(self.optimizer)
-        if not checks:
-            return StepResult(True, StepFields(loss_scale=1.0))
-        return _result(out, norm, first, seed, joint.report())
-
-    def _follow_scale(self, out: torch.Tensor) -> None:
-        single = out.view(torch.float32)
-        if type(self.scaler) is DeviceScale:
-            self.scaler.follow(single[6], out[4], out[5])
-        else:
-            self.scaler.update(single[_SKIPPED])
 
     @property
     def dither(self) -> Dither | None:
@@ -171,12 +87,12 @@ class KernelUpdate(DeviceUpdate):
         return iter(())
 
 
-class KernelMasterUpdate(KernelUpdate, DeviceMasterUpdate):
-    """Steps the buckets of masters, and beside them float32 parameters."""
+class CoveredMasters(Covered):
+    """The buckets of masters, and beside them float32 parameters. whole: what steps them otherwise."""
 
-    def __init__(self, job: Job, rule: Rule, masters: Masters) -> None:
-        DeviceMasterUpdate.__init__(self, job, masters=masters)
-        self.steps = _Steps(rule, self.optimizer)
+    def __init__(self, job: Job, rule: Rule, whole: MasterStep) -> None:
+        super().__init__(job, rule)
+        self._whole = whole
 
     def _collect(self, stretches: Stretches) -> None:
         for index, params in enumerate(self._plain):
@@ -186,15 +102,15 @@ class KernelMasterUpdate(KernelUpdate, DeviceMasterUpdate):
         for bucket in self._buckets:
             stretches.add_bucket(bucket)
 
-    def _layout(self) -> Any:
-        if any(map(_SPARSE, map(_GRAD, self.params()))):
+    def _layout(self, params: list[torch.Tensor]) -> Any:
+        if any(map(_SPARSE, map(_GRAD, params))):
             return ()
-        self._plain, self._buckets = self._step.prepare()
+        self._plain, self._buckets = self._whole.prepare()
         return tuple(self._buckets)
 
     @property
     def dither(self) -> Dither | None:
-        return self.masters.dither
+        return self._whole.masters.dither
 
     def draw(self) -> dict[Bucket, torch.Tensor]:
         return {
@@ -204,16 +120,120 @@ class KernelMasterUpdate(KernelUpdate, DeviceMasterUpdate):
         }
 
     def visit(self, table: Table, noise: dict[Bucket, torch.Tensor]) -> Iterator[Bucket]:
-        if not self.masters.hosts:
+        if not self._whole.masters.hosts:
             return
-        state, groups = self.optimizer.state, self.optimizer.param_groups
-        journeys = self._step.journeys(self._buckets)
+        state, groups = self._optimizer.state, self._optimizer.param_groups
+        journeys = self._whole.journeys(self._buckets)
         for bucket in sorted(self._buckets, key=_GROUP):
             if bucket.host is not None:
                 with journeys[bucket.host].here(bucket):
                     own, names = state[bucket.handles[0]], self.steps.rule.states(groups[bucket.group])
                     table.move(bucket, noise.get(bucket, bucket.rest), [own[name] for name in names])
                     yield bucket
+
+
+class KernelNorms(DeviceNorms):
+    """Norms of order 2 are read by one launch. A clip that nobody asked for waits for the decision, which reads them then."""
+
+    waits = True
+
+    def __init__(self, job: Job, covered: Covered) -> None:
+        super().__init__(job)
+        self._covered = covered
+
+    def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:
+        table = self._covered.ready(gradients.params()) if norm_type == 2.0 else None
+        if table is None:
+            return super().read(gradients, norm_type)
+        with current(table.device):
+            read = self.look(table, gradients.scale)
+            scale, factor = _on_device(gradients.scale, table.device), _on_device(gradients.factor, table.device)
+            return read, read.norm(scale, factor)
+
+    def look(self, table: Table, carried: Any) -> _Measured:
+        """Read the gradients in `table`, which are multiplied by `carried`."""
+        partials = table.measure()
+        sums = partials
+        if self.shards.sharded:
+            sums = agreement.shared(_added_up(partials), self.group, dist.ReduceOp.SUM).view(1)
+        return _Measured(table, partials, sums, carried)
+
+    def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> torch.Tensor:
+        if norm.dtype != torch.float64 or not isinstance(max_norm, float):
+            return super().clipped(norm, max_norm, factor)
+        found = torch.empty_like(norm)
+        bound = self._covered.steps.device_numbers("bound", (max_norm,), norm.device)
+        with current(norm.device):
+            clip_by[(1,)](norm, bound, _on_device(factor, norm.device), found, enable_fp_fusion=False)
+        return found
+
+
+class KernelDecision(DeviceDecision):
+    """Decides and steps by kernels. Gradients are only read: after a step they carry the loss scale that they had, and no clip.
+    What kernels do not know, `application` steps."""
+
+    def __init__(self, gradients: DeviceGradients, application: Application, covered: Covered) -> None:
+        super().__init__(gradients, application)
+        self.covered = covered
+        self.steps = covered.steps
+
+    def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
+        bound = self.gradients.bound
+        table = self.covered.ready(params)
+        if table is not None:
+            with current(table.device):
+                return self._launch(table, bound)
+        if bound is not None:
+            self.gradients.clip_norm(bound)
+        return super().step(params)
+
+    def _launch(self, table: Table, bound: float | None) -> tuple[StepResult, Any]:
+        """Step what is in `table`. bound: of a clip that waits for the step."""
+        gradients = self.gradients
+        norms: Any = gradients.norms
+        carried, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
+        checks, joint, sums, found_in = gradients.checks, gradients.joint, None, None
+        alone = joint.found is None and len(joint.members) == 1
+        if checks:
+            last = gradients.read[-1] if len(gradients.read) == 1 and bound is None else None
+            fresh = last if isinstance(last, _Measured) and last.carried is carried else None
+            if fresh is None and (bound is not None or not gradients.read):
+                gradients.read.append(fresh := norms.look(table, carried))
+            sums = None if fresh is None else fresh.sums
+            if not alone or (gradients.group is not None and not self.covered.sharded):
+                found_in = self.agreed()
+            elif gradients.read != [fresh]:
+                found_in = gradients.found()
+        scaler = gradients.scaler
+        out = self.steps.run(table, self.covered, scaler, sums, found_in, carried, pending, seed, bound, checks)
+        if checks and alone:
+            joint.decide(out.view(torch.float32)[_SKIPPED])
+        numbers = out.view(torch.float64)
+        first = gradients.norm is None and sums is not None
+        norm = numbers[0] if first else gradients.norm
+        plain = bound is None and pending is None and (carried is None or _is_one(carried))
+        scale = 1.0 if plain else numbers[_DIVISOR]
+        if scaler.enabled:
+            self._follow_scale(out)
+        note_step(gradients.optimizer)
+        if not checks:
+            return StepResult(True, StepFields(loss_scale=1.0)), scale
+        return _result(out, norm, first, seed, joint.report()), scale
+
+    def _follow_scale(self, out: torch.Tensor) -> None:
+        single, scaler = out.view(torch.float32), self.gradients.scaler
+        if type(scaler) is DeviceScale:
+            scaler.follow(single[6], out[4], out[5])
+        else:
+            scaler.update(single[_SKIPPED])
+
+
+def kernel_update(job: Job, rule: Rule, application: Application, kept: KeptState) -> Update:
+    """Make an update that steps by kernels as `rule` says, and by `application` what they do not know."""
+    masters = isinstance(application, MasterApplication)
+    covered = CoveredMasters(job, rule, application.whole) if masters else Covered(job, rule)  # type: ignore[attr-defined]
+    gradients = DeviceGradients(job, KernelNorms(job, covered))
+    return Update(gradients, KernelDecision(gradients, application, covered), kept)
 
 
 class _Steps:
@@ -325,7 +345,8 @@ class _Steps:
     def run(
         self,
         table: Table,
-        of: KernelUpdate,
+        covered: Covered,
+        scaler: LossScaler,
         sums: torch.Tensor | None,
         found_in: torch.Tensor | None,
         carried: Any,
@@ -338,7 +359,7 @@ class _Steps:
         rule, device = self.rule, table.device
         rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(rule, self._optimizer.param_groups)]
         carried, pending = _on_device(carried, device), _on_device(pending, device)
-        scale = of.scaler if type(of.scaler) is DeviceScale else None
+        scale = scaler if type(scaler) is DeviceScale else None
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
         growth, hysteresis = (None, None) if scale is None else scale.trackers
         out = torch.empty(OUT, dtype=torch.int64, device=device)
@@ -354,7 +375,7 @@ class _Steps:
         constants = {"CLIP": bound is not None, "PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS}
         constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
         self._kept.launch(decide, (bound is not None, *kinds_of(maybe)), 1, args, constants)
-        chances = self._chances(table, of.dither)
+        chances = self._chances(table, covered.dither)
         divide = carried is not None or pending is not None or bound is not None
 
         def launch(kinds: Iterable[Kind]) -> None:
@@ -364,12 +385,12 @@ class _Steps:
                     constants = self._constants(kind, checks=checks, divide=divide)
                     table.kept.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
 
-        noise = of.draw()  # memory that lives until the launch
+        noise = covered.draw()  # memory that lives until the launch
         for bucket, drawn in noise.items():
             if bucket.host is None:
                 table.move(bucket, drawn)
         launch(table.here)
-        for bucket in of.visit(table, noise):
+        for bucket in covered.visit(table, noise):
             launch(kind for kind in table.kinds if kind.bucket is bucket)
         increment_version(self._params)
         return out

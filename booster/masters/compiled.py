@@ -37,8 +37,9 @@ from booster.masters.stand_in import (
     stand_in_class,
     step_stand_in,
 )
-from booster.masters.step import MasterStep, Told, inverse
+from booster.masters.step import MasterStep, inverse
 from booster.model.optimizer_kinds import kind_of, unknown
+from booster.update.application import Told
 from booster.update.compiled import OWN_CACHE
 
 

@@ -1,27 +1,21 @@
-"""What an update of an optimizer that steps master weights is, wherever it decides: its masters, and its state.
-
-Float32 weights that a model was given by `load_state_dict`, where it keeps half ones.
-"""
+"""Master weights in checkpoints: what is kept of them, and float32 weights that a model was given by `load_state_dict`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from booster.masters.compiled import CompiledMasterStep
 from booster.masters.masters import Masters, Weights, has_half_elements
 from booster.masters.rounding import rounded
-from booster.masters.step import MasterStep
 from booster.model.dtensors import is_dtensor
 from booster.model.tied import names_of
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.base import Job, Update
 from booster.update.checkpoint import IN_MODEL
-from booster.update.outcome import StepFields, StepResult
+from booster.update.job import Job
+from booster.update.kept import KeptState
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -112,68 +106,25 @@ def holds(value: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(local, local.to(dtype).to(local.dtype))
 
 
-_DTYPE = attrgetter("dtype")
-
-
-class KeepsMasters(Update):
-    """An update whose gradients are those of the half working parameters, and whose step is that of their masters.
-
-    `MasterUpdate` decides on the host, `DeviceMasterUpdate` on a device; each is this and the update that decides so.
-
-    compiled: compile steps; `masters` are to be made for it.
-    """
+class KeptMasters(KeptState):
+    """The masters of half parameters, and the optimizer's state, whose tensors are those of buckets."""
 
     keeps_masters = True
 
-    def __init__(self, job: Job, *, masters: Masters, compiled: bool = False) -> None:
+    def __init__(self, job: Job, masters: Masters) -> None:
         super().__init__(job)
         self.masters = masters
-        self._step = CompiledMasterStep(masters) if compiled else MasterStep(masters)
         self._loaded = LoadedWeights()
         self._watched: list[str] = []
 
-    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
-        self._refuse_closure()
-        loss = self._step.step_with_closure(closure, self._take_grad_scale)
-        norm = self._reported_norm
-        self.reset()
-        return StepResult(True, StepFields(loss_scale=1.0, grad_norm=None if norm is None else float(norm)), loss=loss)
-
     @property
-    def _grad_scale(self) -> Any:
-        """What gradients are divided by."""
-        return self._known_scale / self._pending
-
-    def _take_grad_scale(self) -> float:
-        scale = self._grad_scale
-        self._scale, self._factor, self._measured = scale, None, []
-        return float(scale)
-
-    def _step_optimizer(self) -> None:
-        if self._keeps_any():
-            self._step.step()
-        else:
-            super()._step_optimizer()
-
-    def _keeps_any(self) -> bool:
-        """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
-        if self.masters.buckets:
-            return True
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
-        if self.masters.of_half_alone and HALF_DTYPES.isdisjoint(map(_DTYPE, held)):
-            return False  # as under `fully_shard`; without a Python call for each
-        return any(self.masters.is_stepped(param) and self.masters.may_have(param) for param in held)
-
-    # ------------------------------------------------------------------ state
+    def state(self) -> Any:
+        return self.shards.view_state(self.masters.view_state())
 
     def has_master(self, param: torch.Tensor) -> bool:
         return param.requires_grad and has_half_elements(param)
 
-    @property
-    def _state(self) -> Any:
-        return self.masters.view_state()
-
-    def optimizer_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return self.masters.optimizer_state_dict(), {"masters": self.masters.state_dict()}
 
     def rounding_state(self) -> dict[str, Any]:
@@ -182,7 +133,7 @@ class KeepsMasters(Update):
     def load_rounding(self, state: Mapping[str, Any]) -> None:
         self.masters.load_rounding({"rounding": state})
 
-    def _dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
+    def dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
         return self.masters.dissolve()
 
     def weights_in_model(self) -> list[str]:
@@ -197,7 +148,7 @@ class KeepsMasters(Update):
     def watch(self, model: nn.Module) -> None:
         self._watched = [name for name, param in self._named().items() if param.dtype in HALF_DTYPES]
         self._loaded = LoadedWeights.of(model, self._watched)
-        self.masters.loaded_weights = self._take_loaded
+        self.masters.take_weights_from(self._take_loaded)
 
     def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
         params, weights = self._named(), masters["weights"]
@@ -231,7 +182,7 @@ class KeepsMasters(Update):
         held = (param for group in self.optimizer.param_groups for param in group["params"])
         return {self.names[param]: param for param in held if param in self.names}
 
-    def read_optimizer_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
+    def read_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
         saved = own.get("masters")
         self.masters.adopt()
         weights = {} if saved is None else self.masters.read_state_dict(saved)

@@ -125,6 +125,14 @@ class Masters:
         states = {p: state.pop(p) for params in fresh for p in params if p in state}
         self.buckets += self._build(fresh, states, {} if sources is None else sources)
 
+    def take_weights_from(self, loaded: Callable[[], Weights]) -> None:
+        """Have `loaded` give, once, float32 values that somebody loaded into half parameters."""
+        self.loaded_weights = loaded
+
+    def take_gradients_from(self, gradient_of: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """Step on the gradients that `gradient_of` gives for parameters, instead of `.grad`."""
+        self.gradient_of = gradient_of
+
     @property
     def size(self) -> int:
         """Elements of the largest bucket."""

@@ -24,6 +24,7 @@ handles together.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,7 +41,7 @@ from booster.masters.offload import HostMemory, Journey
 from booster.masters.packing import Packing
 from booster.masters.plain import StateLayouts, laid_like, lots
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.fused import honours_grad_scale, start_late_momentum
+from booster.update.application import AS_THEY_ARE, Told, honours_grad_scale, start_late_momentum
 from booster.update.parts import Restricted, bare_step, hooks_once
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -59,21 +60,21 @@ class MasterStep:
         self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
 
     @torch.no_grad()
-    def step(self, grad_scale: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
-        """Update masters and working weights by the working gradients, divided by `grad_scale`. Hooks fire once.
+    def step(self, told: Told = AS_THEY_ARE) -> None:
+        """Update masters and working weights by the working gradients, divided as `told`. Hooks fire once.
 
-        found_inf: 1 where nothing is to change. It and a tensor for `grad_scale`, both 0-dim float32, are for an optimizer
-        whose kernel heeds them (`honours_grad_scale`) and has its states; nothing waits for them. What was read is then
-        written back as it was, bit for bit, whatever the form of masters and states.
+        Tensors in it are for an optimizer whose kernel heeds them (`honours_grad_scale`) and has its states; nothing waits for
+        them. Where nothing is to change, what was read is written back as it was, bit for bit, whatever the form of masters
+        and states.
         """
         optimizer = self.masters.optimizer
         plain, buckets = self.prepare()
         hooked = any(step_hooks(optimizer))
         with hooks_once(optimizer) if hooked else nullcontext():
             if self.masters.kind == "whole":
-                self._step_whole(grad_scale, None)
+                self._step_whole(told.number, None)
             else:
-                self._step_buckets(plain, buckets, Told(grad_scale, found_inf))
+                self._step_buckets(plain, buckets, told)
         if not hooked:
             note_step(optimizer)
 
@@ -211,7 +212,7 @@ class MasterStep:
         if not told.divides_by_one:
             sparse = any(grad.is_sparse for grad in grads)
             copies = [grad * inverse(told.number) if sparse else grad.clone() for grad in grads]
-            told = Told() if sparse else told
+            told = AS_THEY_ARE if sparse else told
         copies = [laid_like(grad, param) for grad, param in zip(copies, params, strict=True)]
         try:
             for param, grad in zip(params, copies, strict=True):
@@ -227,12 +228,7 @@ class MasterStep:
         if told.divides_by_one and told.found_inf is None:
             self._bare(optimizer)
         elif told.is_tensor or (told.number <= _FLOAT32_MAX and honours_grad_scale(optimizer)):
-            told.tell(optimizer, grads[0].device)
-            try:
-                self._bare(optimizer)
-            finally:
-                optimizer.__dict__.pop("grad_scale", None)
-                optimizer.__dict__.pop("found_inf", None)
+            told.step(functools.partial(self._bare, optimizer), optimizer, grads[0].device)
         else:
             torch._foreach_mul_(grads, inverse(told.number))
             self._bare(optimizer)
@@ -282,39 +278,6 @@ class MasterStep:
             plain[param] = param.grad
             if param.grad is not None and grad_scale != 1.0:
                 param.grad = param.grad * ratio
-
-
-class Told:
-    """What a step is told: by what gradients are divided, and whether nothing is to change.
-
-    grad_scale: a number, or a 0-dim float32 tensor, which nobody reads on the host, as found_inf.
-    """
-
-    def __init__(self, grad_scale: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
-        self._grad_scale = grad_scale
-        self.found_inf = found_inf
-        self.is_tensor = found_inf is not None or isinstance(grad_scale, torch.Tensor)
-        self.divides_by_one = not isinstance(grad_scale, torch.Tensor) and grad_scale == 1.0
-        self._there: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def number(self) -> float:
-        """The divisor as a number; waits for the device where it lives on one."""
-        return float(self._grad_scale)
-
-    def tell(self, optimizer: Any, device: torch.device) -> None:
-        """Set what fused kernels read on `optimizer`. One number is put onto each device once, without waiting for it."""
-        if not self.divides_by_one:
-            if device not in self._there:
-                given = self._grad_scale
-                self._there[device] = (
-                    given.to(device, torch.float32)
-                    if isinstance(given, torch.Tensor)
-                    else torch.full((), given, dtype=torch.float32, device=device)
-                )
-            optimizer.grad_scale = self._there[device]
-        if self.found_inf is not None:
-            optimizer.found_inf = self.found_inf
 
 
 class _Scratch:

@@ -1,36 +1,37 @@
-"""The update of an optimizer that steps master weights, decided on the host.
-
-The update of an optimizer that steps master weights, decided on the device.
-
-A step on masters in parts, each as soon as the gradients of its buckets are there.
-"""
+"""Stepping an optimizer on master weights: at once, in parts as gradients come, and with what a host reports of it."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.optim import SGD
 
 from booster.masters.bucket import Bucket
-from booster.masters.compiled import half_norms
-from booster.masters.keeps import KeepsMasters
+from booster.masters.compiled import CompiledMasterStep, half_norms
+from booster.masters.keeps import KeptMasters
 from booster.masters.masters import Masters
-from booster.masters.step import MasterStep, Told
+from booster.masters.step import MasterStep
 from booster.shards import Shards
 from booster.tensors.flat import is_dense
 from booster.tensors.grads import gradient_values, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.base import Job
-from booster.update.choice import deciding_device, on_device
+from booster.update.application import Application, Told
+from booster.update.choice import Stepping, choose_update
 from booster.update.compiled import OWN_CACHE
-from booster.update.device import DeviceUpdate, carried_with
-from booster.update.host import HostUpdate
+from booster.update.gradients import Gradients
+from booster.update.host import HostDecision, HostNorms
+from booster.update.job import Job
 from booster.update.outcome import StepResult
 from booster.update.parts import Parts
+from booster.update.update import Update
+
+_logger = logging.getLogger(__name__)
+_DTYPE = attrgetter("dtype")
 
 
 class MasterParts(Parts):
@@ -53,14 +54,14 @@ class MasterParts(Parts):
         super().begin()
         self._whole.masters.dither.next()
 
-    def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
+    def _step(self, params: Sequence[torch.Tensor], divisor: float) -> None:
         buckets = list({bucket: None for param in params for bucket in self._buckets.get(param, ())})
         self._whole.refuse_sparse(buckets)
         plain: list[list[torch.Tensor]] = [[] for _ in self._restricted]
         for param in params:
             if param not in self._buckets:
                 plain[self._place[param][0]].append(param)
-        self._whole.step_those(buckets, plain, Told(grad_scale), self._restricted)
+        self._whole.step_those(buckets, plain, Told(divisor), self._restricted)
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:
         self._whole.masters.divide_by_gradients()
@@ -73,118 +74,62 @@ class MasterParts(Parts):
                 self._buckets.setdefault(param, []).append(bucket)
 
 
-_logger = logging.getLogger(__name__)
+class MasterApplication(Application):
+    """Steps the masters of half parameters, a bucket at a time, on working gradients, which are read and never written:
+    `.grad` still carries the loss scale after a step, also for step hooks.
 
+    Where there are none, as under `fully_shard`, whose float32 shards are stepped as any weights are, it is an `Application`.
+    On a device a bucket is read, stepped and written back whether the step is skipped or not. What is written back then is what
+    was read, in every form of masters and states, so nobody need know.
 
-class MasterUpdate(KeepsMasters, HostUpdate):
-    """A host update whose gradients are those of the half working parameters, and whose step is that of their masters.
-
-    Norm, finite check and clips read the working gradients; scale and clips reach the optimizer folded into one number,
-    so `.grad` still carries the loss scale after a step, also for step hooks.
-
-    count_zeros: report how many gradient elements were zero.
-    verbose: log changes of the loss scale.
-    compiled: compile norms and steps; `masters` are to be made for it.
+    compiled: compile steps; `masters` are to be made for it.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        masters: Masters,
-        count_zeros: bool = False,
-        verbose: bool = False,
-        compiled: bool = False,
-    ) -> None:
-        super().__init__(job, masters=masters, compiled=compiled)
-        self._half_norms: Any = None
-        if compiled:
-            self._half_norms = torch.compile(half_norms, dynamic=False, **OWN_CACHE)
-            self._tensor_norms = self._compiled_norms
-        self._count_zeros = count_zeros
-        self._verbose = verbose
-        self._zeros_released = 0
+    def __init__(self, job: Job, *, masters: Masters, compiled: bool = False) -> None:
+        super().__init__(job)
+        self.masters = masters
+        self.compiled = compiled
+        self.whole = CompiledMasterStep(masters) if compiled else MasterStep(masters)
 
-    @property
-    def reports_on_the_host(self) -> bool:
-        """Whether a step counts zeros or logs, for which a host has to know what was decided."""
-        return self._count_zeros or self._verbose
-
-    def _decide_and_apply(self) -> StepResult:
-        if not (self._count_zeros or self._verbose):
-            return super()._decide_and_apply()
-        before = self.scaler.scale
-        released = self.release is not None and self.release.pending
-        zeros = None if not self._count_zeros else self._zeros_released if released else self._num_zeros()
-        result = super()._decide_and_apply()
-        if result.applied:
-            result = StepResult(True, result._read()._replace(num_zeros_in_grad=zeros))
-        if self._verbose and zeros is not None and result.applied:
-            _logger.info("%d elements of the gradients were zero", zeros)
-        if self._verbose and self.scaler.scale != before:
-            _logger.info("loss scale %g -> %g after %s", before, self.scaler.scale, _outcome(result))
-        return result
-
-    def _apply(self, grad_scale: float) -> float:
+    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
         if not self._keeps_any():
-            return super()._apply(grad_scale)
-        self._step.step(grad_scale)
-        return grad_scale  # working gradients are read, never written
+            return super().step(gradients, params, told)
+        self.whole.step(told)
+        return False
 
-    _grad_scale = HostUpdate.grad_scale
-
-    def _compiled_norms(self, values: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-        devices = {value.device for value in values}
-        if norm_type == 2.0 and len(devices) == 1 and all(value.dtype in HALF_DTYPES for value in values):
-            return self._half_norms(values)
-        return tensor_norms(values, norm_type)
-
-    def make_parts(self) -> Parts | None:
-        self._zeros_released = 0
-        return MasterParts(self._step, self.shards) if self._keeps_any() else super().make_parts()
-
-    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
-        if self._count_zeros:
-            self._zeros_released += self._num_zeros(params)
-
-    def _num_zeros(self, params: Sequence[torch.Tensor] | None = None) -> int:
-        values = gradient_values(self.params() if params is None else params)
-        return sum(value.numel() for value in values) - int(sum(value.count_nonzero() for value in values))
-
-
-def _outcome(result: StepResult) -> str:
-    return (
-        "an applied step" if result.applied else f"a skipped one ({result.skipped_reason}: {', '.join(result.culprit)})"
-    )
-
-
-class DeviceMasterUpdate(KeepsMasters, DeviceUpdate):
-    """As `MasterUpdate`, but scale, norms and the decision are 0-dim tensors, and every bucket's kernel gets them.
-
-    A bucket is read, stepped and written back whether the step is skipped or not. What is written back then is what was
-    read, in every form of masters and states, so nobody need know.
-    """
-
-    def _decide_and_apply(self) -> StepResult:
-        carried = partial(carried_with, self._known_scale, self._clip)
-        result = super()._decide_and_apply()
-        if self._keeps_any():  # whose step writes no gradient
-            self._scale = carried
-        return result
-
-    def _apply(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
+    def step_on_device(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
         if not self._keeps_any():
-            super()._apply(grad_scale, found_inf)
-        elif found_inf is not None and self._decides_here(grad_scale):
-            if not bool(found_inf):
-                self._step.step(1.0 if grad_scale is None else float(grad_scale))
+            return super().step_on_device(gradients, params, told)
+        if told.found_inf is None or not self.must_know(gradients, told):
+            self.whole.step(told)
+        elif not bool(told.found_inf):
+            self.whole.step(Told(told.number))
+        return False
+
+    def step_none(self) -> None:
+        if self._keeps_any():
+            self.whole.step()
         else:
-            self._step.step(1.0 if grad_scale is None else grad_scale, found_inf)
+            super().step_none()
 
-    def _decides_here(self, grad_scale: torch.Tensor | None) -> bool:
-        if super()._decides_here(grad_scale):
+    def step_with_closure(self, gradients: Gradients, closure: Callable[[], Any]) -> tuple[Any, Any]:
+        divisor: Any = 1.0
+
+        def taken() -> float:
+            nonlocal divisor
+            divisor = gradients.divisor
+            gradients.carry(divisor)
+            return float(divisor)
+
+        return self.whole.step_with_closure(closure, taken), divisor
+
+    def parts(self, gradients: Gradients) -> Parts | None:
+        return MasterParts(self.whole, self.shards) if self._keeps_any() else super().parts(gradients)
+
+    def must_know(self, gradients: Gradients, told: Told) -> bool:
+        if super().must_know(gradients, told):
             return True
-        plain = [param for params in self._step.plain() for param in params if param.grad is not None]
+        plain = [param for params in self.whole.plain() for param in params if param.grad is not None]
         # Of which kernels take none.
         return any(param.grad.is_sparse or not is_dense(param) for param in plain)  # type: ignore[union-attr]
 
@@ -194,7 +139,7 @@ class DeviceMasterUpdate(KeepsMasters, DeviceUpdate):
         groups, state = self.optimizer.param_groups, self.optimizer.state
         if all(group["momentum"] == 0 for group in groups):
             return False
-        self._step.prepare()  # divides buckets, and makes those of new parameters
+        self.whole.prepare()  # divides buckets, and makes those of new parameters
         masters = self.masters
         stepped = [b for b in masters.buckets if masters.gradient_of(b.params[0]) is not None]
         held: list[Any] = [(groups[bucket.group], handle) for bucket in stepped for handle in bucket.handles]
@@ -203,14 +148,92 @@ class DeviceMasterUpdate(KeepsMasters, DeviceUpdate):
             group["momentum"] != 0 and state.get(tensor, {}).get("momentum_buffer") is None for group, tensor in held
         )
 
+    def _keeps_any(self) -> bool:
+        """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""
+        if self.masters.buckets:
+            return True
+        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if self.masters.of_half_alone and HALF_DTYPES.isdisjoint(map(_DTYPE, held)):
+            return False  # as under `fully_shard`; without a Python call for each
+        return any(self.masters.is_stepped(param) and self.masters.may_have(param) for param in held)
 
-def choose_master_update(
-    job: Job, *, masters: Masters, count_zeros: bool = False, verbose: bool = False, compiled: bool = False
-) -> KeepsMasters:
-    """Make the update that steps `masters`: decided on the device where the optimizer's kernel can do that and nothing is
-    asked for that a host has to know. Options: those of `MasterUpdate`. A small collective where ranks hold shards on
-    devices."""
-    device = None if count_zeros or verbose or compiled else deciding_device(job)
-    if device is None:
-        return MasterUpdate(job, masters=masters, count_zeros=count_zeros, verbose=verbose, compiled=compiled)
-    return DeviceMasterUpdate(on_device(job, device), masters=masters)
+
+class ReportingDecision(HostDecision):
+    """A decision on the host, which also tells how many elements of gradients were zero, and logs.
+
+    count_zeros: put their number into results. verbose: log it, and changes of the loss scale.
+    """
+
+    def __init__(
+        self, gradients: Gradients, application: Application, *, count_zeros: bool = False, verbose: bool = False
+    ) -> None:
+        super().__init__(gradients, application)
+        self._count_zeros = count_zeros
+        self._verbose = verbose
+        self._zeros_released = 0
+
+    def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
+        gradients = self.gradients
+        before = gradients.scaler.scale
+        released = gradients.release is not None and gradients.release.pending
+        zeros = (
+            None if not self._count_zeros else self._zeros_released if released else _zeros_in(gradient_values(params))
+        )
+        result, scale = super().step(params)
+        if result.applied:
+            result = result.with_zeros(zeros)
+        if self._verbose and zeros is not None and result.applied:
+            _logger.info("%d elements of the gradients were zero", zeros)
+        if self._verbose and gradients.scaler.scale != before:
+            _logger.info("loss scale %g -> %g after %s", before, gradients.scaler.scale, _outcome(result))
+        return result, scale
+
+    def begin_parts(self) -> None:
+        self._zeros_released = 0
+
+    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
+        if self._count_zeros:
+            self._zeros_released += _zeros_in(gradient_values(params))
+
+
+def _zeros_in(values: Sequence[torch.Tensor]) -> int:
+    return sum(value.numel() for value in values) - int(sum(value.count_nonzero() for value in values))
+
+
+def _outcome(result: StepResult) -> str:
+    return (
+        "an applied step" if result.applied else f"a skipped one ({result.skipped_reason}: {', '.join(result.culprit)})"
+    )
+
+
+def stepping_masters(
+    masters: Masters, *, count_zeros: bool = False, verbose: bool = False, compiled: bool = False
+) -> Stepping:
+    """How an optimizer steps `masters`; see `MasterApplication` and `ReportingDecision` for the options. What they tell is
+    decided on the host."""
+    reports = count_zeros or verbose
+    return Stepping(
+        functools.partial(MasterApplication, masters=masters, compiled=compiled),
+        functools.partial(KeptMasters, masters=masters),
+        compiled_half_norms if compiled else HostNorms,
+        functools.partial(ReportingDecision, count_zeros=count_zeros, verbose=verbose) if reports else HostDecision,
+        decides_on_host=reports or compiled,
+    )
+
+
+def choose_master_update(job: Job, *, masters: Masters, **options: bool) -> Update:
+    """Make the update that steps `masters`; options: those of `stepping_masters`."""
+    return choose_update(job, stepping_masters(masters, **options))
+
+
+def compiled_half_norms(job: Job) -> HostNorms:
+    """Return norms of which those of half gradients are read by one compiled function."""
+    compiled: Any = torch.compile(half_norms, dynamic=False, **OWN_CACHE)
+
+    def norms(values: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+        devices = {value.device for value in values}
+        if norm_type == 2.0 and len(devices) == 1 and all(value.dtype in HALF_DTYPES for value in values):
+            return compiled(values)
+        return tensor_norms(values, norm_type)
+
+    return HostNorms(job, norms)

@@ -29,15 +29,15 @@ from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.ground.torch_internals import default_device_mode, function_modes, num_function_modes
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.transparent import refuse_torchscript
 from booster.mixed_precision.apex.o1 import Registered, float_function, half_function, promote_function
 from booster.mixed_precision.apex.strategy import FP16ApexMixedPrecision
-from booster.mixed_precision.apex.update import ApexMasterUpdate, ApexUpdate
+from booster.mixed_precision.apex.update import ApexGradients, ApexMasterGradients
 from booster.model.params import no_optimizer
 from booster.tensors.cast_regions import both
 from booster.update.backward import BackwardPass
-from booster.update.base import Job
+from booster.update.job import Job
 from booster.update.outcome import UpdateOptions
 
 _logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Session:
         self.precision: FP16ApexMixedPrecision | None = None
         self.registered = Registered()
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._updates: weakref.WeakKeyDictionary[ApexUpdate, None] = weakref.WeakKeyDictionary()
+        self._gradients: weakref.WeakKeyDictionary[ApexGradients, None] = weakref.WeakKeyDictionary()
         self._casts = ExitStack()
         self._thread: int | None = None  # which casts, as long as one does
         self._num_modes = 0  # by which it does
@@ -90,7 +90,7 @@ class Session:
     def end(self) -> None:
         """Boosted optimizers keep the loss scales that they have."""
         self._close()
-        self._updates.clear()
+        self._gradients.clear()
 
     def claim(self, optimizers: Sequence[Any]) -> None:
         """Raise RuntimeError for an optimizer that was given to `initialize` before."""
@@ -99,9 +99,9 @@ class Session:
                 raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
         self._seen.update(optimizers)
 
-    def follow(self, update: ApexUpdate) -> None:
-        """Give `update` the loss scales of the next session too, if it has the same options for them."""
-        self._updates[update] = None
+    def follow(self, gradients: ApexGradients) -> None:
+        """Give `gradients` the loss scales of the next session too, if it has the same options for them."""
+        self._gradients[gradients] = None
 
     def _check_thread(self) -> None:
         if self._thread not in (None, threading.get_ident()):
@@ -119,9 +119,9 @@ class Session:
 
     def _hand_over(self, precision: FP16ApexMixedPrecision) -> None:
         others = 0
-        for update in list(self._updates):
-            if update.scaler.is_alike(precision.scales):
-                update.scaler = precision.scales
+        for gradients in list(self._gradients):
+            if gradients.scaler.is_alike(precision.scales):
+                gradients.use(precision.scales)
             else:
                 others += 1
         if others:
@@ -227,7 +227,7 @@ def initialize(
     names: dict[torch.Tensor, str] = {p: name for model in boosted for name, p in model.named_parameters()}
     wrapped = [_wrap(optimizer, precision, names) for optimizer in given_optimizers]
     for optimizer in wrapped:
-        _session.follow(_update_of(optimizer))
+        _session.follow(_gradients_of(optimizer))
     _session.cast_from_now_on()
     result = boosted if isinstance(models, list) else boosted[0]
     if optimizers is None:
@@ -265,20 +265,20 @@ def scale_loss(
     arguments.flag("delay_overflow_check", delay_overflow_check)
     several = isinstance(optimizers, Sequence) and not isinstance(optimizers, (str, bytes))
     given = optimizers if several else [optimizers]
-    updates = [_update_of(optimizer) for optimizer in given]
-    own = [update.scaler[loss_id] for update in updates] or [precision.scales[loss_id]]
+    members = [_gradients_of(optimizer) for optimizer in given]
+    own = [member.scaler[loss_id] for member in members] or [precision.scales[loss_id]]
     scale = min((one.scale for one in own if not one.is_null), default=1.0)
-    this = BackwardPass(updates, loss_id=loss_id, delayed=delay_unscale, checked=not delay_overflow_check)
-    for update in updates:
-        update.before_backward(scale, this)
+    this = BackwardPass(members, loss_id=loss_id, delayed=delay_unscale, checked=not delay_overflow_check)
+    for member in members:
+        member.before_backward(scale, this)
     try:
         yield loss.float() if scale == 1.0 else loss.float() * scale
     except BaseException:
-        for update in updates:
-            update.abandon_backward()
+        for member in members:
+            member.abandon_backward()
         raise
-    for update in updates:
-        update.after_backward(loss)
+    for member in members:
+        member.after_backward(loss)
     torch.clear_autocast_cache()
 
 
@@ -287,9 +287,9 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
     Clip those: `clip_grad_norm_(amp.master_params(optimizer), max_norm)`.
     """
-    update = optimizer._update if isinstance(optimizer, OptimizerWrapper) else None
-    if isinstance(update, ApexMasterUpdate):
-        yield from update.master_params()
+    gradients = next(iter(gradients_of([optimizer])), None) if isinstance(optimizer, OptimizerWrapper) else None
+    if isinstance(gradients, ApexMasterGradients):
+        yield from gradients.master_params()
         return
     arguments.instance("optimizer", optimizer, Optimizer, "an optimizer")
     for group in optimizer.param_groups:
@@ -373,11 +373,11 @@ def _wrap(optimizer: Optimizer, precision: FP16ApexMixedPrecision, names: dict[t
     )
 
 
-def _update_of(optimizer: Any) -> ApexUpdate:
-    update = optimizer._update if isinstance(optimizer, OptimizerWrapper) else None
-    if not isinstance(update, ApexUpdate):
+def _gradients_of(optimizer: Any) -> ApexGradients:
+    gradients = next(iter(gradients_of([optimizer])), None) if isinstance(optimizer, OptimizerWrapper) else None
+    if not isinstance(gradients, ApexGradients):
         raise TypeError(
             f"scale_loss needs the optimizer that amp.initialize returned, got {arguments.described(optimizer)}; write "
             "model, optimizer = amp.initialize(model, optimizer, ...), and give it as optimizers"
         )
-    return update
+    return gradients

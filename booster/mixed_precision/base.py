@@ -32,11 +32,12 @@ from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
 from booster.model.modules import bare
 from booster.model.params import named_parameters
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.base import Job, Update
-from booster.update.choice import choose_update
+from booster.update.choice import COMPILED, PARAMETERS, choose_update
 from booster.update.compiled import can_compile
 from booster.update.fused import has_sound_kernel, switch_to_fused
+from booster.update.job import Job
 from booster.update.outcome import UpdateOptions
+from booster.update.update import Update
 
 
 class MixedPrecision:
@@ -379,11 +380,11 @@ class MixedPrecision:
             options=options,
             switched=switched,
         )
-        chosen = make_update or functools.partial(choose_update, compiled=compiled)
+        chosen = make_update or functools.partial(choose_update, stepping=COMPILED if compiled else PARAMETERS)
         if options.fused_optimizer in (True, ASKED):
             chosen = by_kernels(chosen)
         wrapper = OptimizerWrapper(job, chosen, backward_context=self.backward_context, after_step=self.step_follower)
-        wrapper._update.watch(bare(boosted.module))
+        wrapper._update.kept.watch(bare(boosted.module))
         if make_update is not None and shards.sharded:
             shards.publish()  # masters round the weights of their own part anew, ties not as the cast did
         return wrapper

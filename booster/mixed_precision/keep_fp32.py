@@ -18,8 +18,8 @@ from booster.ground.torch_internals import BatchNorm
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.model.modules import matcher, parents
 from booster.model.tied import places_of
-from booster.tensors.cast_regions import disabled
-from booster.tensors.trees import HALF_DTYPES, cast_floats
+from booster.tensors.cast_regions import cast_floats, disabled
+from booster.tensors.trees import HALF_DTYPES
 
 _MARK = "booster_keep_fp32"
 

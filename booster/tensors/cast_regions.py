@@ -4,10 +4,13 @@ Two things cast: `torch.autocast`, and torch function modes of this library, whi
 changes, such as what products read, it says by `surrounding`. A model computes in its own precision wherever it is called:
 inside another model, a criterion, `booster.autocast()` or a session of `apex_amp`. So whoever calls a precision's contexts
 does it through `region`, and a precision need not know that there are others.
+
+What goes in and comes out there is cast by `cast_floats`, whatever container it comes in.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -17,11 +20,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from booster.ground.torch_internals import function_modes, num_function_modes
+from booster.tensors.trees import HALF_DTYPES, map_tensors
 
 Function = Callable[..., Any]
 Rule = Callable[["CastFunctions", Function, tuple[Any, ...], dict[str, Any]], Any]
 Table = Mapping[Function, Rule]
 
+_CASTABLE = HALF_DTYPES | {torch.float32}
+_CASTABLE_OR_DOUBLE = _CASTABLE | {torch.float64}
 _DEVICE_TYPES = ("cpu", "cuda")
 
 Leave = Callable[[], AbstractContextManager[Any]]
@@ -185,3 +191,33 @@ def _switched_off(modes: Sequence[CastMode]) -> Iterator[None]:
     finally:
         for mode in modes:
             mode.enabled = True
+
+
+def cast_floats(
+    tree: Any, dtype: torch.dtype | None, *, float64: bool = False, instead: Callable[[Any], Any] | None = None
+) -> Any:
+    """Cast every float16, bfloat16 and float32 tensor in `tree` to `dtype`; all else stays.
+
+    tree: see `booster.tensors.trees`; a container none of whose tensors changes is returned as the same object. dtype: None
+    returns `tree` itself. float64: cast those tensors too. instead: see `map_tensors`.
+    """
+    if dtype is None:
+        return tree
+    castable = _CASTABLE_OR_DOUBLE if float64 else _CASTABLE
+    if instead is None and type(tree) is tuple:  # arguments of a forward pass, which nearly always are tensors
+        new = []
+        for entry in tree:
+            if not isinstance(entry, torch.Tensor):
+                break
+            own = entry.dtype
+            new.append(entry.to(dtype) if own in castable and own != dtype else entry)
+        else:
+            return tree if all(map(operator.is_, new, tree)) else tuple(new)
+    if isinstance(tree, torch.Tensor):
+        own = tree.dtype
+        return tree.to(dtype) if own in castable and own != dtype else tree
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype in castable and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, tree, instead=instead)

@@ -1,4 +1,4 @@
-"""One backward pass on behalf of one or several boosted optimizers."""
+"""One backward pass on behalf of one or several boosted optimizers, by what holds the gradients of each."""
 
 from __future__ import annotations
 
@@ -25,38 +25,37 @@ _RELEASE = attrgetter("release")
 
 
 class Participant(Protocol):
-    """What a backward pass, and a decision that several share, need of an update; see `Update`."""
+    """What a backward pass, and a decision that several share, need of one optimizer; see `Gradients`."""
 
     optimizer: Optimizer
     shards: Shards
     joint: JointDecision
     losses: list[torch.Tensor]
+    check: bool
+    read: list[Any]
     release: Release | None
 
     @property
     def scaler(self) -> LossScaler: ...
     @property
-    def looks(self) -> bool: ...
-    @property
-    def found_is_shared(self) -> bool: ...
-    @property
-    def all_finite(self) -> bool: ...
+    def norms(self) -> Any: ...
     def scale_for(self, loss_id: int) -> Any: ...
+    def join(self, joint: JointDecision) -> None: ...
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None: ...
     def after_backward(self, loss: torch.Tensor | None) -> None: ...
     def abandon_backward(self) -> None: ...
     def found(self) -> Any: ...
-    def blame(self) -> Callable[[], tuple[str, ...]]: ...
 
 
 class JointDecision:
     """Optimizers that share a backward and therefore step together or not at all.
 
-    updates: those that have not stepped yet. What the others contributed to a decision is kept for the last one's report.
+    members: the gradients of those that have not stepped yet. What the others contributed to a decision is kept for the last
+    one's report.
     """
 
-    def __init__(self, updates: list[Participant]) -> None:
-        self.updates = updates
+    def __init__(self, members: list[Participant]) -> None:
+        self.members = members
         self.found: Any = None
         self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
         self._losses: list[torch.Tensor] = []
@@ -64,14 +63,14 @@ class JointDecision:
 
     def has_nonfinite_loss(self) -> bool:
         """Return whether a loss on this rank is inf or NaN; waits for the device."""
-        return any(not bool(loss.isfinite().all()) for update in self.updates for loss in update.losses)
+        return any(not bool(loss.isfinite().all()) for member in self.members for loss in member.losses)
 
     def decide(self, found: Any) -> None:
         """Take the decision for all: `found` is a bool, or a 0-dim tensor."""
         self.found = found
         if found is not False:
-            self._losses = [loss for update in self.updates for loss in update.losses]
-            self._blame = [update.blame() for update in self.updates]
+            self._losses = [loss for member in self.members for loss in member.losses]
+            self._blame = [member.norms.blame(member) for member in self.members]
 
     def report(self) -> Callable[[], tuple[SkippedReason, tuple[str, ...]]]:
         """Return what tells reason and culprits if this decision is to skip; calling it waits for the device."""
@@ -88,15 +87,15 @@ class JointDecision:
 
 @dataclass(eq=False)
 class BackwardPass:
-    """One backward pass, as the updates that take part in it see it.
+    """One backward pass, as the gradients that take part in it see it.
 
-    updates: those of the optimizers that the loss is for. loss_id: which of the precision's loss scalers. delayed: the
+    members: those of the optimizers that the loss is for. loss_id: which of the precision's loss scalers. delayed: the
     gradients are not complete after it, as inside `no_sync`, so nobody may look at them yet. checked: an overflow in it
-    counts. create_graph: gradients are part of a graph, as a penalty on them needs. found: what each update found in its
-    gradients, for a decision that all of them share.
+    counts. create_graph: gradients are part of a graph, as a penalty on them needs. found: what was found in those of each
+    optimizer, for a decision that all of them share.
     """
 
-    updates: Sequence[Participant]
+    members: Sequence[Participant]
     loss_id: int = 0
     delayed: bool = False
     checked: bool = True
@@ -106,7 +105,7 @@ class BackwardPass:
 
 def run_backward(
     loss: torch.Tensor,
-    updates: Sequence[Participant],
+    members: Sequence[Participant],
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     divisor: float = 1.0,
@@ -116,9 +115,9 @@ def run_backward(
     retain_graph: bool = False,
     create_graph: bool = False,
 ) -> None:
-    """Accumulate the gradients of `loss / divisor`, scaled for all of `updates` by the smallest of their scales.
+    """Accumulate the gradients of `loss / divisor`, scaled for all of `members` by the smallest of their scales.
 
-    loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. updates: those
+    loss: one element, any floating dtype; a half loss is widened first, which a large scale would overflow. members: those
     given together step together, with one decision for all. context: what the pass runs under. loss_id, delayed: see
     `BackwardPass`. Side effect: the plugin's gradient collectives run inside. If the pass raises, gradients that were set
     aside for it come back.
@@ -137,12 +136,12 @@ def run_backward(
     if create_graph is not False:
         arguments.flag("create_graph", create_graph)
     inputs = None if inputs is None else _checked_inputs(inputs)
-    released = not delayed and any(map(_RELEASE, updates))
+    released = not delayed and any(map(_RELEASE, members))
     if released:
-        for update in updates:
-            if update.release is not None:
-                update.release.check(create_graph=create_graph)
-    this, scale = begin_backward(updates, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
+        for member in members:
+            if member.release is not None:
+                member.release.check(create_graph=create_graph)
+    this, scale = begin_backward(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
     seed = scale if isinstance(scale, torch.Tensor) and divisor == 1.0 else scale / divisor
@@ -160,7 +159,7 @@ def run_backward(
                 with region(context):
                     torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
 
-            run_released(updates, loss, engine, lambda: end_backward(this, loss), retain_graph=retain_graph)
+            run_released(members, loss, engine, lambda: end_backward(this, loss), retain_graph=retain_graph)
         else:
             with region(context):
                 torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
@@ -168,44 +167,44 @@ def run_backward(
         abandon_backward(this)
         raise
     if not released:
-        for update in updates:
-            update.after_backward(loss)
+        for member in members:
+            member.after_backward(loss)
 
 
 def begin_backward(
-    updates: Sequence[Participant], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
+    members: Sequence[Participant], *, loss_id: int = 0, delayed: bool = False, create_graph: bool = False
 ) -> tuple[BackwardPass, Any]:
-    """Make `updates` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
+    """Make `members` ready for gradients of a loss; returns the pass and the scale to multiply the loss with, a float or
     0-dim tensor. `end_backward` or `abandon_backward` must follow."""
     scale: Any = None
-    for update in updates:
-        if update.scaler.enabled:
-            own = update.scale_for(loss_id)
+    for member in members:
+        if member.scaler.enabled:
+            own = member.scale_for(loss_id)
             scale = own if scale is None else _smaller(scale, own)
     if scale is None:
         scale = 1.0
-    if len(updates) > 1:
-        joined = {id(member): member for update in updates for member in update.joint.updates}
+    if len(members) > 1:
+        joined = {id(other): other for member in members for other in member.joint.members}
         decision = JointDecision(list(joined.values()))
-        for update in decision.updates:
-            update.joint = decision
-    this = BackwardPass(updates, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
-    for update in updates:
-        update.before_backward(scale, this)
+        for member in decision.members:
+            member.join(decision)
+    this = BackwardPass(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
+    for member in members:
+        member.before_backward(scale, this)
     return this, scale
 
 
 def end_backward(this: BackwardPass, loss: torch.Tensor | None) -> None:
     """The gradients of `loss` are there; None where another pipeline stage has it."""
-    for update in this.updates:
-        update.after_backward(loss)
+    for member in this.members:
+        member.after_backward(loss)
 
 
 def abandon_backward(this: BackwardPass) -> None:
     """The pass raised: gradients that were set aside for it come back."""
-    for update in this.updates:
-        update.abandon_backward()
-        update.shards.abandon_backward()
+    for member in this.members:
+        member.abandon_backward()
+        member.shards.abandon_backward()
 
 
 def _checked_inputs(inputs: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from booster.model.optimizer_kinds import KNOWN, begins_late, kind_of, known
 from booster.shards.divided import Divided
 
 if TYPE_CHECKING:
-    from booster.update.base import Update
+    from booster.update.update import Update
 
 STATE_KEY = "booster"  # of what is ours in a state dict
 IN_MODEL = "in_model"  # of masters: names of those that are weights of the model
@@ -32,7 +32,7 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     """
     shards = update.shards
     with shards.local():
-        state, own = update.optimizer_state_dict()
+        state, own = update.kept.state_dict()
         widen = shards.divided_state if divided else shards.widen_state
         state["state"] = widen(state["state"])
         if "masters" in own:
@@ -40,9 +40,9 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
             weights = widen_weights(own["masters"]["weights"], update.names)
             own = {**own, "masters": {**own["masters"], "weights": weights}}
     if "masters" in own:
-        own["masters"][IN_MODEL] = update.weights_in_model()
-    if update.release is not None and update.release.previous is not None:
-        own = {**own, RELEASE: {PREVIOUS_NORM: update.release.previous}}
+        own["masters"][IN_MODEL] = update.kept.weights_in_model()
+    if update.gradients.release is not None and update.gradients.release.previous is not None:
+        own = {**own, RELEASE: {PREVIOUS_NORM: update.gradients.release.previous}}
     if shards.kept is not None:
         own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
     return state, own

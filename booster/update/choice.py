@@ -1,30 +1,81 @@
-"""Which update serves an optimizer."""
+"""What the update of an optimizer is made of.
+
+| | gradients | norms | decision | application | kept |
+|---|---|---|---|---|---|
+| on the host | `Gradients` | `HostNorms` | `HostDecision` | as it steps | as it steps |
+| on a device, where a kernel heeds it | `DeviceGradients` | `DeviceNorms` | `DeviceDecision` | as it steps | as it steps |
+| compiled | `Gradients` | `compiled_norms` | `HostDecision` | `CompiledApplication` | `KeptState` |
+
+How it steps is for the precision to say, by a `Stepping`: on parameters as they are (`PARAMETERS`), or on masters
+(`masters.update.stepping_masters`). Kernels take the place of norms, decision and application (`kernels.choice`), and apex has
+gradients of its own (`mixed_precision/apex/update.py`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from booster.ranks import agreement
 from booster.ranks.communicate import communication_device
-from booster.update.base import Job, Update
-from booster.update.compiled import CompiledUpdate
-from booster.update.device import DeviceUpdate
-from booster.update.fused import honours_grad_scale
-from booster.update.host import HostUpdate
+from booster.update.application import Application, honours_grad_scale
+from booster.update.compiled import CompiledApplication, compiled_norms
+from booster.update.decision import Decision
+from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
+from booster.update.gradients import Gradients
+from booster.update.host import HostDecision, HostNorms
+from booster.update.job import Job
+from booster.update.kept import KeptState
+from booster.update.norms import Norms
+from booster.update.release import Release
+from booster.update.update import Update
 
 DECIDING = ("cuda",)
 """Types of devices that are worth not to be waited for."""
 
 
-def choose_update(job: Job, *, compiled: bool = False) -> Update:
-    """Make the update of an optimizer: compiled where asked, on the device where its kernel can decide there, else on the
-    host. A small collective where ranks hold shards on devices."""
-    if compiled:
-        return CompiledUpdate(job)
-    device = deciding_device(job)
-    return HostUpdate(job) if device is None else DeviceUpdate(on_device(job, device))
+class Stepping(NamedTuple):
+    """How an optimizer steps, and what decides on a host.
+
+    application, kept: what makes them. norms, decision: on the host. decides_on_host: whether nothing else will do.
+    """
+
+    application: Callable[[Job], Application] = Application
+    kept: Callable[[Job], KeptState] = KeptState
+    norms: Callable[[Job], Norms] = HostNorms
+    decision: Callable[[Gradients, Application], Decision] = HostDecision
+    decides_on_host: bool = False
+
+
+PARAMETERS = Stepping()
+COMPILED = Stepping(CompiledApplication, norms=compiled_norms, decides_on_host=True)
+
+
+def choose_update(job: Job, stepping: Stepping = PARAMETERS) -> Update:
+    """Make the update of an optimizer: on the device where its kernel can decide there, else on the host. A small collective
+    where ranks hold shards on devices."""
+    device = None if stepping.decides_on_host else deciding_device(job)
+    return update_on_host(job, stepping) if device is None else update_on_device(on_device(job, device), stepping)
+
+
+def update_on_host(job: Job, stepping: Stepping = PARAMETERS) -> Update:
+    """Make an update that decides on the host."""
+    gradients = Gradients(job, stepping.norms(job))
+    decision = stepping.decision(gradients, stepping.application(job))
+    options = job.options
+    if options.release_gradients:
+        mode, max_norm = str(options.release_gradients), float(options.clip_grad_norm)
+        gradients.use_within_backward(Release(mode, max_norm, decision))
+    return Update(gradients, decision, stepping.kept(job))
+
+
+def update_on_device(job: Job, stepping: Stepping = PARAMETERS) -> Update:
+    """Make an update that decides on a device, where the loss scale of `job` lives."""
+    gradients = DeviceGradients(job, DeviceNorms(job))
+    return Update(gradients, DeviceDecision(gradients, stepping.application(job)), stepping.kept(job))
 
 
 def deciding_device(job: Job) -> torch.device | None:

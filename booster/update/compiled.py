@@ -1,4 +1,4 @@
-"""The update with norm, scaling and optimizer compiled by torch.compile into as few passes as the compiler finds."""
+"""Norms, and a step with its scaling, compiled by torch.compile into as few passes as the compiler finds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from booster.tensors.flat import lies_like
 from booster.tensors.grads import tensor_norms
-from booster.update.base import Job
-from booster.update.fused import honours_grad_scale, laid_like, lay_states
-from booster.update.host import HostUpdate
+from booster.update.application import Application, Told, honours_grad_scale, laid_like, lay_states
+from booster.update.gradients import Gradients
+from booster.update.host import HostNorms
+from booster.update.job import Job
 
 _logger = logging.getLogger(__name__)
 
@@ -23,42 +24,45 @@ OWN_CACHE: dict[str, Any] = (
 )
 
 
-class CompiledUpdate(HostUpdate):
-    """A host update for any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
+class CompiledApplication(Application):
+    """Steps any optimizer whose `step` torch.compile understands; build it where `can_compile` says so.
 
     The first step runs eagerly, because it creates the optimizer's state, which would be compiled for nothing. Learning
     rates enter as tensors for the length of the call, so that a schedule does not recompile. Parameters whose memory order
     changes later are stepped without the compiler, after a WARNING.
     """
 
+    compiled = True
+
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._tensor_norms = torch.compile(tensor_norms, dynamic=False, **OWN_CACHE)
         self._compiled_step: Any = torch.compile(self._scaled_step, dynamic=False, **OWN_CACHE)
+        self._stepped: list[torch.Tensor] = []
         self._strides: dict[torch.Tensor, tuple[int, ...]] = {}  # for which steps were compiled
         self._seen: Any = None  # that was looked at; torch replaces it when it loads one
         self._said = False
 
-    def _apply(self, grad_scale: float) -> float:
-        params = self.params()
+    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
         if not self.optimizer.state or not self._lies_as_compiled(params):
-            return super()._apply(grad_scale)
+            return super().step(gradients, params, told)
         device = params[0].device
         wide = any(param.dtype == torch.float64 for param in params)
         dtype = torch.float64 if wide else torch.float32
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
+        self._stepped = params
         try:
             for group, rate in zip(groups, rates, strict=True):
                 if not isinstance(rate, torch.Tensor):
                     group["lr"] = torch.full((), rate, dtype=dtype, device=device)
-            self._compiled_step(torch.full((), 1.0 / grad_scale, dtype=dtype, device=device))
+            self._compiled_step(torch.full((), 1.0 / told.number, dtype=dtype, device=device))
         finally:
+            self._stepped = []
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
-        return 1.0
+        return True
 
-    def make_parts(self) -> None:
+    def parts(self, gradients: Gradients) -> None:
         return None
 
     def _lies_as_compiled(self, params: list[torch.Tensor]) -> bool:
@@ -89,8 +93,13 @@ class CompiledUpdate(HostUpdate):
 
     def _scaled_step(self, ratio: torch.Tensor) -> None:
         # Multiplied even by 1: without it there would be a second graph, and torch allows few per function.
-        torch._foreach_mul_([param.grad for param in self.params() if param.grad is not None], ratio)
+        torch._foreach_mul_([param.grad for param in self._stepped if param.grad is not None], ratio)
         self.optimizer.step()
+
+
+def compiled_norms(job: Job) -> HostNorms:
+    """Return norms that are read by one compiled function."""
+    return HostNorms(job, torch.compile(tensor_norms, dynamic=False, **OWN_CACHE))
 
 
 def can_compile(optimizer: Optimizer) -> bool:

@@ -30,7 +30,7 @@ from booster.update.outcome import StepHistory, read_counters
 
 if TYPE_CHECKING:
     from booster.model.params import Kept
-    from booster.update.base import Update
+    from booster.update.update import Update
 
 _WIDE = (torch.float32, torch.float64)
 _KEEP_SCALE = f"to keep the scale that there is, set state[{STATE_KEY!r}]['loss_scaler'] = {{}}"
@@ -61,8 +61,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
     Weights of the model may be written between reading and taking over. Raises TypeError for what is no mapping, ValueError
     for a state that does not fit, and whatever the optimizer's own `load_state_dict` or a hook of it raises.
     """
-    optimizer, scaler = update.optimizer, update.scaler
-    with update.all_or_none("load its optimizer state"):
+    optimizer, scaler = update.optimizer, update.gradients.scaler
+    with update.gradients.all_or_none("load its optimizer state"):
         own = _read_own(state_dict)
         state = _plain(optimizer, state_dict)
         if has_torch_format(optimizer):
@@ -74,20 +74,20 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
         rest = dict(own.rest)
         values: dict[torch.Tensor, torch.Tensor] = {}
         if "masters" in rest:
-            rest["masters"], values = update.read_masters(_here(update.shards.kept, rest["masters"]))
+            rest["masters"], values = update.kept.read_masters(_here(update.shards.kept, rest["masters"]))
         moved = _moved(update, state, rest)
-    update.require_alike(repr(moved), "the tensors that change their layout among ranks")
+    update.gradients.require_alike(repr(moved), "the tensors that change their layout among ranks")
     before = implementation(optimizer)
     undo = _undo_all(optimizer, scaler)
     with (
         _on_error(undo),
-        update.all_or_none("load its optimizer state"),
+        update.gradients.all_or_none("load its optimizer state"),
         update.shards.local(),
     ):
         if own.scale:
             _load_scale(scaler, own.scale)
         groups = [dict(group) for group in optimizer.param_groups]
-        take_over_states = update.read_optimizer_state_dict(*cut(update, state, rest))
+        take_over_states = update.kept.read_state_dict(*cut(update, state, rest))
         weights = {param: update.shards.placed(value, param) for param, value in values.items()}
         keep_implementation(optimizer, before)
         _check_options(groups, optimizer.param_groups)
@@ -100,8 +100,8 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
             for param, weight in weights.items():
                 param.copy_(weight)
         update.shards.forget_gathered()
-        if update.release is not None:
-            update.release.mend(own.rest.get(RELEASE, {}).get(PREVIOUS_NORM))
+        if update.gradients.release is not None:
+            update.gradients.release.mend(own.rest.get(RELEASE, {}).get(PREVIOUS_NORM))
         if own.counts is not None:
             history.load_state_dict(own.counts)
 

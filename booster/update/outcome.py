@@ -105,6 +105,10 @@ class StepResult:
         """This result, or a copy that does not hold the loss of a closure, and with it a graph."""
         return self if self.loss is None else StepResult(self._applied, self._fields, pending=self.pending)
 
+    def with_zeros(self, number: int | None) -> StepResult:
+        """This result of a step that was applied, with `number` of zeros."""
+        return StepResult(True, self._read()._replace(num_zeros_in_grad=number))
+
     def _read(self) -> StepFields:
         if not isinstance(self._fields, StepFields):
             self._fields = self._fields(self.applied)
@@ -154,8 +158,13 @@ class StepHistory:
         else:
             self._deferred.append(action)
 
-    def settle(self) -> None:
-        """Count the last step, waiting for its outcome, then run what waited for it. Raises `LossScaleError`."""
+    def settle(self, result: StepResult | None = None) -> None:
+        """Count the last step, waiting for its outcome, then run what waited for it. Raises `LossScaleError`.
+
+        result: of a step that is not noted yet."""
+        if result is not None:
+            self.num_steps += 1
+            self.unsettled = self.last = result if result.loss is None else result.without_loss()
         if self.unsettled is None:
             return
         result, self.unsettled = self.unsettled, None

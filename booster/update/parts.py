@@ -6,7 +6,7 @@ Calling the `step` of the user's optimizer on some of its parameters at a time, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 
 from booster.ground.torch_internals import exchange_step_hooks, note_step, step_hooks, unhooked
 from booster.shards import Shards
-from booster.tensors.grads import gradient_values, own_memory, scale_values
-from booster.update.fused import FusedKernel
 
 
 class Restricted:
@@ -78,7 +76,6 @@ def bare_step(optimizer: Any, *args: Any) -> Any:
     return unhooked(type(optimizer).step)(optimizer, *args)
 
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 _FEWEST = 2**16  # elements; fewer are not stepped at once, as a call costs more
 _SHARE = 64  # of all elements: so many wait at most for others to be stepped with
 
@@ -130,45 +127,3 @@ class Parts(ABC):
     def end(self) -> None:
         """All is stepped."""
         fire_post_hooks(self.optimizer)
-
-
-class PlainParts(Parts):
-    """Parts of a step of the optimizer on the parameters themselves.
-
-    divides: whether the kernel of `optimizer` is to divide by `grad_scale`, instead of a multiplication by `ratio()`.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, shards: Shards, kernel: FusedKernel, *, divides: bool, ratio: Callable[[], float]
-    ) -> None:
-        super().__init__(optimizer, shards)
-        self._kernel = kernel
-        self._divides = divides
-        self._ratio = ratio
-
-    def _step(self, params: Sequence[torch.Tensor], grad_scale: float) -> None:
-        divide = grad_scale != 1.0
-        if divide and not (self._divides and grad_scale <= _FLOAT32_MAX):
-            own_memory(params)
-            scale_values(gradient_values(params), self._ratio())
-            divide = False
-        by_group: dict[int, list[torch.Tensor]] = {}
-        for param in sorted(params, key=self._place.__getitem__):
-            by_group.setdefault(self._place[param][0], []).append(param)
-        for index, own in by_group.items():
-            with self._restricted[index] as restricted:
-                restricted.to(own)
-                self._kernel.prepare(own)
-                self._call(grad_scale if divide else 1.0, own[0].device)
-
-    def _call(self, grad_scale: float, device: torch.device) -> None:
-        optimizer: Any = self.optimizer
-        if grad_scale == 1.0:
-            bare_step(optimizer)
-            return
-        optimizer.grad_scale = torch.full((), grad_scale, dtype=torch.float32, device=device)
-        try:
-            bare_step(optimizer)
-        finally:
-            # GradScaler and a later plain step take the attribute's presence as an order.
-            del optimizer.grad_scale

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Release:
     """How the gradients of one update are released, and what of that is known between passes.
 
-    mode: "exact" or "previous_norm". max_norm: to clip to; 0 does not. pending: a pass has stepped, or decided to skip, and
-    `step()` is still to count it. previous: the norm of the last step, where that is what clips.
+    mode: "exact" or "previous_norm". max_norm: to clip to; 0 does not. decision: the `Decision` by which a pass steps. pending:
+    a pass has stepped, or decided to skip, and `step()` is still to count it. previous: the norm of the last step, where that
+    is what clips.
     """
 
-    def __init__(self, mode: str, max_norm: float) -> None:
+    def __init__(self, mode: str, max_norm: float, decision: Any) -> None:
+        self.decision = decision
         self.mode = mode
         self.max_norm = max_norm
         self.pending = False

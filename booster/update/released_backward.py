@@ -87,7 +87,7 @@ def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def run_released(
-    updates: Sequence[Any],
+    members: Sequence[Any],
     loss: torch.Tensor,
     engine: Callable[[bool], None],
     end: Callable[[], None],
@@ -96,14 +96,15 @@ def run_released(
 ) -> None:
     """Run a backward pass whose gradients are used within it, in one go through the graph or two.
 
-    updates: of the pass, which has begun. engine: runs autograd from `loss`; its argument: whether the graph is used again.
-    end: to be called when the gradients are known. A collective wherever backward and deciding on a step are.
+    members: the gradients that take part in the pass, which has begun. engine: runs autograd from `loss`; its argument: whether
+    the graph is used again. end: to be called when the gradients are known. A collective wherever backward and deciding on a
+    step are.
     """
-    passes = [ReleasedPass(update) for update in updates]
+    passes = [ReleasedPass(member) for member in members]
     own = {param for each in passes for param in each.params}
     reached = leaves(loss)
     for each in passes:
-        reached = each.update.shards.at_rest(reached)
+        reached = each.gradients.shards.at_rest(reached)
     twice = any(each.measures_first for each in passes)
     if twice:
         with set_aside(leaf for leaf in reached if leaf not in own) as others:
@@ -113,7 +114,7 @@ def run_released(
         if skip:
             for each in passes:
                 each.finish()
-                each.update.shards.clear_gradients(set_to_none=True)  # of earlier micro-batches, which were spared
+                each.gradients.shards.clear_gradients(set_to_none=True)  # of earlier micro-batches, which were spared
             return
     for each in passes:
         each.begin()
@@ -147,7 +148,7 @@ def _measure(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callabl
 def _measure_once(passes: Sequence[ReleasedPass], loss: torch.Tensor, engine: Callable[[bool], None]) -> None:
     with ExitStack() as held:
         for each in passes:
-            held.enter_context(each.update.shards.sparing())
+            held.enter_context(each.gradients.shards.sparing())
             held.enter_context(each.measuring())
         with _watching(passes, ReleasedPass.measure, loss, again=True):
             engine(True)
@@ -159,11 +160,11 @@ def _decide(passes: Sequence[ReleasedPass]) -> bool:
     """Take the norms, and return whether the step is to be skipped."""
     with ExitStack() as present:
         for each in passes:
-            present.enter_context(each.update.present(each.measured))
+            present.enter_context(each.gradients.present(each.measured))
         for each in passes:
             if each.counts:
                 each.take_norm()
-        skips = [each.update.agree() for each in passes]  # of all, which may be collectives
+        skips = [each.decision.agree() for each in passes]  # of all, which may be collectives
         return any(skips)
 
 
@@ -191,7 +192,7 @@ def _watching(
     handles: list[Any] = [loss.register_hook(lambda grad: running.append(graph_task()))]
     try:
         for each in passes:
-            handles += each.update.shards.watch(each.trained, watch(each), each.held, again=again)
+            handles += each.gradients.shards.watch(each.trained, watch(each), each.held, again=again)
         yield
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""What one update does in a backward pass that uses its gradients: measures them, or steps on them, as they come."""
+"""The gradients of one optimizer in a backward pass that uses them: measured, or stepped on, as they come."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from booster.update.release import Release
 
 
 class ReleasedPass:
-    """One update in one backward pass. Where ranks hold shards all of them meet the same parameters in the same order.
+    """One optimizer in one backward pass. Where ranks hold shards all of them meet the same parameters in the same order.
 
     seen: parameters whose gradient came. norms, nonfinite: by parameter, of what this rank holds of it; it may hold nothing.
     held: gradients of earlier passes that are set aside. _apart: gradients that wait in memory of their own, of what this rank
     holds, which may be nothing.
     """
 
-    def __init__(self, update: Any) -> None:
-        self.update = update
-        self.release: Release = update.release
-        self.params: list[torch.Tensor] = [p for group in update.optimizer.param_groups for p in group["params"]]
+    def __init__(self, gradients: Any) -> None:
+        self.gradients = gradients
+        self.release: Release = gradients.release
+        self.decision: Any = self.release.decision
+        self.params: list[torch.Tensor] = gradients.held()
         self.trained = [param for param in self.params if param.requires_grad]
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
         self.nonfinite: set[torch.Tensor] = set()
@@ -37,11 +38,11 @@ class ReleasedPass:
         dtypes = {param.dtype for param in self.params}
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         self._dtype = None if dtypes.isdisjoint(HALF_DTYPES) else wide
-        self._shards = update.shards
+        self._shards = gradients.shards
         self._most = largest_part(sum(param.numel() for param in self.params))
         self._num_stepped = 0
         exact = self.release.mode == "exact" or self.release.previous is None
-        self.measures_first = exact and bool(update.looks or self.release.max_norm)
+        self.measures_first = exact and bool(gradients.check or self.release.max_norm)
         self.measures_along = not exact and bool(self.release.max_norm)
 
     # ------------------------------------------------------------------ the first of two passes
@@ -80,8 +81,7 @@ class ReleasedPass:
         """Whether the norm of all is not finite: gradients are not, or the sum of their squares. Waits for the device."""
         if not self.counts:
             return False
-        with self.update.present(self.measured):
-            return not math.isfinite(self.update.total_norm(self.stacked()))
+        return not math.isfinite(self._total(self.measured))
 
     @property
     def counts(self) -> bool:
@@ -132,20 +132,27 @@ class ReleasedPass:
         return torch.stack([norm.to(norms[0].device) for norm in norms])
 
     def take_norm(self) -> None:
-        """Tell the update, inside its `present(measured)`."""
+        """Tell the gradients what was read of them."""
+        measured = self.measured
         nonfinite = [index for index, param in enumerate(self._with_norms) if param in self.nonfinite]
-        self.update.take_norm(self.stacked(), nonfinite)
+        culprits = self.gradients.culprits(nonfinite, measured)
+        self.gradients.take(self.gradients.norms.as_read(self._total(measured), culprits))
         if self.release.max_norm and not self.measures_along:
-            self.update.clip_by(self.release.max_norm, self.update.last_norm)
+            self.gradients.clip_by(self.release.max_norm, self.gradients.norm)
+
+    def _total(self, params: Sequence[torch.Tensor]) -> float:
+        """The norm of all gradients; a collective where ranks hold shards."""
+        return self.gradients.norms.total(self.stacked(), 2.0, params)
 
     # ------------------------------------------------------------------ the pass that steps
 
     def begin(self) -> None:
         if self.measures_along and self.release.previous is not None:
-            self.update.clip_by(self.release.max_norm, self.release.previous)
-        self._grad_scale = self.update.grad_scale
+            self.gradients.clip_by(self.release.max_norm, self.release.previous)
+        self._divisor: float = self.gradients.divisor
         with self._shards.local():
-            self._parts: Parts = self.update.make_parts()
+            self.decision.begin_parts()
+            self._parts: Parts = self.decision.application.parts(self.gradients)
             param_of = {self._shards.part_of(param): param for param in self.params}
             units = [[param_of[part] for part in unit] for unit in self._parts.units()]
         self._unit = {param: index for index, unit in enumerate(units) for param in unit}
@@ -201,7 +208,7 @@ class ReleasedPass:
         if not params:
             return
         self._num_unjudged = 0
-        self._stopped = self._stopped or self.update.found_anywhere(self._doubt(params))
+        self._stopped = self._stopped or self.gradients.norms.found_anywhere(self._doubt(params))
         for param in params:
             if self._stopped:
                 self._drop(param)
@@ -236,8 +243,8 @@ class ReleasedPass:
         with self._lent(params) as lent:
             parts = [part for part in lent if part.grad is not None]
             if parts:
-                self.update.look_at_part(parts)
-                self._parts.step(parts, self._grad_scale)
+                self.decision.look_at_part(parts)
+                self._parts.step(parts, self._divisor)
         self._num_stepped += len(params)
         for param in params:
             self._drop(param)
@@ -283,7 +290,7 @@ class ReleasedPass:
         self.release.pending = bool(self._seen) or self._num_stepped > 0
         for param in self.params:
             self._shards.drop_gradient(param)
-        total = self.update.last_norm
+        total = self.gradients.norm
         if self.release.mode == "previous_norm" and total is not None and math.isfinite(total):
             self.release.previous = total
 

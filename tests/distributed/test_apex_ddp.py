@@ -126,7 +126,7 @@ def overflow_after_reduction(rank, world_size, level):
     model = net(0)
     plain = model
     model, optimizer, *_ = booster.boost(model, adam(model.parameters()))
-    update = optimizer._update
+    update = optimizer._update.gradients
     loss = model(data(0)[0]).float().sum()
     scale = update.next_scale
     update.before_backward(scale)

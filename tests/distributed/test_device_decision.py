@@ -8,7 +8,6 @@ from test_hybrid import batch
 from benchmarks.scaling.bytes import Counting
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster
-from booster.update.device import DeviceUpdate
 
 STEPS, OVERFLOWS = 6, (0, 3)
 TRAINED = [
@@ -94,7 +93,7 @@ def costs(rank, world_size, precision, column, on_device):
                 made.clip_grad_by_norm(0.5)
                 result = made.step()
             made.zero_grad()
-        assert isinstance(made._update, DeviceUpdate) == on_device
+        assert made._update.decision.on_device == on_device
     return result.applied, dict(reads.found), sent.short
 
 

@@ -26,7 +26,7 @@ from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, half_policy, install_keep_fp32
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
-from booster.tensors.trees import cast_floats
+from booster.tensors.cast_regions import cast_floats
 
 DIM, HEADS, TIME, VOCAB = 16, 4, 8, 12
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -808,7 +808,7 @@ def bytes_of(job):
     update = job.optimizer._update
     params = list(job.model.parameters())
     kept = [value for own in job.optimizer.optimizer.state.values() for value in own.values()]
-    kept += [bucket.rest for bucket in update.masters.buckets] if hasattr(update, "masters") else []
+    kept += [bucket.rest for bucket in update.kept.masters.buckets] if update.kept.keeps_masters else []
     grads = [param.grad for param in params]
     grads += [bucket.gradient for layout in getattr(update.shards, "_layouts", []) for bucket in layout.buckets]
     total = sum(param.numel() for param in params)

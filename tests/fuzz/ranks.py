@@ -356,7 +356,7 @@ class RankRun(Run):
         self.compare_reduced(self.own_backward(seed), wanted)
 
     def poison(self, rank, where, value):
-        update = self.optimizer._update
+        update = self.optimizer._update.gradients
 
         def after_backward(loss):
             del update.after_backward

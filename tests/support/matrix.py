@@ -244,7 +244,7 @@ def poison_next_backward(optimizer, draw):
     """
     victim = draw.randrange(dist.get_world_size()) if dist.is_initialized() else 0
     choice = draw.random()
-    update = optimizer._update
+    update = optimizer._update.gradients
 
     def after_backward(loss):
         del update.after_backward

@@ -9,8 +9,8 @@ from torch.optim import SGD, Optimizer
 
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, LossScaler, NoScale
-from booster.update.base import Job
-from booster.update.device import DeviceUpdate
+from booster.update.choice import update_on_device
+from booster.update.job import Job
 from booster.update.outcome import UpdateOptions
 
 HOST, DEVICE = "host", "device"
@@ -49,7 +49,7 @@ class DeviceOptimizer(OptimizerWrapper):
 
     def __init__(self, job: Job) -> None:
         device = job.optimizer.param_groups[0]["params"][0].device
-        super().__init__(dataclasses.replace(job, scaler=job.scaler.on_device(device)), DeviceUpdate)
+        super().__init__(dataclasses.replace(job, scaler=job.scaler.on_device(device)), update_on_device)
 
 
 def boost(

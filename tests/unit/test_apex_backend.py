@@ -295,7 +295,7 @@ def test_a_pass_that_raises_leaves_the_context_of_the_real_apex(site):
     install(site, nvidia())
     booster, model, optimizer = train_a_step(FP16ApexMixedPrecision(backend="apex", verbosity=0))
     left = []
-    scale_loss = optimizer._update._amp.scale_loss
+    scale_loss = optimizer._update.gradients._amp.scale_loss
 
     @contextlib.contextmanager
     def watched(*args, **options):
@@ -306,7 +306,7 @@ def test_a_pass_that_raises_leaves_the_context_of_the_real_apex(site):
                 left.append(str(error))
                 raise
 
-    optimizer._update._amp.scale_loss = watched
+    optimizer._update.gradients._amp.scale_loss = watched
     loss = model(torch.ones(3, 4)).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):

@@ -131,7 +131,7 @@ def train_and_compare(num_models, num_optimizers, level, zeroing, num_scalers, i
             for param in (p for model in plain for p in model.parameters()):
                 param.grad = None
             for optimizer in optimizers:
-                optimizer._update.forget_gradients()
+                optimizer._update.gradients.forget()
         else:
             for owner in optimizers if zeroing == "optimizer" else models:
                 owner.zero_grad()
@@ -449,7 +449,7 @@ def test_an_optimizer_that_wraps_another_survives(level):
 
 def test_an_update_can_be_driven_without_booster_backward():
     booster, plain, model, optimizer = boosted_pair()
-    update = optimizer._update
+    update = optimizer._update.gradients
     loss = loss_of(model, 0)
     scale = update.next_scale
     update.before_backward(scale)
@@ -588,7 +588,7 @@ def test_a_step_while_a_delayed_pass_waits_raises_and_the_pass_still_counts(leve
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_pass_after_a_delayed_one_that_raises_leaves_the_gradients_of_before(level, last_is_delayed):
     model, optimizer = initialized(0, level, max_loss_scale=2.0**8, loss_scale="dynamic", num_losses=2)
-    optimizer._update.scaler[1].scale = 2.0**6
+    optimizer._update.gradients.scaler[1].scale = 2.0**6
     scaled_pass(loss_of(model, 0), optimizer, delay_unscale=True)
     before = [param.grad.clone() for group in optimizer.param_groups for param in group["params"]]
     with (

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from booster import Booster
-from booster.update.compiled import CompiledUpdate, can_compile
-from booster.update.host import HostUpdate
+from booster.update.application import Application
+from booster.update.compiled import CompiledApplication, can_compile
 
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -56,7 +56,7 @@ def train(fused_optimizer: bool | str, name: str, precision: str) -> tuple[list[
 def test_a_compiled_update_takes_the_steps_of_an_eager_one(compiler: None, name: str) -> None:
     eager, eager_applied, _ = train(False, name, "fp32")
     compiled, applied, update = train("compile", name, "fp32")
-    assert type(update) is CompiledUpdate
+    assert type(update.decision.application) is CompiledApplication
     assert applied == eager_applied == [True] * 4 + [False] + [True] * 3
     for ours, theirs in zip(compiled, eager, strict=True):
         # Seven updates of a handful of float32 operations each, in another order.
@@ -142,7 +142,7 @@ def test_without_a_compiler_one_warning_says_so_and_the_default_is_used(
     model = nn.Linear(2, 1)
     with caplog.at_level(logging.WARNING, "booster"):
         _, optimizer, *_ = Booster("cpu", fused_optimizer="compile").boost(model, torch.optim.AdamW(model.parameters()))
-    assert type(optimizer._update) is HostUpdate
+    assert type(optimizer._update.decision.application) is Application
     assert optimizer.param_groups[0]["fused"] is True
     assert [record.message for record in caplog.records] == [
         'fused_optimizer="compile" does not apply to this AdamW: torch.compile finds no working compiler: '

@@ -20,9 +20,7 @@ from booster.masters.formats import (
     Stochastic,
 )
 from booster.masters.packed import Dither
-from booster.masters.update import DeviceMasterUpdate
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
-from booster.update.device import DeviceUpdate
 
 INF, NAN = float("inf"), float("nan")
 OPTIMIZERS = {
@@ -87,7 +85,7 @@ def bits(value):
 
 def everything(model, optimizer):
     """Weights, what is kept beside them, and the state, in the form in which they are kept."""
-    buckets = optimizer._update.masters.buckets
+    buckets = optimizer._update.kept.masters.buckets
     # Between pieces lies what was left in scratch. An error of minus zero, of Kahan's, may become zero.
     rests = [piece.tolist() for b in buckets if b.rest is not None for piece in b.pieces_of(b.rest)]
     state = [{key: bits(value) for key, value in own.items()} for own in optimizer.optimizer.state.values()]
@@ -102,7 +100,8 @@ def test_a_step_decided_on_the_device_is_that_of_the_host_to_the_bit(half, form)
     expected = train(*boosted(made), bad_at)
     with as_on_a_gpu():
         booster, model, optimizer = boosted(made)
-        assert type(optimizer._update) is DeviceMasterUpdate
+        assert optimizer._update.decision.on_device
+        assert optimizer._update.kept.keeps_masters
         applied, weights = train(booster, model, optimizer, bad_at)
     assert applied == expected[0]
     tolerance = (
@@ -118,7 +117,8 @@ def test_every_fused_optimizer_decides_on_the_device(name):
     expected = train(*boosted(made, OPTIMIZERS[name]), (0, 3))
     with as_on_a_gpu():
         booster, model, optimizer = boosted(made, OPTIMIZERS[name])
-        assert type(optimizer._update) is DeviceMasterUpdate
+        assert optimizer._update.decision.on_device
+        assert optimizer._update.kept.keeps_masters
         assert train(booster, model, optimizer, (0, 3))[0] == expected[0]
     for param, other in zip(model.parameters(), expected[1], strict=True):
         assert torch.equal(param, other)
@@ -179,7 +179,7 @@ PRECISIONS = {
 def test_a_step_reads_nothing_on_the_host(precision, clip):
     with as_on_a_gpu():
         booster, model, optimizer = boosted(PRECISIONS[precision]())
-        assert isinstance(optimizer._update, DeviceUpdate)
+        assert optimizer._update.decision.on_device
         params = list(model.parameters())
         for step in range(3):
             optimizer.settle()
@@ -198,7 +198,7 @@ def test_a_step_reads_nothing_on_the_host(precision, clip):
 def test_what_a_host_must_know_is_decided_there(options, most):
     with as_on_a_gpu():
         booster, model, optimizer = boosted(FP16NaiveMixedPrecision(**options))
-        assert not isinstance(optimizer._update, DeviceUpdate)
+        assert not optimizer._update.decision.on_device
 
 
 def test_an_optimizer_without_a_fused_kernel_reads_one_number_a_step():

@@ -15,7 +15,7 @@ from booster import Booster
 from booster.ground.torch_internals import FakeTensorMode
 from booster.update import fused
 
-LOGGER = "booster.update.fused"
+LOGGER = "booster.update"
 
 
 def boosted(optimizer: Optimizer, model: nn.Module, precision: str = "fp16", **options: Any) -> Any:

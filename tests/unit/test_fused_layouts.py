@@ -231,7 +231,7 @@ def test_a_parameter_with_gaps_that_comes_later_gives_the_kernel_up_with_one_lin
             assert optimizer.step()
         return model, optimizer
 
-    with caplog.at_level(logging.INFO, "booster.update.fused"):
+    with caplog.at_level(logging.INFO, "booster.update.application"):
         model, optimizer = train(True)
     assert not any(group["fused"] for group in optimizer.param_groups)
     message = "goes on with torch's default implementation; of its fused one: a parameter of shape (4, 3) has gaps"
@@ -331,7 +331,7 @@ def test_a_kernel_given_up_where_the_device_decides(name, overflow):
                 params, **({"lr": 0.1, "momentum": 0.9} if name == "SGD" else {"lr": 0.01}), fused=True
             )
             optimizer = boost(inner, 2.0**8, DEVICE)
-            optimizer._update.kernel.switched = True
+            optimizer._update.decision.application.kernel.switched = True
         for step in range(4):
             if step == 1:
                 params[0].data = params[0].data.repeat(1, 2)[:, :3]

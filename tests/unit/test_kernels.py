@@ -81,7 +81,7 @@ def one_after_another(both, rtol, states):
         assert found.applied is (bad is None)
         if expected.applied:
             assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-6)
-        assert kernel_step[2]._update.steps.reason is None
+        assert kernel_step[2]._update.decision.steps.reason is None
         if states == "fp32":
             check(torch_step, kernel_step, rtol)
             continue

@@ -166,6 +166,6 @@ def test_a_rule_is_one_file_and_an_added_one_serves_every_form(monkeypatch):
             for number in range(3):
                 assert step_on(b, model, optimizer, gradients(list(model.parameters()), number)).applied
             made.append([p.detach().float() for p in model.parameters()])
-        assert type(optimizer._update).__name__ in ("KernelUpdate", "KernelMasterUpdate")
+        assert type(optimizer._update.decision).__name__ == "KernelDecision"
         for own, other in zip(*made, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)

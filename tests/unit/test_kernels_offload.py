@@ -25,7 +25,7 @@ def test_states_that_travel_are_stepped_by_kernels_to_the_bits_of_those_that_sta
         assert plain.train(steps, poison, missing) == moved.train(steps, poison, missing)
         (weights, state), (others, theirs) = plain.everything(), moved.everything()
         assert equal((weights, state["state"]), (others, theirs["state"]))
-    assert moved.optimizer._update.steps.reason is None
-    assert len(moved.optimizer._update.masters.buckets) > 4
+    assert moved.optimizer._update.decision.steps.reason is None
+    assert len(moved.optimizer._update.kept.masters.buckets) > 4
     assert all(lies_where(moved))
     assert len(lies_where(moved)) >= 8

@@ -26,7 +26,7 @@ def test_kernels_that_cannot_run_here_are_refused_and_true_does_without():
     )
     with pytest.raises(ValueError, match=f"fused_optimizer=.triton. cannot step this AdamW by kernels: {reason}"):
         boost(lambda p: AdamW(p))
-    assert type(boost(lambda p: AdamW(p), fused_optimizer=True)._update).__name__ == "HostUpdate"
+    assert type(boost(lambda p: AdamW(p), fused_optimizer=True)._update.decision).__name__ == "HostDecision"
 
 
 class Own(AdamW):
@@ -72,8 +72,8 @@ class TestInterpreted:
             Booster("cpu", "fp32", fused_optimizer="triton").boost(net, Adagrad(net.parameters()))
 
     def test_on_a_cpu_only_those_who_ask_are_stepped_by_kernels(self):
-        assert type(boost(lambda p: AdamW(p), fused_optimizer=True)._update).__name__ == "HostUpdate"
-        assert type(boost(lambda p: AdamW(p))._update).__name__ == "KernelUpdate"
+        assert type(boost(lambda p: AdamW(p), fused_optimizer=True)._update.decision).__name__ == "HostDecision"
+        assert type(boost(lambda p: AdamW(p))._update.decision).__name__ == "KernelDecision"
 
     def test_a_step_with_a_sparse_gradient_or_a_hook_is_made_by_torch(self, caplog):
         caplog.set_level("INFO")

@@ -41,8 +41,8 @@ def everything(model, optimizer):
     """Copies of all bytes that a step may write."""
     tensors = list(model.parameters())
     update = optimizer._update
-    if update.keeps_masters:
-        tensors += [bucket.rest for bucket in update.masters.buckets if bucket.rest is not None]
+    if update.kept.keeps_masters:
+        tensors += [bucket.rest for bucket in update.kept.masters.buckets if bucket.rest is not None]
     for own in optimizer.optimizer.state.values():
         for value in own.values():
             tensors += value.tensors if hasattr(value, "tensors") else [value]
@@ -192,7 +192,7 @@ def test_a_weight_that_somebody_wrote_is_its_own_master():
     step_on(*step, gradients(params, 0))
     params[0].data.fill_(3.0)
     step_on(*step, [torch.zeros_like(p) for p in params])
-    assert (step[2]._update.masters.joined(params[0]) - 3.0).abs().max() < 0.05
+    assert (step[2]._update.kept.masters.joined(params[0]) - 3.0).abs().max() < 0.05
 
 
 # ---- what a step costs ----
@@ -285,5 +285,5 @@ def test_a_step_moves_the_bytes_of_the_formula(form):
     precision, options = FORMS[form]
     step = pair(lambda: nn.Linear(64, 64, bias=False), adamw, precision, clip_grad_norm=1.0, **options)[1]
     step_on(*step, gradients(list(step[1].parameters()), 0))
-    table = step[2]._update.steps._table
+    table = step[2]._update.decision.steps._table
     assert table.bytes_of_a_step == pytest.approx(64 * 64 * sum(BYTES[form]))

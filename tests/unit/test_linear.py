@@ -114,7 +114,7 @@ def test_a_step_and_what_is_around_it_is_linear(name):
         def run():
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
-            optimizer._update._num_backwards = 1
+            optimizer._update.gradients.num_backwards = 1
             optimizer.clip_grad_by_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -129,8 +129,8 @@ def test_a_rule_that_is_never_read_is_called_for_each_step_too(decides):
     scaler = Thirds()
     params = parameters(3)
     optimizer = boost(SGD(params, lr=0.1, fused=True), scaler, decides, max_consecutive_skips=None)
-    optimizer._update.scaler.update(torch.tensor(0.0) if decides == DEVICE else False)
-    optimizer._update.scaler.update(torch.tensor(1.0) if decides == DEVICE else True)
+    optimizer._update.gradients.scaler.update(torch.tensor(0.0) if decides == DEVICE else False)
+    optimizer._update.gradients.scaler.update(torch.tensor(1.0) if decides == DEVICE else True)
     assert optimizer.state_dict()["booster"]["loss_scaler"] == {"value": pytest.approx(910 / 3)}
     assert scaler.seen == [False, True]
 

@@ -10,9 +10,9 @@ from torch import optim
 import booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
-from booster.masters import MasterOptions, Masters, MasterUpdate
-from booster.update.base import Job
+from booster.masters import MasterOptions, Masters, choose_master_update
 from booster.update.fused import switch_to_fused
+from booster.update.job import Job
 
 ELEMENTWISE = {
     "Adam": lambda p: optim.Adam(p, lr=1e-2),
@@ -59,7 +59,7 @@ class Run:
         scaler = NoScale() if scale is None else DynamicScale(init_scale=scale)
         self.optimizer = OptimizerWrapper(
             Job(optimizer=self.inner, scaler=scaler, names=names),
-            lambda job: MasterUpdate(job, masters=self.masters, **options),
+            lambda job: choose_master_update(job, masters=self.masters, **options),
         )
         self.generator = torch.Generator().manual_seed(7)
 
@@ -361,7 +361,7 @@ def test_zero_grad_clears_working_gradients_and_a_step_leaves_them_with_their_sc
 def test_gradients_that_are_kept_after_a_step_add_up_at_the_right_scale(clip):
     scaler = DynamicScale(init_scale=2.0**4, growth_interval=1)
     run = Run(lambda p: optim.SGD(p, lr=1.0), FP16, "fp32", shapes=[(4,)])
-    run.optimizer._update.scaler = scaler
+    run.optimizer._update.gradients.use(scaler)
     start = run.values()[0]
     for _ in range(2):  # the scale doubles in between, and the first gradient stays
         run.optimizer.backward(loss_with(run.params, [1.0]))
@@ -391,7 +391,7 @@ def test_any_memory_layout_trains_the_same(layout):
         other.inner, {param: "p"}, MasterOptions(master_weights="split"), sources={param: other.sources[0]}
     )
     other.optimizer = OptimizerWrapper(
-        Job(optimizer=other.inner, scaler=NoScale()), lambda job: MasterUpdate(job, masters=other.masters)
+        Job(optimizer=other.inner, scaler=NoScale()), lambda job: choose_master_update(job, masters=other.masters)
     )
     for each in (run, other):
         each.train(5)

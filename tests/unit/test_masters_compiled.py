@@ -14,7 +14,7 @@ import booster
 from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
-from booster.masters import MasterOptions, Masters, MasterUpdate
+from booster.masters import MasterOptions, Masters, choose_master_update
 from booster.masters.compiled import CompiledMasterStep, Kernel, can_compile_masters
 from booster.masters.formats import (
     WEIGHTS,
@@ -31,7 +31,7 @@ from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join
 from booster.masters.packed import Dither, Packed
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.tensors import flat
-from booster.update.base import Job
+from booster.update.job import Job
 
 pytestmark = [
     # Torch's compiler warns about its own use of deprecated functions.
@@ -87,7 +87,7 @@ class Run:
                 scaler=NoScale() if scale is None else DynamicScale(init_scale=scale),
                 names=names,
             ),
-            lambda job: MasterUpdate(job, masters=self.masters, compiled=compiled),
+            lambda job: choose_master_update(job, masters=self.masters, compiled=compiled),
         )
         self.generator = torch.Generator().manual_seed(7)
 
@@ -211,7 +211,7 @@ def test_equal_buckets_share_a_graph_and_a_schedule_compiles_nothing(compiler, c
         run.inner.param_groups[0]["lr"] = 0.01 / (step + 1)
         run.train(1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
-    assert len(run.optimizer._update._step._kernels) == 2
+    assert len(run.optimizer._update.decision.application.whole._kernels) == 2
     assert len(calls) == 13 * 5
 
 
@@ -272,7 +272,7 @@ def test_what_cannot_be_compiled_says_so_in_one_warning(make, options, reason, c
         _, optimizer, *_ = b.boost(model, make(model.parameters()))
     assert len(caplog.records) == 1
     assert reason in caplog.text
-    assert not isinstance(optimizer._update._step, CompiledMasterStep)
+    assert not isinstance(optimizer._update.decision.application.whole, CompiledMasterStep)
 
 
 def test_boost_compiles_an_elementwise_optimizer(compiler, calls):

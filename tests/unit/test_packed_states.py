@@ -14,12 +14,12 @@ from benchmarks import memory, mlp
 from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
-from booster.masters import MasterOptions, Masters, MasterUpdate
+from booster.masters import MasterOptions, Masters, choose_master_update
 from booster.masters.packed import GROUP, Chances, Dither, Packed
 from booster.masters.packing import StateSigns
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.model.optimizer_kinds import declared_states
-from booster.update.base import Job
+from booster.update.job import Job
 
 CPU = torch.device("cpu")
 SHAPES = [(200, 101), (33,), (), (7, 5, 3), (40, 500)]
@@ -81,7 +81,8 @@ class Run:
         self.masters = Masters(self.inner, names, options, sources=sources)
         scaler = NoScale() if scale is None else DynamicScale(init_scale=scale)
         self.optimizer = OptimizerWrapper(
-            Job(optimizer=self.inner, scaler=scaler, names=names), lambda job: MasterUpdate(job, masters=self.masters)
+            Job(optimizer=self.inner, scaler=scaler, names=names),
+            lambda job: choose_master_update(job, masters=self.masters),
         )
         self.generator = torch.Generator().manual_seed(7)
 

@@ -403,7 +403,7 @@ def test_previous_norm_clips_by_the_norm_of_the_step_before(precision):
         run.step()
         by_hand.booster.backward(by_hand.loss(), by_hand.optimizer)
         own = float(by_hand.optimizer.clip_grad_by_norm(math.inf))
-        by_hand.optimizer._update.clip_by(0.05, own if norm is None else norm)
+        by_hand.optimizer._update.gradients.clip_by(0.05, own if norm is None else norm)
         by_hand.optimizer.step()
         by_hand.optimizer.zero_grad()
         by_hand.schedule.step()
@@ -427,7 +427,7 @@ def test_previous_norm_stops_at_what_is_not_finite_and_says_so(half_steps):
     }  # all that come before up.weight
     assert not run.results[-1].applied
     assert run.results[-1].culprit == ("up.weight",)
-    assert run.optimizer._update.release.previous == norm
+    assert run.optimizer._update.gradients.release.previous == norm
     assert run.step().results[-1].applied
 
 

@@ -13,8 +13,9 @@ from booster.data import to_device
 from booster.mixed_precision import FP16ApexMixedPrecision, NaiveAMPModel, set_fp32_attr_to_module
 from booster.plugin import TorchDDPPlugin
 from booster.plugin.fsdp.fully_sharded import _own_outputs
+from booster.tensors.cast_regions import cast_floats
 from booster.tensors.micro_batch import divide
-from booster.tensors.trees import cast_floats, form, join, map_tensors, tensors, with_leaves
+from booster.tensors.trees import form, join, map_tensors, tensors, with_leaves
 from booster.tensors.trees import leaves as all_leaves
 
 META = torch.device("meta")

@@ -9,7 +9,7 @@ from prescribed import DEVICE, HOST, boost, loss_with, parameters, sgd, step_on
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
-from booster.interface.optimizer import updates_of
+from booster.interface.optimizer import gradients_of
 from booster.update.backward import run_backward
 
 INF, NAN = float("inf"), float("nan")
@@ -105,7 +105,7 @@ def test_gradients_are_unscaled_and_clipped_in_grad_after_a_step(decides):
 def test_what_a_joint_skip_leaves_in_grad_keeps_its_meaning_for_the_next_backward(decides):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**8)
-    run_backward(loss_with(a + b, [INF, 0.25]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [INF, 0.25]), gradients_of([first, second]))
     assert not first.step()
     assert not second.step()
     second.backward(loss_with(b, [0.25]))  # nothing was zeroed in between

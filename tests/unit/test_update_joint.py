@@ -4,7 +4,7 @@ import pytest
 import torch
 from prescribed import DEVICE, HOST, loss_with, parameters, sgd, step_on
 
-from booster.interface.optimizer import updates_of
+from booster.interface.optimizer import gradients_of
 from booster.update.backward import run_backward
 
 INF, NAN = float("inf"), float("nan")
@@ -35,7 +35,7 @@ def test_a_joint_backward_is_one_decision_with_one_report(decides, order, named)
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**6)
     together = [first, second] if named == "culprit first" else [second, first]
-    run_backward(loss_with(a + b, [INF, 0.5]), updates_of(together))
+    run_backward(loss_with(a + b, [INF, 0.5]), gradients_of(together))
     assert float(b[0].grad[0]) == 0.5 * 64  # the smaller of both scales
     results = [each.step() for each in ([first, second] if order == "culprit first" else [second, first])]
     assert [result.applied for result in results] == [False, False]
@@ -51,7 +51,7 @@ def test_a_joint_report_names_the_loss_for_whoever_steps_second(decides):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**8)
     first.backward(loss_with(a, [NAN], NAN))
-    run_backward(loss_with(a + b, [1.0, 0.5]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [1.0, 0.5]), gradients_of([first, second]))
     assert first.step().skipped_reason == "nonfinite_loss"
     assert second.step().skipped_reason == "nonfinite_loss"
 
@@ -60,7 +60,7 @@ def test_a_joint_report_names_the_loss_for_whoever_steps_second(decides):
 def test_a_joint_backward_that_is_finite_steps_all_and_then_each_is_free_again(decides):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**6)
-    run_backward(loss_with(a + b, [0.25, 0.5]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [0.25, 0.5]), gradients_of([first, second]))
     assert first.step()
     assert second.step()
     assert torch.equal(a[0], torch.full((4,), 0.75))
@@ -74,7 +74,7 @@ def test_a_joint_backward_that_is_finite_steps_all_and_then_each_is_free_again(d
 def test_an_optimizer_whose_gradients_were_zeroed_is_out_of_the_joint_decision(decides):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**8)
-    run_backward(loss_with(a + b, [0.5, 0.5]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [0.5, 0.5]), gradients_of([first, second]))
     first.zero_grad()
     first.backward(loss_with(a, [INF]))
     assert second.step()
@@ -87,7 +87,7 @@ def test_an_optimizer_whose_gradients_were_zeroed_is_out_of_the_joint_decision(d
 def test_a_joint_decision_binds_an_optimizer_that_would_not_check_by_itself(decides, clipped_first):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides), sgd(b, decides)
-    run_backward(loss_with(a + b, [NAN, 0.5]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [NAN, 0.5]), gradients_of([first, second]))
     first.clip_grad_by_norm(1.0)
     results = [each.step() for each in ([first, second] if clipped_first else [second, first])]
     assert [result.applied for result in results] == [False, False]
@@ -98,7 +98,7 @@ def test_a_joint_decision_binds_an_optimizer_that_would_not_check_by_itself(deci
 def test_a_joint_backward_may_leave_one_optimizer_without_gradients(decides):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**8)
-    run_backward(loss_with(a + b, [0.5, None]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [0.5, None]), gradients_of([first, second]))
     assert first.step()
     assert second.step().applied
     assert torch.equal(a[0], torch.full((4,), 0.5))
@@ -126,7 +126,7 @@ def test_a_gan_clips_the_generator_then_the_discriminator(decides):
 def test_clips_of_two_optimizers_may_both_wait(decides):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, 2.0**8), sgd(b, decides, 2.0**8)
-    run_backward(loss_with(a + b, [3.0, 1.5]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [3.0, 1.5]), gradients_of([first, second]))
     assert float(first.clip_grad_by_norm(1.0)) == pytest.approx(6.0)
     assert float(second.clip_grad_by_norm(1.0)) == pytest.approx(3.0)
     assert first.step()
@@ -141,7 +141,7 @@ def test_clips_of_two_optimizers_may_both_wait(decides):
 def test_a_clip_holds_for_gradients_that_outlive_a_step_skipped_for_the_sake_of_another(decides, scale, max_norm):
     a, b = parameters(4), parameters(4)
     first, second = sgd(a, decides, scale), sgd(b, decides, scale)
-    run_backward(loss_with(a + b, [INF, 0.5]), updates_of([first, second]))
+    run_backward(loss_with(a + b, [INF, 0.5]), gradients_of([first, second]))
     first.clip_grad_by_norm(1.0)
     second.clip_grad_by_norm(max_norm)  # of 1.0
     assert not first.step()

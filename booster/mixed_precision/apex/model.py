@@ -12,7 +12,8 @@ from torch import nn
 
 from booster.ground.torch_internals import add_state_dict_hook
 from booster.interface.model import ForwardPrecision, ModelWrapper
-from booster.tensors.trees import cast_floats, is_container
+from booster.tensors.cast_regions import cast_floats
+from booster.tensors.trees import is_container
 
 
 class ApexModel(ModelWrapper):

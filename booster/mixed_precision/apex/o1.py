@@ -22,8 +22,17 @@ from torch.overrides import get_testing_overrides
 from booster.ground import arguments
 from booster.mixed_precision.apex.functions import as_float32, as_half, as_widest, make_table
 from booster.mixed_precision.half_products import HalfProducts
-from booster.tensors.cast_regions import CastFunctions, Rule, Table, active_casts, both, disable_casts, holds_casts
-from booster.tensors.trees import cast_floats, tensors
+from booster.tensors.cast_regions import (
+    CastFunctions,
+    Rule,
+    Table,
+    active_casts,
+    both,
+    cast_floats,
+    disable_casts,
+    holds_casts,
+)
+from booster.tensors.trees import tensors
 
 # Python functions and operators that call another function before anything is dispatched.
 _CALLS: dict[Any, tuple[Callable[..., Any], ...]] = {

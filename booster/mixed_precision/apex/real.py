@@ -24,10 +24,15 @@ from booster.loss_scaler import LossScaler
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.policy import Placement
 from booster.model.params import named_parameters
+from booster.update.application import Application, Told
 from booster.update.backward import BackwardPass
-from booster.update.base import Job
-from booster.update.host import HostUpdate
+from booster.update.gradients import Gradients
+from booster.update.host import HostDecision, HostNorms
+from booster.update.job import Job
+from booster.update.kept import KeptState
+from booster.update.norms import Norms
 from booster.update.outcome import StepFields, StepResult, UpdateOptions
+from booster.update.update import Update
 
 
 class RealScales(LossScaler):
@@ -52,34 +57,29 @@ class RealScales(LossScaler):
         self._amp.load_state_dict(state)
 
 
-class RealUpdate(HostUpdate):
-    """The update of an optimizer that apex patched: it unscales, and replaces `step` after an overflow, by itself."""
+class RealGradients(Gradients):
+    """The gradients of an optimizer that apex patched, which unscales them by itself."""
 
     scaler: RealScales
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        amp: Any,
-    ) -> None:
-        super().__init__(job)
+    def __init__(self, job: Job, norms: Norms, amp: Any) -> None:
+        super().__init__(job, norms)
         self._amp = amp
         self._pass: BackwardPass | None = None
         self._context: Any = None
 
-    def reset(self) -> None:
-        super().reset()
-        self._check = self._skip_nonfinite
+    def reset(self, scale: Any) -> None:
+        super().reset(scale)
+        self.check = self.skip_nonfinite
 
     def scale_for(self, loss_id: int) -> float:
-        return self.scaler.of(loss_id)
+        return self.scaler.of(loss_id) if self._prescribed is None else self._prescribed
 
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         self._pass = this = this or BackwardPass([self])
-        self._loss_scale, self._factor, self._measured = float(scale), None, []
-        if this.updates[0] is self:
-            optimizers = [update.optimizer for update in this.updates]
+        self.loss_scale, self.factor, self.read = float(scale), None, []
+        if this.members[0] is self:
+            optimizers = [member.optimizer for member in this.members]
             device = optimizers[0].param_groups[0]["params"][0].device
             # apex scales a loss that it is given; the engine is started with the scale instead.
             self._context = self._amp.scale_loss(
@@ -92,10 +92,10 @@ class RealUpdate(HostUpdate):
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
         super().after_backward(loss)
-        self._scale = 1.0
+        self.scale = 1.0
         this, self._pass = self._pass, None
-        if this is not None and this.updates[-1] is self:
-            first: Any = this.updates[0]
+        if this is not None and this.members[-1] is self:
+            first: Any = this.members[0]
             context, first._context = first._context, None
             context.__exit__(None, None, None)
 
@@ -106,22 +106,36 @@ class RealUpdate(HostUpdate):
             reason = RuntimeError("the backward pass raised")
             context.__exit__(type(reason), reason, None)
 
+    def require_backward(self) -> None:
+        pass
+
+
+class RealApplication(Application):
+    """Steps an optimizer that apex patched, on gradients as they would be unscaled."""
+
+    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
+        gradients.unscale()
+        self.optimizer.step()
+        return True
+
+
+class RealUpdate(Update):
+    """The update of an optimizer whose `step` apex replaces after an overflow."""
+
     def step(self) -> StepResult:
         stash = getattr(self.optimizer, "_amp_stash", None)
         if not getattr(stash, "already_patched", False):
             return super().step()
         self.optimizer.step()  # the one that only says that it skips
-        fields = StepFields(loss_scale=self._loss_scale, skipped_reason="nonfinite_grad")
-        self.reset()
+        fields = StepFields(loss_scale=self.gradients.loss_scale, skipped_reason="nonfinite_grad")
+        self.gradients.reset(self.gradients.scale)
         return StepResult(False, fields)
 
-    def _apply(self, grad_scale: float) -> float:
-        self.unscale()
-        self._step_optimizer()
-        return 1.0
 
-    def _require_backward(self) -> None:
-        pass
+def make_real_update(job: Job, amp: Any) -> RealUpdate:
+    """Make the update of an optimizer that `amp`, the real apex.amp, patched."""
+    gradients = RealGradients(job, HostNorms(job), amp)
+    return RealUpdate(gradients, HostDecision(gradients, RealApplication(job)), KeptState(job))
 
 
 def configure(
@@ -161,7 +175,7 @@ def configure(
     boosted = ModelWrapper(placement.place(model, policy, device), plain)
     boosted_criterion = plain._wrap_criterion(criterion, device)
     names = {param: name for name, param in named_parameters(boosted).items()}
-    update = functools.partial(RealUpdate, amp=amp)
+    update = functools.partial(make_real_update, amp=amp)
     wrapped = [
         OptimizerWrapper(
             Job(optimizer=each, scaler=RealScales(amp), names=names, group=placement.group, options=options),

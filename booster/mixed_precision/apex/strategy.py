@@ -34,14 +34,15 @@ from booster.mixed_precision.apex.options import (
 )
 from booster.mixed_precision.apex.real import choose_backend
 from booster.mixed_precision.apex.scale import ApexScale, ApexScales
-from booster.mixed_precision.apex.update import ApexMasterUpdate, ApexUpdate
+from booster.mixed_precision.apex.update import make_apex_update
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.policy import DtypePolicy, InProcess, Placement, half_policy
 from booster.model.modules import bare
 from booster.tensors.cast_regions import CastFunctions, both
-from booster.update.base import Job, Update
+from booster.update.job import Job
 from booster.update.outcome import UpdateOptions
+from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)
 
@@ -300,12 +301,12 @@ class FP16ApexMixedPrecision(MixedPrecision):
     ) -> Callable[[Job], Update]:
         if not self.short_circuits:
             check_dtypes(optimizer)
-        verbose = self._verbosity > 0
+        masters: Masters | None = None
         if self.options.master_weights:
             masters = Masters(optimizer, names, MasterOptions(master_weights="fp32"))
-            return functools.partial(ApexMasterUpdate, masters=masters, verbose=verbose)
-        follow_dtypes(optimizer)
-        return functools.partial(ApexUpdate, verbose=verbose)
+        else:
+            follow_dtypes(optimizer)
+        return functools.partial(make_apex_update, masters=masters, verbose=self._verbosity > 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_real": None}  # a module, which does not pickle

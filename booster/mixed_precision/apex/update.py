@@ -6,8 +6,7 @@ The update of apex where half parameters have float32 masters, which keep the un
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,80 +14,72 @@ from torch import nn
 from torch.optim import SGD
 
 from booster.ground.torch_internals import sparse_values, version
+from booster.masters.keeps import KeptMasters
 from booster.masters.masters import Masters
-from booster.masters.update import MasterUpdate
+from booster.masters.update import MasterApplication
 from booster.mixed_precision.apex.options import check_dtypes
 from booster.mixed_precision.apex.scale import ApexScales
 from booster.model.dtensors import around, local_part
 from booster.ranks import agreement
 from booster.tensors.cast_regions import casts_as_here, disable_casts
 from booster.tensors.grads import gradient_values, own_memory, scale_values, unscale_values
+from booster.update.application import Application
 from booster.update.backward import BackwardPass
-from booster.update.base import Job
-from booster.update.host import HostUpdate
+from booster.update.gradients import Gradients
+from booster.update.host import HostDecision, HostNorms
+from booster.update.job import Job
+from booster.update.kept import KeptState
+from booster.update.norms import Norms
 from booster.update.outcome import SkippedReason, StepFields, StepResult
+from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)
 
 NO_CLOSURE = "Currently, Amp does not support closure use with optimizers."
 
 
-class _Overflow(NamedTuple):
+class Overflow(NamedTuple):
+    """A pass whose gradients were not finite."""
+
     loss_id: int
     finite_loss: bool
 
 
-class ApexUpdate(HostUpdate):
+class ApexGradients(Gradients):
     """Gradients at rest are true ones, whatever scales their backward passes had; see the module docstring.
 
     A pass sets the gradients there are aside, unscales what it brings, adds them up again and moves the scale of its loss. On
     an overflow in a dynamic scale each optimizer of the pass skips its next step, once. Delayed passes pile up scaled
-    gradients until one that is not. Clips and `skip_nonfinite` act on the sum, as in any update.
+    gradients until one that is not. Clips and `skip_nonfinite` act on the sum, as anywhere.
 
-    scaler: shared by all optimizers of a strategy. verbose: log skipped steps.
+    scaler: shared by all optimizers of a strategy. overflow: what the next step answers to. culprit: whose gradients they were.
     """
 
     scaler: ApexScales
     piles_up = True
     short_circuits = True  # a static scale of 1 does nothing at all
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        verbose: bool,
-    ) -> None:
-        HostUpdate.__init__(self, job)
-        self._begin(verbose)
-
-    def _begin(self, verbose: bool) -> None:
-        self._verbose_skips = verbose
+    def __init__(self, job: Job, norms: Norms) -> None:
+        super().__init__(job, norms)
         self._pass: BackwardPass | None = None
         self._stash: dict[torch.Tensor, torch.Tensor] = {}
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # gradients that the pass adds to, or replaces
         self._delayed_before: float | None = None
         self._delayed: float | None = None  # the scale of gradients that wait for a pass that is not delayed
-        self._overflow: _Overflow | None = None  # what the next step answers to
-        self._culprit: tuple[str, ...] = ()
+        self.overflow: Overflow | None = None
+        self.culprit: tuple[str, ...] = ()
 
-    def reset(self) -> None:
-        super().reset()
-        self._check = self._skip_nonfinite
+    def reset(self, scale: Any) -> None:
+        super().reset(scale)
+        self.check = self.skip_nonfinite
         self._delayed = None
         self._stash = {}
         self._before = {}
 
-    @contextmanager
-    def set_aside(self, scale: float) -> Iterator[None]:
-        with super().set_aside(scale):
-            # The scales are those of all optimizers of the strategy, and none of this one's own: they stay where they are.
-            self.__dict__["_move"] = lambda updates, this, loss: None
-            yield
-
     # ------------------------------------------------------------------ backward
 
     def scale_for(self, loss_id: int) -> float:
-        return self.scaler[loss_id].scale
+        return self.scaler[loss_id].scale if self._prescribed is None else self._prescribed
 
     def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
         with self.shards.local():
@@ -105,9 +96,9 @@ class ApexUpdate(HostUpdate):
             if self._delayed != scale:  # of another loss
                 unscale_values(gradient_values(fresh), scale / self._delayed, check=False)
         self._delayed_before = self._delayed
-        self._loss_scale = float(scale)
-        self._measured = []
-        self._reported_norm = None
+        self.loss_scale = float(scale)
+        self.read = []
+        self.norm = None
         self.joint.found = None
         if self._delayed is None and not self._nothing_to_do(this):
             self._set_aside()
@@ -121,16 +112,16 @@ class ApexUpdate(HostUpdate):
         self._pass = None
         self._before = {}
         super().after_backward(loss)
-        self._scale = 1.0
+        self.scale = 1.0
         if self._nothing_to_do(this):
             return
         if this.delayed:
-            self._delayed = self._loss_scale
+            self._delayed = self.loss_scale
             return
         self._delayed = None
         this.found.append(self._take_in(self.scaler[this.loss_id].dynamic))
         looking = [
-            update for update in this.updates if isinstance(update, ApexUpdate) and not update._nothing_to_do(this)
+            member for member in this.members if isinstance(member, ApexGradients) and not member._nothing_to_do(this)
         ]
         if this.checked and len(this.found) == len(looking):
             self._move(looking, this, loss)
@@ -147,20 +138,20 @@ class ApexUpdate(HostUpdate):
 
     def _nothing_to_do(self, this: BackwardPass) -> bool:
         # An optimizer of another precision in the same pass may have a scale.
-        return self.short_circuits and self.scaler[this.loss_id].is_null and self._loss_scale == 1.0
+        return self.short_circuits and self.scaler[this.loss_id].is_null and self.loss_scale == 1.0
 
     def _settle(self) -> None:
         """Apply the clips that wait."""
-        if self._scale is not None and (self._factor is not None or self._scale != 1.0):
-            self._multiply(self._pending / self._scale)
-        self._scale = None if self._scale is None else 1.0
-        self._factor = None
+        if self.scale is not None and (self.factor is not None or self.scale != 1.0):
+            self.multiply((1.0 if self.factor is None else self.factor) / self.scale)
+        self.scale = None if self.scale is None else 1.0
+        self.factor = None
 
     def _set_aside(self) -> None:
         for param in self.shards.holders():
             if param.grad is not None:
                 # The plugin may own the memory, as DistributedDataParallel's buckets do, and write to it in the pass.
-                self._stash[param] = param.grad if self._group is None else param.grad.clone()
+                self._stash[param] = param.grad if self.group is None else param.grad.clone()
                 param.grad = None
 
     def _take_in(self, check: bool) -> bool:
@@ -180,79 +171,56 @@ class ApexUpdate(HostUpdate):
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
         # Of a bare backward inside `scale_loss` nobody says whether it made a graph.
         self._differentiable = self._differentiable or any(value.requires_grad for value in values)
-        found = unscale_values(values, 1.0 / self._loss_scale, check=check)
+        found = unscale_values(values, 1.0 / self.loss_scale, check=check)
         if found:
             bad = [index for index, value in enumerate(values) if not value.isfinite().all()]
-            self._culprit = self.culprits(bad, params)
+            self.culprit = self.culprits(bad, params)
         return found
 
-    def _move(self, updates: list[ApexUpdate], this: BackwardPass, loss: torch.Tensor | None) -> None:
+    def _move(self, members: list[ApexGradients], this: BackwardPass, loss: torch.Tensor | None) -> None:
+        if self._prescribed is not None:
+            return  # the scales are those of all optimizers of the strategy: what is beside the run leaves them where they are
         found = any(this.found)
         finite = not found or loss is None or bool(loss.isfinite().all())
-        scales = {id(update.scaler): update.scaler[this.loss_id] for update in updates}.values()
+        scales = {id(member.scaler): member.scaler[this.loss_id] for member in members}.values()
         if any(scale.dynamic for scale in scales):
-            found, finite = agreement.on_overflow(found, finite, self._group)
+            found, finite = agreement.on_overflow(found, finite, self.group)
         skips = [scale.update(found) for scale in scales]
         if any(skips):
-            overflow = _Overflow(this.loss_id, finite)
-            for update in updates:
-                update._overflow = update._overflow or overflow
+            overflow = Overflow(this.loss_id, finite)
+            for member in members:
+                member.overflow = member.overflow or overflow
 
     def _fresh(self) -> list[torch.Tensor]:
         """What holds the gradients that a pass brought."""
         return [param for param in self.shards.holders() if param.grad is not None]
 
-    def _held(self) -> list[torch.Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
     # ------------------------------------------------------------------ step
 
-    def step(self) -> StepResult:
-        if self._delayed is not None and any(param.grad is not None for param in self._held()):
-            self._require_backward()
-        return super().step() if self._overflow is None else self._skip(self._overflow)
+    def check_complete(self) -> None:
+        """Raise RuntimeError, before a step, for gradients that are not what the passes were to bring."""
+        if self._delayed is not None and any(param.grad is not None for param in self.held()):
+            self.require_backward()
 
-    def _skip(self, overflow: _Overflow) -> StepResult:
+    def answer(self, overflow: Overflow) -> tuple[str, ...]:
+        """A step is skipped for `overflow`, which is answered then; returns the culprits on any rank."""
         self._settle()  # gradients that outlive the step stay clipped, as where a clip writes to them at once
-        if self._verbose_skips:
-            _logger.info(
-                "Gradient overflow.  Skipping step, loss scaler %s reducing loss scale to %s",
-                overflow.loss_id,
-                self.scaler[overflow.loss_id].scale,
-            )
-        reason: SkippedReason = "nonfinite_grad" if overflow.finite_loss else "nonfinite_loss"
-        culprit = agreement.all_names(self._culprit, self._group)
-        fields = StepFields(loss_scale=self._loss_scale, skipped_reason=reason, culprit=culprit)
-        self._overflow, self._culprit = None, ()
-        self.reset()
-        return StepResult(False, fields)
+        culprit = agreement.all_names(self.culprit, self.group)
+        self.overflow, self.culprit = None, ()
+        return culprit
 
-    def check_known(self, params: list[torch.Tensor]) -> None:
+    def check_known(self, params: Sequence[torch.Tensor]) -> None:
         """Also raise TypeError for dtypes that a scaled update cannot step."""
         super().check_known(params)
         if not (self.short_circuits and self.scaler[0].is_null):
             for param in params:
                 check_dtypes(SGD([param]))  # of which it reads the groups
 
-    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
-        cast_again = casts_as_here()
-
-        def cast() -> Any:
-            with cast_again():
-                return closure()
-
-        with disable_casts():
-            return super().step_with_closure(cast)
-
     @property
     def closure_refusal(self) -> str | None:
-        return None if self._overflow is None else NO_CLOSURE
+        return None if self.overflow is None else NO_CLOSURE
 
-    def _apply(self, grad_scale: float) -> float:
-        with disable_casts():
-            return super()._apply(grad_scale)
-
-    def _require_backward(self) -> None:
+    def require_backward(self) -> None:
         # Gradients at rest are true ones, so those of a bare loss.backward() add to them.
         if self._delayed is not None:
             raise RuntimeError(
@@ -277,8 +245,8 @@ class _Left:
         return self._writes == other._writes and self._address == other._address
 
 
-class ApexMasterUpdate(ApexUpdate, MasterUpdate):
-    """As `ApexUpdate`; the gradients of half parameters add up in float32, beside `.grad`, which keeps those of the last
+class ApexMasterGradients(ApexGradients):
+    """As `ApexGradients`; the gradients of half parameters add up in float32, beside `.grad`, which keeps those of the last
     pass as it left them: in half, scaled.
 
     Those sums are what norms, clips and the step use. A step, applied or not, clears them. Where somebody has written to a
@@ -288,13 +256,8 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
 
     short_circuits = False
 
-    def __init__(
-        self,
-        job: Job,
-        *,
-        masters: Masters,
-        verbose: bool,
-    ) -> None:
+    def __init__(self, job: Job, norms: Norms, masters: Masters) -> None:
+        self._masters = masters
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._left: dict[torch.Tensor, _Left] = {}
         self._has_older: set[torch.Tensor] = set()  # whose sums hold more than the last pass brought
@@ -302,26 +265,25 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         self._compares = False  # whether the sums are as they were put into `.grad`
         self._is_noted = False  # whether `_left` tells of the gradients that there are
         self._left_scale = 1.0
-        masters.gradient_of = self._sum_of  # a method, which follows this object into a deep copy
-        MasterUpdate.__init__(self, job, masters=masters)
-        self._begin(verbose)
+        masters.take_gradients_from(self._sum_of)  # a method, which follows this object into a deep copy
+        super().__init__(job, norms)
 
-    def step(self) -> StepResult:
-        if self._num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self._held()):
-            self._require_backward()  # or the step would say that it was applied, and move nothing
-        return super().step()
+    def check_complete(self) -> None:
+        if self.num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self.held()):
+            self.require_backward()  # or the step would say that it was applied, and move nothing
+        super().check_complete()
 
-    def reset(self) -> None:
-        super().reset()
+    def reset(self, scale: Any) -> None:
+        super().reset(scale)
         # New ones: what is set aside for a while keeps those that it has.
         self._sums, self._left, self._has_older = {}, {}, set()
         self._in_grad = self._compares = self._is_noted = False
 
     def _find_params(self) -> list[torch.Tensor]:
         self._take_written()
-        return [p for p in self._held() if (p in self._sums if self._has_master(p) else p.grad is not None)]
+        return [p for p in self.held() if (p in self._sums if self._has_master(p) else p.grad is not None)]
 
-    def gradients(self, *, written: bool = False) -> list[torch.Tensor]:
+    def values(self, *, written: bool = False) -> list[torch.Tensor]:
         params = self.params()
         others = [p for p in params if not self._has_master(p)]
         plain = iter(gradient_values(self.shards.written(others) if written else others))
@@ -336,8 +298,8 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         with self.shards.local():
             self._take_written()
         self._compares = False
-        values = self.masters.values()
-        for param in self._held():
+        values = self._masters.values()
+        for param in self.held():
             if not self._has_master(param):
                 yield param  # type: ignore[misc]
                 continue
@@ -364,13 +326,13 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         halves = [p for p in self.shards.holders() if self._has_master(p)]
         for param in halves:
             if param.grad is not None:
-                self._before[param] = param.grad if self._group is None else param.grad.clone()
+                self._before[param] = param.grad if self.group is None else param.grad.clone()
                 param.grad = None
         super()._set_aside()
 
     def _fresh(self) -> list[torch.Tensor]:
         # Of half parameters this rank's parts, to which its masters and sums belong.
-        halves = [p for p in self._held() if self._has_master(p) and p.grad is not None]
+        halves = [p for p in self.held() if self._has_master(p) and p.grad is not None]
         return halves + [p for p in super()._fresh() if not self._has_master(p)]
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
@@ -390,22 +352,22 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
             else:
                 self._sums[param] = value
         self._in_grad = self._compares = False
-        self._left_scale = self._loss_scale
+        self._left_scale = self.loss_scale
         self._note_left()
         return found
 
     def abandon_backward(self) -> None:
         super().abandon_backward()
-        if self._delayed is None and self._num_backwards:
+        if self._delayed is None and self.num_backwards:
             with self.shards.local():
                 self._note_left()  # what was set aside may have come back as a copy
 
     def _unscale(self) -> None:
-        pending = self._pending
+        pending = 1.0 if self.factor is None else self.factor
         super()._unscale()
         if not self._sums:
             return
-        halves = [p for p in self._held() if p in self._sums]
+        halves = [p for p in self.held() if p in self._sums]
         written = self.shards.written([p for p in halves if p.grad is not None])
         if not {id(p) for p in halves if p.grad is not None} <= set(map(id, written)):
             # `.grad` is whole on every rank, and each has the sum of its part.
@@ -435,7 +397,7 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
     def _note_left(self) -> None:
         self._left = {
             p: _Left(p.grad, self.shards.param_of(p).grad)
-            for p in self._held()
+            for p in self.held()
             if p.dtype == torch.float16 and p.grad is not None
         }
         self._is_noted = True
@@ -444,7 +406,7 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         """Make gradients that were written to since the last pass, replaced or removed, those of the next step."""
         if not self._is_noted:
             return
-        for param in self._held():
+        for param in self.held():
             if param.dtype != torch.float16:
                 continue
             left = self._left.get(param)
@@ -474,11 +436,68 @@ class ApexMasterUpdate(ApexUpdate, MasterUpdate):
         grad = local_part(param.grad)  # type: ignore[arg-type]
         return total is None or grad.is_sparse or not torch.equal(grad, total.to(grad.dtype))
 
-    def _require_backward(self) -> None:
-        super()._require_backward()
-        if self._num_backwards == 0:  # a bare loss.backward() does not reach the masters
-            MasterUpdate._require_backward(self)
+    def require_backward(self) -> None:
+        super().require_backward()
+        if self.num_backwards == 0:  # a bare loss.backward() does not reach the masters
+            Gradients.require_backward(self)
 
     def _has_master(self, param: torch.Tensor) -> bool:
         # As in apex, freezing a weight does not take back the gradient that its master has.
         return param.dtype == torch.float16 and (param.requires_grad or param in self._sums)
+
+
+class ApexUpdate(Update):
+    """An update whose step is skipped, once, after an overflow in one of the backward passes.
+
+    verbose: log skipped steps.
+    """
+
+    gradients: ApexGradients
+
+    def __init__(self, gradients: ApexGradients, application: Application, kept: KeptState, *, verbose: bool) -> None:
+        super().__init__(gradients, ApexDecision(gradients, application), kept)
+        self._verbose = verbose
+
+    def step(self) -> StepResult:
+        gradients = self.gradients
+        gradients.check_complete()
+        overflow = gradients.overflow
+        if overflow is None:
+            return super().step()
+        loss_scale, culprit = gradients.loss_scale, gradients.answer(overflow)
+        if self._verbose:
+            _logger.info(
+                "Gradient overflow.  Skipping step, loss scaler %s reducing loss scale to %s",
+                overflow.loss_id,
+                gradients.scaler[overflow.loss_id].scale,
+            )
+        reason: SkippedReason = "nonfinite_grad" if overflow.finite_loss else "nonfinite_loss"
+        gradients.reset(gradients.scale)
+        return StepResult(False, StepFields(loss_scale=loss_scale, skipped_reason=reason, culprit=culprit))
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
+        cast_again = casts_as_here()
+
+        def cast() -> Any:
+            with cast_again():
+                return closure()
+
+        with disable_casts():
+            return super().step_with_closure(cast)
+
+
+class ApexDecision(HostDecision):
+    """A decision that steps outside of the casts of O1."""
+
+    def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
+        with disable_casts():
+            return super().step(params)
+
+
+def make_apex_update(job: Job, *, masters: Masters | None, verbose: bool) -> ApexUpdate:
+    """Make the update of an optimizer under apex, of `masters` where there are any."""
+    norms = HostNorms(job)
+    if masters is None:
+        return ApexUpdate(ApexGradients(job, norms), Application(job), KeptState(job), verbose=verbose)
+    gradients = ApexMasterGradients(job, norms, masters)
+    return ApexUpdate(gradients, MasterApplication(job, masters=masters), KeptMasters(job, masters), verbose=verbose)

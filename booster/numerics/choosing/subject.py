@@ -115,7 +115,7 @@ class Subject:
                 if param.grad is not None
             }
             finite = all(bool(grad.isfinite().all()) for grad in grads.values())
-            if finite or not update.scaler.enabled or not math.isfinite(loss):
+            if finite or not update.gradients.scaler.enabled or not math.isfinite(loss):
                 break
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -24,7 +24,7 @@ from booster.numerics.diagnosis.places import MemoryNames, Places
 from booster.numerics.diagnosis.watch import Event, Leaf, Watch
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES, tensors
-from booster.update.base import Update
+from booster.update.update import Update
 
 
 class Memory:
@@ -221,12 +221,12 @@ class Replay:
             self._memory_names,
             memory.keep,
             repair=repair,
-            micro_batch=lambda: counted.num_backwards,
+            micro_batch=lambda: counted.gradients.num_backwards,
         )
         loss = _together(lambda: _call(watch, self._forward), agree)
         if isinstance(loss, Mapping):
             loss = loss.get("loss")
-        if not counted.num_backwards:
+        if not counted.gradients.num_backwards:
             _together(lambda: _call(watch, lambda: self._backward(loss, scale)), agree)
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
         bad_roots = [root.detach() for root in tensors(loss) if not bool(root.isfinite().all())]
@@ -252,7 +252,7 @@ class Replay:
         found: list[torch.Tensor] = []
         for update in self._updates:
             with update.shards.local():
-                found += [grad.detach() for grad in update.gradients()]
+                found += [grad.detach() for grad in update.gradients.values()]
         return [_local(grad) for grad in found]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from booster.ground import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, pins_of
-from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.tape import Call, Pass, Tape
 from booster.logging import get_dist_logger
 from booster.mixed_precision.keep_fp32 import SKIPS, WINDOW
@@ -148,7 +148,7 @@ class _Steps:
     def after_step(self, update: Any, number: int, result: StepResult) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
-            self._watcher.after_step(optimizer, result, update.decides_on_device)
+            self._watcher.after_step(optimizer, result, update.decision.on_device)
 
 
 def _is_cut(of: Pass) -> bool:
@@ -160,7 +160,7 @@ def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
     """Run the passes of a step once more. Returns the last loss, or, where losses are not known, what the models returned."""
     result: Any = None
     for each in passes:
-        updates = updates_of(each.optimizers)
+        members = gradients_of(each.optimizers)
         context = each.optimizers[0].backward_context
         if each.run is not None:
             result = each.run()
@@ -170,10 +170,10 @@ def _again(passes: list[Pass], whole: bool, scale: float) -> Any:
             made[call] = call.again(made, linked=whole)
         if whole and each.link is not None:
             result = each.link.of(made[each.link.call])
-            run_backward(result, updates, context, divisor=each.divisor)
+            run_backward(result, members, context, divisor=each.divisor)
             continue
         roots = [(made[call][number], grad) for call in each.calls for number, grad in call.grads.items()]
-        this, now = begin_backward(updates)
+        this, now = begin_backward(members)
         with region(context):
             torch.autograd.backward(
                 [root for root, _ in roots],

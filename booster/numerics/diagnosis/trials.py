@@ -23,8 +23,8 @@ from booster.numerics.diagnosis.meeting import Meeting, RanksApart
 from booster.numerics.diagnosis.replay import Replay, StoppedElsewhere
 from booster.ranks import agreement
 from booster.ranks.communicate import exchange
-from booster.tensors.cast_regions import CastMode, disabled
-from booster.tensors.trees import HALF_DTYPES, cast_floats, map_tensors, tensors
+from booster.tensors.cast_regions import CastMode, cast_floats, disabled
+from booster.tensors.trees import HALF_DTYPES, map_tensors, tensors
 
 
 @contextmanager

@@ -28,8 +28,8 @@ from booster.numerics.record.run import SCHEMA, LineFile
 from booster.numerics.record.samples import Sample
 from booster.plugin import Plugin
 from booster.ranks.coordinator import DistCoordinator
-from booster.update.base import Update
 from booster.update.outcome import StepResult
+from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)
 Line = dict[str, Any]
@@ -107,7 +107,7 @@ class Record:
             policy.param is not None
         ):  # a float32 weight under it is a kept one, or the shard of one that is gathered in half
             return policy.param if update.shards.sharded else param.dtype
-        return torch.float16 if update.scaler.enabled else param.dtype
+        return torch.float16 if update.gradients.scaler.enabled else param.dtype
 
     @property
     def closed(self) -> bool:
@@ -230,11 +230,11 @@ class _Track:
             self._losses.append(loss)
 
     def before_step(self, update: Update, number: int) -> None:
-        self._clip = update.carried[1]
+        self._clip = update.gradients.carried[1]
         record = self._record
         if record.looks_at(update, number, self._first):
             sample = Sample(update, lambda param: record.format_of(update, param))
-            taken = None if record.activations is None else record.activations.take(update.carried[2])
+            taken = None if record.activations is None else record.activations.take(update.gradients.carried[2])
             self._sample = _Sampled(sample, taken)
         self._first = False
 

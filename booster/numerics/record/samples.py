@@ -23,9 +23,9 @@ import torch
 
 from booster.ground.device import HostCopy
 from booster.masters.formats import Kahan, Nearest
-from booster.masters.keeps import KeepsMasters
+from booster.masters.keeps import KeptMasters
 from booster.tensors.flat import flat_like, is_dense
-from booster.update.base import Update
+from booster.update.update import Update
 
 _BIAS = 127  # of float32
 _CHUNK = 2**22  # elements; what is needed besides is 8 bytes for each, and counts of float32 are exact up to 2**24
@@ -136,17 +136,22 @@ class Sample:
         self._lines: list[Line] = []
         self._params: list[torch.Tensor] = []
         self._nonzero: dict[torch.Tensor, torch.Tensor] = {}
-        carried, _, loss_scale = update.carried
+        carried, _, loss_scale = update.gradients.carried
         rows = []
         with update.shards.local():
-            params, values = update.params(), update.gradients()
+            params, values = update.gradients.params(), update.gradients.values()
             held = [(param, i) for i, group in enumerate(update.optimizer.param_groups) for param in group["params"]]
             places = {param: {"group": group, "place": place} for place, (param, group) in enumerate(held)}
             for param, value in zip(params, values, strict=True):
                 if not value.numel():
                     continue
                 self._params.append(param)
-                line: Line = {"kind": "sample", "of": "gradient", "name": update.name_of(param), **places[param]}
+                line: Line = {
+                    "kind": "sample",
+                    "of": "gradient",
+                    "name": update.name_of(param),
+                    **places[param],
+                }
                 copies = update.shards.copies(param)
                 self._lines.append({**line, "copies": copies if copies != 1 else None, "format": _name(format(param))})
                 rows.append(_row(value, carried, loss_scale))
@@ -225,11 +230,12 @@ class _Stored:
 def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, _Stored]:
     """Evenly spread elements of what keeps each of the parameters `wanted`. Inside `local()`."""
     found: dict[torch.Tensor, _Stored] = {}
-    if isinstance(update, KeepsMasters):
-        update.masters.adopt()
+    if isinstance(update.kept, KeptMasters):
+        masters = update.kept.masters
+        masters.adopt()
         pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
         formats: dict[torch.Tensor, str] = {}
-        for bucket in update.masters.buckets:
+        for bucket in masters.buckets:
             if wanted.keys().isdisjoint(bucket.params):
                 continue
             for piece, values in zip(bucket.pieces, bucket.pieces_of(bucket.joined()), strict=True):

@@ -76,7 +76,7 @@ def report(source: Any, *, format: torch.dtype | None = None) -> Report:
 def _of_optimizer(optimizer: OptimizerWrapper, format: torch.dtype | None) -> Sequence[Underflow]:
     given = None if format is None else arguments.floating_dtype("format", format)
     (update,) = updates_of([optimizer])
-    implied = given or (torch.float16 if update.scaler.enabled else None)
+    implied = given or (torch.float16 if update.gradients.scaler.enabled else None)
     sample = Sample(update, lambda param: param.dtype if implied is None or param.dtype != torch.float32 else implied)
     return [merge([{**line, "optimizer": "0", "step": 0}]) for line in sample.lines(applied=False)]
 

@@ -1,0 +1,327 @@
+"""Stepping the user's optimizer, whose fused kernel, if it has one, is told its divisor and kept to what it can step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from booster.ground.torch_internals import set_fused_flags, step_hooks
+from booster.model.optimizer_kinds import KNOWN, known
+from booster.tensors.flat import is_dense, lies_like
+from booster.tensors.grads import gradient_values, own_memory, scale_values
+from booster.tensors.trees import HALF_DTYPES
+from booster.update.gradients import Gradients
+from booster.update.job import Job
+from booster.update.parts import Parts, bare_step
+
+_logger = logging.getLogger(__name__)
+
+KERNELS = {cls: row.kernel for cls, row in KNOWN.items() if row.kernel is not None}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+# What every step asks of every group and parameter, without a Python call for each.
+_FUSED = methodcaller("get", "fused")
+_DTYPE, _GRAD = attrgetter("dtype"), attrgetter("grad")
+
+
+class Told:
+    """What a step is told: by what gradients are divided, and whether nothing is to change.
+
+    divisor: a number, or a 0-dim tensor, which nobody reads on the host, as found_inf.
+    """
+
+    def __init__(self, divisor: float | torch.Tensor = 1.0, found_inf: torch.Tensor | None = None) -> None:
+        self.divisor = divisor
+        self.found_inf = found_inf
+        self.divides_by_one = not isinstance(divisor, torch.Tensor) and divisor == 1.0
+        self._there: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def number(self) -> float:
+        """The divisor as a number; waits for the device where it lives on one."""
+        return float(self.divisor)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a kernel has to heed it, since the host does not know it."""
+        return self.found_inf is not None or isinstance(self.divisor, torch.Tensor)
+
+    def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
+        """Call `call`, a step of `optimizer` by a fused kernel, which reads this there for its length. One number is put onto
+        each device once, without waiting for it."""
+        if not self.divides_by_one:
+            if device not in self._there:
+                given = self.divisor
+                self._there[device] = (
+                    given.to(device, torch.float32)
+                    if isinstance(given, torch.Tensor)
+                    else torch.full((), given, dtype=torch.float32, device=device)
+                )
+            optimizer.grad_scale = self._there[device]
+        if self.found_inf is not None:
+            optimizer.found_inf = self.found_inf
+        try:
+            call()
+        finally:
+            # GradScaler and a later plain step take the attributes' presence as an order.
+            optimizer.__dict__.pop("grad_scale", None)
+            optimizer.__dict__.pop("found_inf", None)
+
+
+AS_THEY_ARE = Told()
+"""Gradients are stepped on as they are."""
+
+
+class Application:
+    """Steps the user's optimizer on the parameters themselves."""
+
+    compiled = False
+    """Whether torch.compile makes its steps."""
+
+    def __init__(self, job: Job) -> None:
+        self.optimizer: Any = job.optimizer
+        self.shards = job.shards
+        self.kernel = FusedKernel(job.optimizer, switched=job.switched)
+
+    def step(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
+        """Step `params` on `gradients` divided as `told`, a number; the division is the optimizer's own where it can be.
+
+        That is a fused kernel's, where it divides as precisely as gradients are, and nobody looks at them in between. Returns
+        whether what `.grad` is multiplied by is 1 afterwards, and not what it was."""
+        optimizer = self.optimizer
+        fused = self.kernel.prepare(params)
+        if told.divides_by_one:
+            optimizer.step()
+        elif (
+            fused
+            and told.divisor <= _FLOAT32_MAX
+            and not (any(step_hooks(optimizer)) or torch.float64 in map(_DTYPE, params))
+        ):
+            if params:
+                told.step(optimizer.step, optimizer, params[0].device)
+            else:  # they are all of other ranks
+                optimizer.step()
+            if self.shards.sharded:
+                self.shards.divided(told.divisor)
+        else:
+            gradients.unscale()
+            optimizer.step()
+        return True
+
+    def step_on_device(self, gradients: Gradients, params: list[torch.Tensor], told: Told) -> bool:
+        """As `step`, where `told` lives on a device: nothing waits for it, but in a step that a kernel cannot decide."""
+        optimizer = self.optimizer
+        self.kernel.prepare(params)
+        found = told.found_inf
+        if found is not None and self.must_know(gradients, told):
+            if not bool(found):
+                if (
+                    not told.divides_by_one
+                ):  # not by `unscale`, in which ranks may have to agree: others may not come here
+                    gradients.settle()
+                optimizer.step()
+        else:
+            device = torch.device("cpu") if found is None else found.device
+            told.step(optimizer.step, optimizer, device)
+            if self.shards.sharded and not told.divides_by_one:
+                self.shards.divided(told.divisor if found is None else torch.where(found > 0, 1.0, told.divisor))
+        return True
+
+    def step_none(self) -> None:
+        """Step where no rank has a gradient."""
+        self.optimizer.step()
+
+    def step_with_closure(self, gradients: Gradients, closure: Callable[[], Any]) -> tuple[Any, Any]:
+        """Step an optimizer that evaluates the loss itself, on gradients clipped as asked inside. Returns the loss, and what
+        `.grad` is multiplied by afterwards."""
+
+        def clipped() -> Any:
+            loss = closure()
+            gradients.unscale()
+            self.kernel.prepare(gradients.params())
+            return loss
+
+        return self.optimizer.step(clipped), 1.0
+
+    def parts(self, gradients: Gradients) -> Parts | None:
+        """Return what makes the next step in parts, within backward; None where it is made all at once."""
+        trained = [param for param in gradients.held() if param.requires_grad]
+        watched = any(step_hooks(self.optimizer)) or torch.float64 in map(_DTYPE, trained)
+        return PlainParts(self, gradients, divides=honours_grad_scale(self.optimizer) and not watched)
+
+    def must_know(self, gradients: Gradients, told: Told) -> bool:
+        """Return whether the host must know what a device decided: hooks fire for updates only, a skipped first step would
+        leave torch's momentum uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
+        if any(step_hooks(self.optimizer)) or self._lacks_momentum() or not honours_grad_scale(self.optimizer):
+            return True
+        return not told.divides_by_one and any(param.dtype == torch.float64 for param in gradients.params())
+
+    def _lacks_momentum(self) -> bool:
+        """Return whether a fused SGD has no momentum yet for something that it is about to step."""
+        optimizer = self.optimizer
+        return isinstance(optimizer, SGD) and any(
+            group["momentum"] != 0
+            and param.grad is not None
+            and optimizer.state.get(param, {}).get("momentum_buffer") is None
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
+
+
+class PlainParts(Parts):
+    """Parts of a step of the optimizer on the parameters themselves.
+
+    divides: whether its kernel is to divide gradients, instead of a multiplication.
+    """
+
+    def __init__(self, application: Application, gradients: Gradients, *, divides: bool) -> None:
+        super().__init__(application.optimizer, application.shards)
+        self._kernel = application.kernel
+        self._gradients = gradients
+        self._divides = divides
+
+    def _step(self, params: Sequence[torch.Tensor], divisor: float) -> None:
+        told = AS_THEY_ARE if divisor == 1.0 else Told(divisor)
+        if not told.divides_by_one and not (self._divides and divisor <= _FLOAT32_MAX):
+            scale, factor, _ = self._gradients.carried
+            own_memory(params)
+            scale_values(gradient_values(params), factor / scale)
+            told = AS_THEY_ARE
+        by_group: dict[int, list[torch.Tensor]] = {}
+        for param in sorted(params, key=self._place.__getitem__):
+            by_group.setdefault(self._place[param][0], []).append(param)
+        for index, own in by_group.items():
+            with self._restricted[index] as restricted:
+                restricted.to(own)
+                self._kernel.prepare(own)
+                told.step(lambda: bare_step(self.optimizer), self.optimizer, own[0].device)
+
+
+class FusedKernel:
+    """Keeps the fused kernel of `optimizer` to what it can step; does nothing for an optimizer without.
+
+    The kernels walk raw memory. Where parameter, gradient and states do not lie alike, elements meet their neighbours'
+    numbers, on CPU without a word, and parameters with gaps between their elements have what lies there overwritten.
+
+    switched: the implementation was chosen by `switch_to_fused`, not by the user, and may be given up.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, switched: bool = False) -> None:
+        self.optimizer = optimizer
+        self.switched = switched
+        self._state: Any = None  # that was looked at; torch replaces it when it loads one
+        # Of parameters that are not contiguous, or once were not.
+        self._strides: dict[torch.Tensor, tuple[int, ...]] = {}
+
+    def prepare(self, params: Sequence[torch.Tensor]) -> bool:
+        """Before each step on the gradients of `params`: give gradients and states the memory order of their parameters.
+        Returns `honours_grad_scale` of the optimizer.
+
+        What a kernel cannot step makes the optimizer go back to torch's default implementation, for good; if fused=True
+        was the user's, RuntimeError is raised. Costs two calls for each contiguous parameter.
+        """
+        groups = self.optimizer.param_groups
+        fused = list(map(_FUSED, groups))
+        if not any(fused):
+            return False
+        if not all(fused):
+            params = [p for group in groups if group.get("fused") for p in group["params"] if p.grad is not None]
+        half = type(self.optimizer) is SGD and not HALF_DTYPES.isdisjoint(map(_DTYPE, params))
+        contiguous = torch.Tensor.is_contiguous
+        alike = not self._strides and all(map(contiguous, params)) and all(map(contiguous, map(_GRAD, params)))
+        if half or not alike:
+            reason = self._unfit(params)
+            if reason is not None:
+                self._give_up(reason)
+                return False
+        if self.optimizer.state is not self._state:
+            self._state = self.optimizer.state
+            for param, own in self._state.items():
+                lay_states(param, own)
+        if type(self.optimizer) is SGD:
+            start_late_momentum(self.optimizer)
+        return all(fused) and type(self.optimizer) in KERNELS
+
+    def _unfit(self, params: Sequence[torch.Tensor]) -> str | None:
+        """Return why the kernel cannot step `params`; None, with all gradients laid like their parameters, if it can."""
+        if type(self.optimizer) is SGD and any(p.dtype in HALF_DTYPES and p.device.type == "cpu" for p in params):
+            return "on CPU it leaves most elements of half-precision parameters as they are"
+        for param in params:
+            grad: Any = param.grad
+            if grad.is_sparse:
+                if known(self.optimizer).takes_sparse:
+                    return "it takes no sparse gradients"
+                continue  # torch says that this optimizer takes none at all
+            if param in self._strides or not (param.is_contiguous() and grad.is_contiguous()):
+                if self._strides.get(param) != param.stride():
+                    if not is_dense(param):
+                        return f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory"
+                    self._strides[param] = param.stride()
+                    lay_states(param, self.optimizer.state.get(param, {}))
+                if not lies_like(grad, param):
+                    param.grad = laid_like(grad, param)
+        return None
+
+    def give_up(self) -> None:
+        """Have the optimizer as it was before `switch_to_fused`, where that switched it."""
+        if not self.switched:
+            return
+        self.optimizer.defaults["fused"] = None
+        for group in self.optimizer.param_groups:
+            group["fused"] = None
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].cpu()
+        set_fused_flags(self.optimizer, False)
+
+    def _give_up(self, reason: str) -> None:
+        name = type(self.optimizer).__name__
+        if not self.switched:
+            raise RuntimeError(
+                f"{name} was built with fused=True, and torch's fused kernel cannot make this step: {reason}; nothing has "
+                f"changed. Build the optimizer without fused=True"
+            )
+        self.give_up()
+        _logger.info("%s goes on with torch's default implementation; of its fused one: %s", name, reason)
+
+
+def honours_grad_scale(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
+    # Not by torch's attribute that says so, which a deep copy of the optimizer lacks.
+    return type(optimizer) in KERNELS and all(map(_FUSED, optimizer.param_groups))
+
+
+def start_late_momentum(optimizer: Optimizer) -> None:
+    """Give zero momentum to parameters of a fused SGD whose first gradient comes after that of others.
+
+    Torch's kernel starts all of a group at once or none. With dampening, zero would not be the right start.
+    """
+    if type(optimizer) is not SGD:
+        return
+    for group in optimizer.param_groups:
+        if not group.get("fused") or group["momentum"] == 0 or group["dampening"] != 0:
+            continue
+        state = optimizer.state
+        params = [param for param in group["params"] if param.grad is not None]
+        late = [param for param in params if state.get(param, {}).get("momentum_buffer") is None]
+        if late and len(late) < len(params):
+            for param in late:
+                state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def lay_states(param: Any, state: dict[str, Any]) -> None:
+    """Make states of the shape of `param` lie in memory as it does."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == param.shape and not lies_like(value, param):
+            state[key] = laid_like(value, param)
+
+
+def laid_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `tensor` that lies in memory as `param` does."""
+    laid = torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device)
+    return laid.copy_(tensor.detach())

@@ -1,0 +1,460 @@
+"""The gradients of one optimizer from backward to step: the scale they carry, the clips that wait, and what was read of them.
+
+Nothing here writes a gradient unless it must. One read of the *scaled* gradients, their norm, tells overflow and clip
+factor; scale and clip reach a fused optimizer as one number, `divisor`, others as one multiplication. How a norm is read, and
+where the numbers live, on the host or on a device, is what `Norms` knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from booster.loss_scaler import LossScaler
+from booster.ranks import agreement
+from booster.tensors.grads import gradient_values, own_memory, scale_in_graph, scale_values
+from booster.tensors.trees import HALF_DTYPES
+from booster.update.backward import BackwardPass, JointDecision
+from booster.update.job import Job
+from booster.update.norms import Norms
+from booster.update.outcome import StepListener
+from booster.update.release import Release
+from booster.update.touched import EVERY, FIRST, ScaledGradients
+
+_logger = logging.getLogger(__name__)
+WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing
+_NOT_READ = torch.full((), math.nan, dtype=torch.float32, device="cpu")  # a norm
+_DTYPE = attrgetter("dtype")  # of every parameter in every step, without a Python call for each
+
+
+class Gradients:
+    """State of one optimizer's gradients; see the module docstring.
+
+    scale: what they are multiplied by; None: there are none that we know of. factor: the product of clip factors not yet
+    applied, or None. bound: of a clip that waits unread for the decision. read: norms taken since the last backward pass; they
+    tell found_inf. norm: the first of them, as it would be unscaled. check: whether the next step looks at gradients of its own
+    accord. release: how they are used within backward, where they are.
+    """
+
+    piles_up = False
+    """Whether gradients can be there that no step may use yet although a backward pass has ended."""
+
+    def __init__(self, job: Job, norms: Norms) -> None:
+        scaler, options = job.scaler, job.options
+        if not scaler.enabled and scaler.scale != 1.0:
+            raise ValueError(
+                f"{type(scaler).__name__} has a scale of {scaler.scale:g} and enabled = False, so nothing would be scaled; set "
+                "enabled = True in the class"
+            )
+        self.optimizer = job.optimizer
+        self.shards = job.shards
+        self.names = job.names
+        self.group = job.group
+        self.scaler = scaler
+        self.norms = norms
+        self.skip_nonfinite = options.skip_nonfinite
+        self.joint = JointDecision([self])
+        self.release: Release | None = None
+        self.listeners: list[StepListener] = []
+        self._told_touched = False
+        self._present: list[torch.Tensor] | None = None  # `params()`, within a step
+        self._prescribed: float | None = None  # the next scale, for what is beside the run
+        self._num_steps = 0
+        self.note_dtypes()
+        self.reset(None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is not listened to: who listens, such as an open record, knows this one.
+        return {**self.__dict__, "listeners": [], "noted": None}
+
+    def reset(self, scale: Any) -> None:
+        """Forget what belongs to one step. scale: what `.grad` is multiplied by now; None: nothing that we know of."""
+        self.scale: Any = scale
+        self.factor: Any = None
+        self.bound: float | None = None
+        self.read: list[Any] = []
+        self.norm: Any = None
+        self.check = self.scaler.enabled or self.skip_nonfinite
+        self.num_backwards = 0
+        self.noted: ScaledGradients | None = None  # scaled gradients, as the last backward pass left them
+        self.loss_scale: Any = 1.0  # of this step's backward passes
+        self.losses: list[torch.Tensor] = []
+        self._differentiable = False  # a graph may lead through gradients at rest
+        self._present = None
+        if len(self.joint.members) > 1:
+            self.joint.members.remove(self)
+            self.joint = JointDecision([self])
+        self.joint.found = None
+
+    def beside(self, scale: float) -> Gradients:
+        """Return gradients of the same optimizer as before any pass, of losses that are multiplied by `scale`; nobody listens,
+        and no pass uses them."""
+        other = copy.copy(self)
+        other.joint = JointDecision([other])
+        other.listeners, other.release, other._prescribed = [], None, scale
+        other.reset(None)
+        return other
+
+    def forget(self, set_to_none: bool = True) -> None:
+        """The gradients were zeroed."""
+        if self.shards.shares:
+            self.shards.clear_gradients(set_to_none)
+        self.reset(None)
+
+    # ------------------------------------------------------------------ backward passes
+
+    @property
+    def next_scale(self) -> Any:
+        """The scale for the next loss: a float, or a 0-dim tensor where it lives on a device."""
+        return self.scale_for(0)
+
+    def scale_for(self, loss_id: int) -> Any:
+        """The scale for the next loss of that number, as `next_scale`."""
+        if self._prescribed is not None:
+            return self._prescribed
+        return self.scaler.factor if self.norms.on_device else self.scaler.scale
+
+    def use_within_backward(self, release: Release) -> None:
+        """Have passes step on them, as `release` says."""
+        self.release = release
+
+    def listen_as(self, other: Gradients) -> None:
+        """Have who listens to `other` listen to these."""
+        self.listeners = other.listeners
+
+    def use(self, scaler: LossScaler) -> None:
+        """Take the scale from `scaler` from now on."""
+        self.scaler = scaler
+
+    def join(self, joint: JointDecision) -> None:
+        """Decide with the others of `joint` from now on, until the next step."""
+        self.joint = joint
+
+    def before_backward(self, scale: Any, this: BackwardPass | None = None) -> None:
+        """Bring gradients that exist already to `scale`, pending clips applied, so that new ones add to them. this: the pass
+        that begins; None means one for this optimizer alone, of loss 0, complete."""
+        if self.noted is not None:
+            self.compare_noted()
+        if self.release is not None:  # it steps within the pass
+            self._check_full([param for param in self.held() if param.requires_grad])
+        if self.shards.sharded:
+            self.shards.even_out()
+        if not self.norms.on_device:
+            scale = float(scale)
+        if self.scale is not None and (self.factor is not None or not _same(self.scale, scale)):
+            self.multiply(scale / self.scale * (1.0 if self.factor is None else self.factor))
+        self._differentiable = self._differentiable or (this is not None and this.create_graph)
+        self.scale = self.loss_scale = scale
+        self.factor = None
+        self.read = []
+        self.norm = None
+        self.joint.found = None
+
+    def after_backward(self, loss: torch.Tensor | None) -> None:
+        """loss: None where another pipeline stage computes it."""
+        self.num_backwards += 1
+        is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
+        if is_due and self.scale is not None and not _same(self.scale, 1.0):
+            self.noted = ScaledGradients(self.held())
+        if self.check and loss is not None:
+            self.losses.append(loss.detach())
+        for listener in self.listeners:
+            listener.after_backward(None if loss is None else loss.detach())
+
+    def abandon_backward(self) -> None:
+        """The pass raised; `after_backward` is not called."""
+
+    def compare_noted(self) -> None:
+        """One WARNING if somebody else wrote to gradients that are noted; they are noted no longer."""
+        noted, self.noted = self.noted, None
+        params = [] if noted is None or self._told_touched else noted.touched()
+        if params:
+            self._told_touched = True
+            _logger.warning(
+                "the gradient of %s%s was changed between booster.backward and step() while it was multiplied by the loss "
+                "scale, as by torch's clip_grad_norm_, by a loss.backward() of its own, or by hand: what is added or compared "
+                "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
+                "every loss to booster.backward, and call optimizer.unscale_grads() before writing to .grad",
+                self.name_of(params[0]),
+                f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
+            )
+
+    # ------------------------------------------------------------------ what they are
+
+    @property
+    def carried(self) -> tuple[Any, Any, Any]:
+        """Before a step: what gradients are multiplied by, the clip factor that waits, and the scale of the last backward
+        pass. Floats, or 0-dim tensors where they live on a device."""
+        return 1.0 if self.scale is None else self.scale, 1.0 if self.factor is None else self.factor, self.loss_scale
+
+    @property
+    def divisor(self) -> Any:
+        """What gradients are to be divided by: loss scale and clip in one number; inf where a clip leaves nothing of them."""
+        scale = 1.0 if self.scale is None else self.scale
+        if self.factor is None:
+            return scale
+        return scale / self.factor if isinstance(self.factor, torch.Tensor) or self.factor else math.inf
+
+    def params(self) -> list[torch.Tensor]:
+        """Parameters that have a gradient, in the order of the groups."""
+        return self._find_params() if self._present is None else self._present
+
+    def _find_params(self) -> list[torch.Tensor]:
+        found = []
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    found.append(param)
+        return found
+
+    def values(self, *, written: bool = False) -> list[torch.Tensor]:
+        """The gradients that `step` will use, one for each of `params()`; `written`: to be written to, whole."""
+        if not written:
+            return gradient_values(self._find_params() if self._present is None else self._present)
+        params = self.shards.written(self.params())
+        own_memory(params)
+        return gradient_values(params)
+
+    def held(self) -> list[torch.Tensor]:
+        """What the optimizer's groups hold."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """The qualified name of `param`, for reports."""
+        return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
+
+    def culprits(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> tuple[str, ...]:
+        """The names of those of `params`."""
+        return tuple(self.name_of(params[index]) for index in indices)
+
+    @contextmanager
+    def present(self, params: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, `params()` are these."""
+        before, self._present = self._present, params
+        try:
+            yield
+        finally:
+            self._present = before
+
+    def nobody_has(self) -> bool:
+        """Return whether no rank has a gradient; a collective where ranks hold shards and there was no backward."""
+        if self.shards.sharded and self.num_backwards:
+            return False  # a rank without any joins the collectives of the others
+        here = float(bool(self.params()))
+        return not (agreement.largest(here, self.group) if self.shards.sharded else here)
+
+    # ------------------------------------------------------------------ reading
+
+    def true_norm(self, norm_type: float) -> Any:
+        """Norm of the gradients as they would be unscaled, clips applied: one read of them. Inside `local()`."""
+        with torch.no_grad():
+            read, norm = self.norms.read(self, norm_type)
+        self.read.append(read)
+        if self.norm is None:
+            self.norm = norm
+        return norm
+
+    def take(self, read: Any) -> None:
+        """Take `read` for what was read of the gradients, which a pass has used."""
+        self.read = [read]
+        self.norm = read.total if self.scale is None else read.total / self.scale
+
+    def found(self) -> Any:
+        """Return whether this rank's gradients hold an inf or NaN, which are read if nobody has since the last backward pass: a
+        bool, or a 0-dim tensor."""
+        if not self.read:
+            with self.shards.local() if self.shards.sharded else WHOLE:  # another optimizer's step may ask
+                self.true_norm(2.0)
+        return self.norms.found(self.read)
+
+    @property
+    def checks(self) -> bool:
+        """Return whether this step looks at its gradients, or is bound by another optimizer that does."""
+        joint = self.joint
+        return self.check or joint.found is not None or any(member.check for member in joint.members)
+
+    # ------------------------------------------------------------------ clips and unscaling
+
+    def unscale(self) -> None:
+        """Make `.grad` what it would be without a scale, pending clips applied. Calling it again does nothing."""
+        with self.shards.local():
+            self._unscale()
+
+    def _unscale(self) -> None:
+        if self.nobody_has():
+            return
+        self.require_backward()
+        if self.check and not self.read:
+            self.true_norm(2.0)
+        self.settle()
+
+    def carry(self, scale: Any) -> None:
+        """`.grad` is multiplied by `scale` now, no clip waits, and nothing was read of it."""
+        self.scale, self.factor, self.read = scale, None, []
+
+    def settle(self) -> None:
+        """Apply scale and clips that wait to `.grad`."""
+        scale, factor, _ = self.carried
+        if self.factor is not None or not _same(scale, 1.0):
+            self.multiply(factor / scale)
+        self.scale = 1.0
+        self.factor = None
+
+    def clip_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *, asked: bool = True
+    ) -> torch.Tensor:
+        """Scale gradients down so that their norm is at most `max_norm`; returns the norm before, unscaled, 0-dim.
+
+        asked: by a call of the user's, which is refused where no backward pass came before it; who did not ask is given no
+        norm where it can wait for the decision to be read."""
+        if self.norms.waits and not (asked or self.listeners):
+            self.check, self.bound = True, max_norm
+            return _NOT_READ
+        with self.shards.local() if self.shards.sharded else WHOLE:
+            self._present = self._find_params()
+            try:
+                unsure = not self.num_backwards if self.shards.sharded else not self._present
+                if unsure and self.nobody_has():
+                    if asked:
+                        self._refuse_early_clip("clip_grad_by_norm")
+                    return torch.tensor(0.0, dtype=torch.float32)
+                if self.piles_up or not self.num_backwards:
+                    self.require_backward()
+                self.check = True
+                norm = self.true_norm(norm_type)
+            finally:
+                self._present = None
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {float(norm)}, so it cannot be clipped. Under a "
+                "loss scaler this is ordinary: leave error_if_nonfinite=False and the step is skipped"
+            )
+        self.factor = self.norms.clipped(norm, max_norm, self.factor)
+        return norm if isinstance(norm, torch.Tensor) else torch.tensor(norm, dtype=torch.float32)
+
+    def clip_by(self, max_norm: float, norm: float) -> None:
+        """Clip to `max_norm` gradients whose true norm is, or is taken to be, `norm`."""
+        self.check = True
+        self.factor = self.norms.clipped(norm, max_norm, self.factor)
+
+    def clip_value(self, clip_value: float) -> None:
+        """Clamp the unscaled gradients to [-clip_value, clip_value]. A step with non-finite gradients is skipped."""
+        with self.shards.local():
+            if self.nobody_has():
+                self._refuse_early_clip("clip_grad_by_value")
+                return
+            self.require_backward()
+            self.check = True
+            self.norms.clamp(self, clip_value)
+
+    def multiply(self, ratio: Any) -> None:
+        """Multiply `.grad` in place, or, where a graph may lead through it, by a copy."""
+        with self.shards.local() if self.shards.sharded else WHOLE:
+            if self._differentiable:
+                self._leave_graph()
+                scale_in_graph(self.values(written=True), ratio)
+            else:
+                scale_values(self.values(written=True), ratio)
+
+    def _leave_graph(self) -> None:
+        """Replace gradients that a graph may have saved by copies, which can be written to and lead back into it."""
+        for param in self.shards.written(self.params()):
+            if param.grad is not None and param.grad.requires_grad:
+                with torch.enable_grad():
+                    param.grad = param.grad.clone()
+
+    # ------------------------------------------------------------------ steps
+
+    def enter_step(self) -> list[torch.Tensor] | None:
+        """A step begins, inside `local()`; returns `params()`, found once for it, or None if no rank has a gradient.
+
+        Raises RuntimeError for gradients that no step may use, and weights that were made half."""
+        self._num_steps += 1
+        self._present = params = self._find_params()
+        if self._is_full and not HALF_DTYPES.isdisjoint(map(_DTYPE, params)):
+            self._check_full(params)
+        if (not self.num_backwards if self.shards.sharded else not params) and self.nobody_has():
+            return None
+        if self.piles_up or not self.num_backwards:
+            self.require_backward()
+        return params
+
+    def abandon_step(self) -> None:
+        """The step raised; otherwise `reset` ends it."""
+        self._present = None
+
+    # ------------------------------------------------------------------ what is refused
+
+    @property
+    def closure_refusal(self) -> str | None:
+        """Return why `step(closure)` cannot run; None if it can."""
+        if not self.scaler.enabled:
+            return None
+        return (
+            f"{type(self.optimizer).__name__}.step(closure) cannot run under a loss scaler: the decision to skip falls after "
+            "backward, inside the closure. Use mixed_precision='fp32' or 'bf16', or, if the optimizer does not need a closure, "
+            "call booster.backward(loss, optimizer) and then step()"
+        )
+
+    def check_known(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
+        if self.group is not None and any(param not in self.names for param in params):
+            raise ValueError(
+                "the added parameters belong to no boosted model, so their gradients would not be synchronised among ranks; "
+                "make them parameters of the model before boost()"
+            )
+
+    def note_dtypes(self) -> None:
+        """Note whether parameters are float32 now, so that a step can tell if they were made half since."""
+        self._is_full = HALF_DTYPES.isdisjoint(map(_DTYPE, self.held()))
+
+    def _check_full(self, params: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError if all parameters were float32 or float64, and some of `params` are half now."""
+        half = [param for param in params if param.dtype in HALF_DTYPES] if self._is_full else []
+        if half:
+            raise RuntimeError(
+                f"{self.name_of(half[0])} was float32 at boost() and is {half[0].dtype} now, as after model.half() or "
+                "model.to(dtype): no float32 master stands behind it, and small updates would be lost. Leave the weights as "
+                "they are, since the precision casts what it computes; for half weights with masters use "
+                "mixed_precision='fp16_naive' or 'bf16_naive'"
+            )
+
+    def _refuse_early_clip(self, method: str) -> None:
+        """Raise RuntimeError where the user clips and no backward pass has brought gradients since the last step."""
+        if not self.num_backwards:
+            raise RuntimeError(
+                f"{method}() came before booster.backward(loss, optimizer), or after step() and zero_grad(): there are no "
+                "gradients, so nothing would be clipped. Call it between backward and step(); Booster(clip_grad_norm=...) "
+                "clips in every step by itself"
+            )
+
+    def require_backward(self) -> None:
+        """Raise RuntimeError for gradients that no pass of ours has brought."""
+        if self.scaler.enabled and self.num_backwards == 0:
+            raise RuntimeError(
+                "there are gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler those "
+                "of a bare loss.backward() are not scaled, and those of the last step have been used. Call "
+                "booster.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
+                "booster.backward(loss, [optimizer_a, optimizer_b])"
+            )
+
+    def all_or_none(self, what: str) -> AbstractContextManager[None]:
+        """Context whose error on one rank of those that step together is raised on all; see `agreement.all_or_none`."""
+        return agreement.all_or_none(self.group, what)
+
+    def require_alike(self, text: str, what: str) -> None:
+        """Raise ValueError, on all ranks that step together, if they differ in `text`, which tells `what`."""
+        agreement.require_alike(text, what, self.group)
+
+
+def _same(scale: Any, other: Any) -> bool:
+    if isinstance(scale, torch.Tensor) or isinstance(other, torch.Tensor):
+        return scale is other
+    return scale == other

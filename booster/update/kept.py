@@ -1,0 +1,82 @@
+"""What of one optimizer goes into a checkpoint: its states, and what is kept besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.model.params import load_states
+from booster.update.job import Job
+
+
+class KeptState:
+    """The state of the optimizer as it is, and nothing besides: the null object of `KeptMasters`."""
+
+    keeps_masters = False
+    """Whether float32 numbers stand behind half parameters."""
+
+    def __init__(self, job: Job) -> None:
+        self.optimizer = job.optimizer
+        self.shards = job.shards
+        self.names = job.names
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state, by the parameters that the user knows."""
+        return self.shards.view_state(self.optimizer.state)
+
+    def has_master(self, param: torch.Tensor) -> bool:
+        """Return whether float32 numbers stand behind `param`, a whole parameter, as checkpoints keep them."""
+        return False
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Torch's state dict of what the optimizer's groups hold, and what is kept besides. Inside `local()`."""
+        return self.optimizer.state_dict(), {}
+
+    def read_state_dict(self, state_dict: dict[str, Any], own: Mapping[str, Any]) -> Callable[[], None]:
+        """`load_state_dict` into what the optimizer's groups hold; own: what `state_dict` gave besides. Inside `local()`.
+
+        Containers of the optimizer may change, but no tensor; what is returned does the rest, and does not fail.
+        """
+        load_states(self.optimizer, state_dict)
+        return lambda: None
+
+    def rounding_state(self) -> dict[str, Any]:
+        """Return the random state of rounding, where weights are rounded by chance, to be given to `load_rounding`."""
+        return {}
+
+    def load_rounding(self, state: Mapping[str, Any]) -> None:
+        """Continue the random numbers of rounding where `rounding_state` was taken; does nothing where none are drawn."""
+
+    def dissolve(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Have the states by what the groups hold; return the masters likewise. Inside `local()`."""
+        return {}
+
+    def watch(self, model: nn.Module) -> None:
+        """Take over what masters can use of weights that are loaded into `model`."""
+
+    def weights_in_model(self) -> list[str]:
+        """Names of trained parameters that are their own masters. Not inside `local()`."""
+        return []
+
+    def master_tensors(self) -> list[torch.Tensor]:
+        """Return what is kept beside half weights."""
+        return []
+
+    def wait_for_copies(self) -> None:
+        """Wait until what the last step sent to the host's memory, if anything, has arrived there."""
+
+    def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
+        """Of masters of whole parameters, the part that is kept besides, and values of parameters that are their own masters.
+
+        Not inside `local()`. Raises ValueError, with nothing changed, if there is no use for them or bits would be lost.
+        """
+        if masters["weights"]:
+            raise ValueError(
+                "the optimizer state holds float32 master weights, but this precision keeps none; resume with the precision "
+                "that wrote it, or delete state['booster']['masters'] to go on from the rounded weights"
+            )
+        return masters, {}

@@ -1,0 +1,121 @@
+"""One optimizer's way from gradients to a step, put together from its gradients, a decision and what checkpoints keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from booster.update.decision import Decision
+from booster.update.gradients import WHOLE, Gradients
+from booster.update.kept import KeptState
+from booster.update.outcome import StepFields, StepResult
+from booster.update.release import Release
+
+
+class Update:
+    """Steps by `decision`, or not; see `choice` for what it is made of.
+
+    gradients: from backward to step. decision: whether a step is made, and in it what makes it. kept: what of the optimizer a
+    checkpoint holds.
+    """
+
+    def __init__(self, gradients: Gradients, decision: Decision, kept: KeptState) -> None:
+        self.gradients = gradients
+        self.decision = decision
+        self.kept = kept
+        self.optimizer = gradients.optimizer
+        self.shards = gradients.shards
+        self.names = gradients.names
+
+    @contextmanager
+    def set_aside(self, scale: float) -> Iterator[None]:
+        """Inside, gradients are as before any pass, nobody listens, and losses are multiplied by `scale`; afterwards all
+        is what it was."""
+        before = self.gradients
+        self.gradients = before.beside(scale)
+        try:
+            yield
+        finally:
+            self.gradients = before
+
+    def name_of(self, param: torch.Tensor) -> str:
+        """The qualified name of `param`, for reports."""
+        return self.gradients.name_of(param)
+
+    def step(self) -> StepResult:
+        """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""
+        gradients, shards = self.gradients, self.shards
+        release = gradients.release
+        if release is not None:
+            release.check_weights()
+            if release.pending:
+                return self._finish(release)
+        with shards.local() if shards.sharded else WHOLE:
+            try:
+                params = gradients.enter_step()
+                if params is None:
+                    self.decision.application.step_none()
+                    next_scale = gradients.next_scale
+                    gradients.reset(gradients.scale)
+                    return StepResult(True, lambda applied: StepFields(loss_scale=float(next_scale)))
+                result, scale = self.decision.step(params)
+            except BaseException:
+                gradients.abandon_step()
+                raise
+        # What a device skipped is published as it was: to know would be to wait.
+        if shards.sharded and (self.decision.on_device or result.applied):
+            shards.publish()
+        gradients.reset(scale)
+        return result
+
+    def _finish(self, release: Release) -> StepResult:
+        """Do what a step does besides updating parameters, which were updated within backward."""
+        try:
+            result, _ = self.decision.step([])
+        finally:
+            release.pending = False
+        # What came before a gradient that is not finite may have been stepped.
+        if self.shards.sharded and (result.applied or release.mode == "previous_norm"):
+            self.shards.publish()
+        self.gradients.reset(None)
+        return result
+
+    def give_back(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Leave the optimizer as `boost` found it, but for its states, which are by this rank's parts of parameters where ranks
+        divide them; return the float32 numbers behind half parameters, each laid out as its parameter is.
+
+        A collective where ranks divide parameters flat. This update is at its end.
+        """
+        with self.shards.local():
+            values = self.kept.dissolve()
+        self.decision.application.kernel.give_up()
+        return self.shards.widen_masters(values)
+
+    def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
+        """Step an optimizer that evaluates the loss itself, without a loss scaler; clips inside the closure take effect."""
+        self._refuse_closure()
+        gradients = self.gradients
+        loss, scale = self.decision.application.step_with_closure(gradients, closure)
+        norm = None if gradients.norm is None else float(gradients.norm)
+        gradients.reset(scale)
+        return StepResult(True, StepFields(loss_scale=1.0, grad_norm=norm), loss=loss)
+
+    def _refuse_closure(self) -> None:
+        gradients, name = self.gradients, f"{type(self.optimizer).__name__}.step(closure)"
+        if gradients.release is not None:
+            raise RuntimeError(
+                f"{name} would use gradients after their backward pass, and release_gradients={gradients.release.mode!r} frees "
+                "them within it; call booster.backward and step() without a closure, or use release_gradients=False"
+            )
+        if self.shards.sharded:
+            raise RuntimeError(
+                f"{name} cannot run on shards of the parameters; call booster.backward and step() without it"
+            )
+        if gradients.skip_nonfinite:
+            raise RuntimeError(
+                f"{name} computes and uses its gradients in one go, so skip_nonfinite=True cannot look at them; call "
+                "booster.backward and step() without a closure, or use Booster(skip_nonfinite=False)"
+            )
