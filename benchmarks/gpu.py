@@ -281,10 +281,11 @@ class GPTSection:
     def ways(self) -> Iterator[tuple[str, Callable[[], Step]]]:
         yield "torch fused, bf16 autocast", self._torch
         yield "again", self._torch
-        for precision in ("bf16", "fp16"):
-            yield precision, partial(self._ours, precision)
-        for name in ("bf16_naive, split", "split24 + 8-bit states"):
-            yield name, lambda made=NAIVE[name]: self._ours(made())
+        for way, how in BY.items():
+            for precision in ("bf16", "fp16"):
+                yield f"{precision}{way}", partial(self._ours, precision, how)
+            for name in ("bf16_naive, split", "split24 + 8-bit states"):
+                yield f"{name}{way}", lambda made=NAIVE[name], how=how: self._ours(made(), how)
 
     def _net(self) -> nn.Module:
         torch.manual_seed(0)
@@ -304,9 +305,9 @@ class GPTSection:
 
         return step
 
-    def _ours(self, precision: Any) -> Step:
+    def _ours(self, precision: Any, fused_optimizer: bool | str) -> Step:
         net = self._net()
-        booster = Booster(self._device, precision, clip_grad_norm=1.0)
+        booster = Booster(self._device, precision, clip_grad_norm=1.0, fused_optimizer=fused_optimizer)
         criterion = lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
         model, optimizer, criterion, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=3e-4), criterion)
 

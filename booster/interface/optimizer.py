@@ -63,6 +63,9 @@ class OptimizerWrapper(Optimizer):
         self._own_step = OwnStep(job.optimizer, self)
         self.accumulating = False
         self._history = StepHistory(job.options.max_consecutive_skips, self._describe_scale)
+        release = self._update.gradients.release
+        if release is not None:
+            release.settle = self._history.settle
 
     def become(self, other: OptimizerWrapper) -> None:
         """Step as `other` does from now on, which was made of the same optimizer; counters, and who listens, stay."""

@@ -80,8 +80,6 @@ def _kernel_update(update: Update, job: Job) -> Update:
 
 def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
     """Return why `job` cannot be stepped by kernels, None if it can."""
-    if job.options.release_gradients:
-        return "release_gradients steps within backward"
     if type(update) is not Update or type(update.gradients) not in (Gradients, DeviceGradients):
         return f"its precision makes an update of its own, {type(update).__name__}"
     if isinstance(update.decision, ReportingDecision):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -21,10 +21,11 @@ from booster.ground.device import HostCopy
 from booster.ground.torch_internals import note_step, step_hooks
 from booster.kernels.kept import Kept, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, clip_by, decide, norm_of, update
+from booster.kernels.released import KernelPass
 from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
 from booster.kernels.table import Kind, Table
-from booster.loss_scaler import DeviceScale, LossScaler
+from booster.loss_scaler import DeviceScale, LossScaler, NoScale
 from booster.masters.bucket import Bucket
 from booster.masters.formats import WEIGHTS, Stochastic
 from booster.masters.packed import Dither
@@ -32,7 +33,8 @@ from booster.masters.step import MasterStep
 from booster.masters.update import MasterApplication
 from booster.ranks import agreement
 from booster.tensors.flat import ALIGNMENT, lies_like
-from booster.update.application import Application, laid_like
+from booster.update.application import Application, Told, laid_like
+from booster.update.choice import release_by
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
 from booster.update.gradients import Gradients
 from booster.update.job import Job
@@ -45,6 +47,7 @@ _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("la
 _SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient; of a bucket
 _ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _CPU = torch.device("cpu")
+_UNSCALED = NoScale()
 _SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
 
 
@@ -55,6 +58,18 @@ class Covered:
         self._optimizer, self._shards = job.optimizer, job.shards
         self.sharded = job.shards.sharded
         self.steps = _Steps(rule, job.optimizer)
+
+    def part(self, steps: _Steps, params: list[torch.Tensor]) -> Table | None:
+        """Return that of `steps` of the gradients of `params`, which are stepped before the others of their step."""
+        only = {id(param) for param in params}
+
+        def collect(stretches: Stretches) -> None:
+            for index, group in enumerate(self._optimizer.param_groups):
+                for param in group["params"]:
+                    if id(param) in only:
+                        stretches.add(index, param)
+
+        return steps.table(params, (), self._shards, collect)
 
     def ready(self, params: list[torch.Tensor]) -> Table | None:
         """Return the table of the gradients of `params`, all that are there; None where this step is not for kernels."""
@@ -93,6 +108,13 @@ class CoveredMasters(Covered):
     def __init__(self, job: Job, rule: Rule, whole: MasterStep) -> None:
         super().__init__(job, rule)
         self._whole = whole
+
+    def part(self, steps: _Steps, params: list[torch.Tensor]) -> Table | None:
+        only = {id(param) for param in params}
+        self._plain = [[param for param in group if id(param) in only] for group in self._whole.plain()]
+        self._buckets = [b for b in self._whole.masters.buckets if not only.isdisjoint(map(id, b.params))]
+        self._whole.refuse_sparse(self._buckets)
+        return steps.table(params, tuple(self._buckets), self._shards, self._collect)
 
     def _collect(self, stretches: Stretches) -> None:
         for index, params in enumerate(self._plain):
@@ -176,9 +198,13 @@ class KernelDecision(DeviceDecision):
         super().__init__(gradients, application)
         self.covered = covered
         self.steps = covered.steps
+        self._parts: list[_Steps] = []  # of what is stepped together within a backward pass, in its order
+        self.begin_parts()
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
-        bound = self.gradients.bound
+        gradients, bound = self.gradients, self.gradients.bound
+        if gradients.release is not None and gradients.release.pending:
+            return super().step(params)
         table = self.covered.ready(params)
         if table is not None:
             with current(table.device):
@@ -220,6 +246,45 @@ class KernelDecision(DeviceDecision):
             return StepResult(True, StepFields(loss_scale=1.0)), scale
         return _result(out, norm, first, seed, joint.report()), scale
 
+    # ------------------------------------------------------------------ within backward
+
+    def released_pass(self, gradients: Gradients) -> KernelPass:
+        return KernelPass(gradients)
+
+    def begin_parts(self) -> None:
+        self._num_parts = 0
+        self.found_along: torch.Tensor | None = None
+        """Whether gradients that came so far are not finite, 0-dim; None: nobody looked."""
+
+    def agree(self) -> bool:
+        """Return whether the host knows that all who decide together skip this step: as a rule it does not ask."""
+        joint, hooked = self.gradients.joint, any(step_hooks(self.gradients.optimizer))
+        if self.gradients.checks:
+            self.agreed()
+        return bool(joint.found) if hooked or not isinstance(joint.found, torch.Tensor) else False
+
+    @property
+    def found_of_part(self) -> torch.Tensor | None:
+        found = self.gradients.joint.found
+        return found if isinstance(found, torch.Tensor) else self.found_along
+
+    def step_part(self, params: Sequence[torch.Tensor]) -> bool:
+        """Step `params` before the others of their step; return False, with nothing done, where kernels do not know them."""
+        if self._num_parts == len(self._parts):
+            self._parts.append(_Steps(self.steps.rule, self.gradients.optimizer))
+        steps, self._num_parts = self._parts[self._num_parts], self._num_parts + 1
+        table, gradients, found = self.covered.part(steps, list(params)), self.gradients, self.found_of_part
+        if table is None:
+            return False
+        told = None, found, gradients.scale, gradients.factor, None, None, found is not None
+        with current(table.device):
+            steps.run(table, self.covered, _UNSCALED, *told, is_part=True)
+        return True
+
+    def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
+        release = self.gradients.release
+        return True if release is not None and release.pending else super()._apply(params, told)
+
     def _follow_scale(self, out: torch.Tensor) -> None:
         single, scaler = out.view(torch.float32), self.gradients.scaler
         if type(scaler) is DeviceScale:
@@ -233,7 +298,9 @@ def kernel_update(job: Job, rule: Rule, application: Application, kept: KeptStat
     masters = isinstance(application, MasterApplication)
     covered = CoveredMasters(job, rule, application.whole) if masters else Covered(job, rule)  # type: ignore[attr-defined]
     gradients = DeviceGradients(job, KernelNorms(job, covered))
-    return Update(gradients, KernelDecision(gradients, application, covered), kept)
+    decision = KernelDecision(gradients, application, covered)
+    release_by(job, gradients, decision)
+    return Update(gradients, decision, kept)
 
 
 class _Steps:
@@ -354,8 +421,10 @@ class _Steps:
         seed: Any,
         bound: float | None,
         checks: bool,
+        *,
+        is_part: bool = False,
     ) -> torch.Tensor:
-        """Decide and update; returns what was decided."""
+        """Decide and update; returns what was decided. is_part: of a step whose random numbers are those of its parts."""
         rule, device = self.rule, table.device
         rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(rule, self._optimizer.param_groups)]
         carried, pending = _on_device(carried, device), _on_device(pending, device)
@@ -375,6 +444,8 @@ class _Steps:
         constants = {"CLIP": bound is not None, "PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS}
         constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
         self._kept.launch(decide, (bound is not None, *kinds_of(maybe)), 1, args, constants)
+        if covered.dither is not None and not is_part:
+            covered.dither.next()
         chances = self._chances(table, covered.dither)
         divide = carried is not None or pending is not None or bound is not None
 
@@ -414,7 +485,6 @@ class _Steps:
         found = dict.fromkeys((kind.names for kind in table.kinds), self._no_chances(table.device))
         if dither is None:
             return found
-        dither.next()
         for kind in table.kinds:
             if kind.by_chance:
                 drawn = [dither.lanes(name, _CPU) for name in (WEIGHTS, *kind.names)]
@@ -422,7 +492,6 @@ class _Steps:
                 lanes = torch.cat(drawn)
                 lanes = lanes.pin_memory() if table.device.type == "cuda" else lanes
                 found[kind.names] = lanes.to(table.device, non_blocking=True)
-        dither.drawn.clear()
         return found
 
 

@@ -42,7 +42,7 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
     if "masters" in own:
         own["masters"][IN_MODEL] = update.kept.weights_in_model()
     if update.gradients.release is not None and update.gradients.release.previous is not None:
-        own = {**own, RELEASE: {PREVIOUS_NORM: update.gradients.release.previous}}
+        own = {**own, RELEASE: {PREVIOUS_NORM: float(update.gradients.release.previous)}}
     if shards.kept is not None:
         own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
     return state, own

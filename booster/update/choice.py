@@ -65,11 +65,16 @@ def update_on_host(job: Job, stepping: Stepping = PARAMETERS) -> Update:
     """Make an update that decides on the host."""
     gradients = Gradients(job, stepping.norms(job))
     decision = stepping.decision(gradients, stepping.application(job))
+    release_by(job, gradients, decision)
+    return Update(gradients, decision, stepping.kept(job))
+
+
+def release_by(job: Job, gradients: Gradients, decision: Decision) -> None:
+    """Have backward passes use `gradients` as `decision` says, where the options of `job` ask for it."""
     options = job.options
     if options.release_gradients:
         mode, max_norm = str(options.release_gradients), float(options.clip_grad_norm)
         gradients.use_within_backward(Release(mode, max_norm, decision))
-    return Update(gradients, decision, stepping.kept(job))
 
 
 def update_on_device(job: Job, stepping: Stepping = PARAMETERS) -> Update:

@@ -11,6 +11,7 @@ import torch
 from booster.update.application import Application
 from booster.update.gradients import Gradients
 from booster.update.outcome import StepResult
+from booster.update.released_pass import ReleasedPass
 
 
 class Decision(ABC):
@@ -28,6 +29,10 @@ class Decision(ABC):
         """Step or skip `params`, which have gradients, and update the loss scale. Returns also what `.grad` is multiplied by.
 
         Inside `local()`. Where a pass has used its gradients, what it left is counted, and nothing stepped."""
+
+    def released_pass(self, gradients: Gradients) -> ReleasedPass:
+        """Return what uses `gradients` in a backward pass, where that is asked for."""
+        return ReleasedPass(gradients)
 
     def begin_parts(self) -> None:
         """A step that is made of parts, within backward, begins."""

@@ -125,7 +125,7 @@ class DeviceNorms(Norms):
         return tensor_norms(values, norm_type, None if narrow or math.isinf(norm_type) else torch.float64)
 
     def found(self, read: Sequence[Any]) -> torch.Tensor:
-        found = [_nonfinite(norm.total) for norm in read]
+        found = [nonfinite(norm.total) for norm in read]
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
     def blame(self, gradients: Gradients) -> Callable[[], tuple[str, ...]]:
@@ -173,7 +173,7 @@ class DeviceDecision(Decision):
         carried, clip = 1.0 if gradients.scale is None else gradients.scale, gradients.clip
         left: Any = partial(_carried_with, carried, clip)
         if not gradients.checks:
-            divided = self.application.step_on_device(gradients, params, AS_THEY_ARE)
+            divided = self._apply(params, AS_THEY_ARE)
             return StepResult(True, StepFields(loss_scale=1.0)), 1.0 if divided else left
         found = self.agreed()
         norm, report = gradients.norm, gradients.joint.report()
@@ -182,7 +182,7 @@ class DeviceDecision(Decision):
         else:
             divisor = carried if clip is None else carried / clip
         told = Told(divisor if _is_one(divisor) else _on(found.device, divisor, None), found)
-        if self.application.step_on_device(gradients, params, told):
+        if self._apply(params, told):
             # A skip leaves the gradients as they were, and the clips that wait with them.
             left = 1.0 if told.divides_by_one else partial(_left, found, carried, clip)
         if gradients.scaler.enabled:
@@ -199,6 +199,9 @@ class DeviceDecision(Decision):
         numbers = {"loss_scale": loss_scale, "grad_norm": norm}
         pending = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
         return StepResult(outcome, read, pending=pending), left
+
+    def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
+        return self.application.step_on_device(self.gradients, params, told)
 
     def agreed(self) -> torch.Tensor:
         """Return 1 where all who decide together skip this step, else 0: 0-dim float32, on the device of the parameters."""
@@ -241,7 +244,7 @@ def _is_one(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and value == 1.0
 
 
-def _nonfinite(norm: torch.Tensor) -> torch.Tensor:
+def nonfinite(norm: torch.Tensor) -> torch.Tensor:
     """Return 1 where `norm` is inf or NaN, else 0, 0-dim float32: its product with zero is NaN, or is zero."""
     return torch.mul(norm, 0.0, out=torch.empty_like(norm, dtype=torch.float32)).nan_to_num_(nan=1.0)
 

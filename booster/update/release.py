@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+
+def _nothing_waits() -> None:
+    pass
 
 
 class Release:
@@ -18,7 +23,9 @@ class Release:
         self.mode = mode
         self.max_norm = max_norm
         self.pending = False
-        self.previous: float | None = None
+        self.settle: Callable[[], None] = _nothing_waits
+        """Counts the last step: schedules that wait for it write the learning rates by which a pass steps."""
+        self.previous: Any = None  # a float, or a 0-dim tensor where a device decides
         self._torn = ""
 
     def check_weights(self) -> None:
@@ -29,6 +36,7 @@ class Release:
     def check(self, *, create_graph: bool) -> None:
         """Raise RuntimeError or ValueError if a pass cannot use its gradients."""
         self.check_weights()
+        self.settle()
         if self.pending:
             raise RuntimeError(
                 "a second backward pass before optimizer.step(): release_gradients has stepped on the gradients of the first, "

@@ -100,7 +100,7 @@ def run_released(
     the graph is used again. end: to be called when the gradients are known. A collective wherever backward and deciding on a
     step are.
     """
-    passes = [ReleasedPass(member) for member in members]
+    passes: list[ReleasedPass] = [member.release.decision.released_pass(member) for member in members]
     own = {param for each in passes for param in each.params}
     reached = leaves(loss)
     for each in passes:

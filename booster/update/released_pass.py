@@ -152,7 +152,7 @@ class ReleasedPass:
         self._divisor: float = self.gradients.divisor
         with self._shards.local():
             self.decision.begin_parts()
-            self._parts: Parts = self.decision.application.parts(self.gradients)
+            self._parts = self._make_parts()
             param_of = {self._shards.part_of(param): param for param in self.params}
             units = [[param_of[part] for part in unit] for unit in self._parts.units()]
         self._unit = {param: index for index, unit in enumerate(units) for param in unit}
@@ -162,6 +162,9 @@ class ReleasedPass:
         self._loose: list[torch.Tensor] = []
         self._num_unjudged = self._num_loose = 0
         self._began = self._stopped = False
+
+    def _make_parts(self) -> Parts:
+        return self.decision.application.parts(self.gradients)
 
     def step_on(self, param: torch.Tensor) -> None:
         """The gradient of `param` is complete: step it, or what it completes."""
@@ -290,9 +293,13 @@ class ReleasedPass:
         self.release.pending = bool(self._seen) or self._num_stepped > 0
         for param in self.params:
             self._shards.drop_gradient(param)
-        total = self.gradients.norm
-        if self.release.mode == "previous_norm" and total is not None and math.isfinite(total):
-            self.release.previous = total
+        if self.release.mode == "previous_norm" and self.gradients.norm is not None:
+            self._keep_norm(self.gradients.norm)
+
+    def _keep_norm(self, norm: Any) -> None:
+        """The next step clips by `norm`, if it is finite."""
+        if math.isfinite(norm):
+            self.release.previous = norm
 
     def tear(self) -> None:
         if self._num_stepped:

@@ -78,7 +78,7 @@ class Update:
         finally:
             release.pending = False
         # What came before a gradient that is not finite may have been stepped.
-        if self.shards.sharded and (result.applied or release.mode == "previous_norm"):
+        if self.shards.sharded and (self.decision.on_device or result.applied or release.mode == "previous_norm"):
             self.shards.publish()
         self.gradients.reset(None)
         return result

@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from booster.kernels import choice
+
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
 CASE_TIMEOUT = 120.0  # seconds one case may take
 CASES = 40  # of one group: each process group that a case makes keeps its threads, which slow down the next case
@@ -58,6 +60,7 @@ class _Job(NamedTuple):
     path: list[str]  # sys.path of the test, by which its module is found
     filters: list[tuple[Any, str, Any, str, int]]
     call: bytes  # pickled (fn, args)
+    by_kernels: tuple[str, ...]  # devices on which steps are made by kernels, see `--kernels`
 
 
 class RankPool:
@@ -81,7 +84,7 @@ class RankPool:
         Every rank starts from the same seed, and sees the warning filters of the calling test.
         Raises RanksFailed with the traceback of every failed rank; ranks that hang show where they hang.
         """
-        job = _Job(list(sys.path), _filters(), _dumps((fn, args)))
+        job = _Job(list(sys.path), _filters(), _dumps((fn, args)), choice.TAKEN_BY_TRUE)
         if self._num_cases == self.num_cases:
             self.close()
         if self._group is None:
@@ -263,6 +266,7 @@ def _answer(rank: int, world_size: int, data: bytes) -> bytes:
     try:
         job: _Job = _loads(data)
         sys.path[:] = job.path
+        choice.TAKEN_BY_TRUE = job.by_kernels
         with warnings.catch_warnings():
             warnings.resetwarnings()
             for action, message, category, module, line in reversed(job.filters):

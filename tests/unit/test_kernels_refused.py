@@ -46,7 +46,6 @@ REFUSED = {
     "its momentum is dampened": (lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.1), {}),
     "it was built with differentiable=True": (lambda p: AdamW(p, differentiable=True), {}),
     "it was built with capturable=True": (lambda p: RMSprop(p, capturable=True), {}),
-    "release_gradients steps within backward": (lambda p: AdamW(p), {"release_gradients": "exact"}),
     "makes an update of its own": (lambda p: AdamW(p), {"precision": "fp16_apex"}),
     "zeros of gradients are counted": (
         lambda p: AdamW(p),
