@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
-from booster.checkpoint.parts import Loaded
+from booster.checkpoint.objects import Loaded
 from booster.checkpoint.run import RunCheckpoints
 from booster.data import DataLoaderWrapper
 from booster.facade import checks, collectives

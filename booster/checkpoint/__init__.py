@@ -6,6 +6,6 @@ what is wrong with one.
 
 from booster.checkpoint.folder import damage, latest
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.parts import Loaded
+from booster.checkpoint.objects import Loaded
 
 __all__ = ["CheckpointError", "Loaded", "damage", "latest"]

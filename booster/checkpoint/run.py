@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.manifest import LARGEST_NUMBER, CheckpointError
-from booster.checkpoint.parts import Loaded, Parts, check_no_gradients_wait, parts
+from booster.checkpoint.objects import Loaded, Objects, check_no_gradients_wait, named
 from booster.ground import arguments
 from booster.interface.model import ModelWrapper
 from booster.model.modules import bare
@@ -139,7 +139,7 @@ class RunCheckpoints:
         keep_last = None if keep_last is None else arguments.count("keep_last", keep_last, also="None for all")
         arguments.flag("async_save", async_save)
         self.wait()
-        found = self._parts(given)
+        found = self._objects(given)
         check_no_gradients_wait(found)
         group = self._group
         taken = snapshot(found, self._run, group)
@@ -155,7 +155,7 @@ class RunCheckpoints:
         from booster.checkpoint.saving import snapshot, write
 
         root = arguments.path("path", path)
-        taken = snapshot(parts(None, optimizer, None, None, lr_scheduler, None), {}, self._group)
+        taken = snapshot(named(None, optimizer, None, None, lr_scheduler, None), {}, self._group)
         write(root, taken, step=0, keep_last=None, group=self._group)
 
     def wait(self) -> None:
@@ -167,11 +167,11 @@ class RunCheckpoints:
         root = arguments.path("folder", folder)
         arguments.flag("strict", strict)
         self.wait()
-        found = self._parts(given)
+        found = self._objects(given)
         return load(root, found, strict=strict, group=self._group)
 
-    def _parts(self, given: Given) -> Parts:
-        found = parts(*given)
+    def _objects(self, given: Given) -> Objects:
+        found = named(*given)
         carried = {name: self._carried(model.module) for name, model in found.models.items()}
         return replace(found, carried={name: own for name, own in carried.items() if own is not None})
 
@@ -179,7 +179,7 @@ class RunCheckpoints:
         from booster.checkpoint.loading import anything_in
 
         root = arguments.path("folder", folder)
-        parts(*given)  # wrong objects are errors now, not later
+        named(*given)  # wrong objects are errors now, not later
         self._stop_requests.listen()
         self.wait()
         if not anything_in(root, self._group):

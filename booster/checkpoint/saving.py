@@ -43,7 +43,7 @@ from booster.checkpoint.manifest import (
     check_text,
     read_manifest,
 )
-from booster.checkpoint.parts import Parts
+from booster.checkpoint.objects import Objects
 from booster.checkpoint.serving import Layers, Served, Source, layers_of, served, sources_of, together, write_config
 from booster.checkpoint.storage import ManifestWriter
 from booster.checkpoint.weights import export
@@ -70,10 +70,10 @@ class Snapshot:
         return Snapshot(copies, self.tree)
 
 
-def snapshot(parts: Parts, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> Snapshot:
-    """Return the state of `parts` now; the tensors are those of the running job. A collective."""
+def snapshot(objects: Objects, run: Mapping[str, Any], group: dist.ProcessGroup | None) -> Snapshot:
+    """Return the state of `objects` now; the tensors are those of the running job. A collective."""
     new_hash()  # raises now, and not in the thread that writes, where xxhash is missing
-    return Snapshot(*collect(parts, run, group))
+    return Snapshot(*collect(objects, run, group))
 
 
 def reserve(root: Path, step: int | None, group: dist.ProcessGroup | None) -> tuple[Path, int]:

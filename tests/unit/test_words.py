@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from booster import Booster
-from booster.checkpoint.parts import Loaded
+from booster.checkpoint.objects import Loaded
 from booster.facade.returned import Returned
 
 

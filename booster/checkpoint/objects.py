@@ -16,7 +16,7 @@ from booster.interface.optimizer import OptimizerWrapper
 
 
 @dataclass(frozen=True)
-class Parts:
+class Objects:
     """Boosted models and optimizers, criteria that are modules, loaders and schedulers, by name; the user's own `extra`.
 
     carried: by the name of a model, what this rank alone carries from step to step, see `Plugin.carried`.
@@ -54,9 +54,9 @@ def _outline(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, (str, int, float, bool)) else type(value).__name__
 
 
-def check_no_gradients_wait(parts: Parts) -> None:
+def check_no_gradients_wait(objects: Objects) -> None:
     """Raise RuntimeError if an optimizer has gradients that no step has used: a checkpoint would lose them."""
-    for name, optimizer in parts.optimizers.items():
+    for name, optimizer in objects.optimizers.items():
         if waiting := optimizer.num_waiting_backwards:
             passes = "pass" if waiting == 1 else "passes"
             raise RuntimeError(
@@ -67,7 +67,7 @@ def check_no_gradients_wait(parts: Parts) -> None:
             )
 
 
-def parts(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any, extra: Any) -> Parts:
+def named(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any, extra: Any) -> Objects:
     """Name what `save` and `load` were given: one object, a list of them, or a dict by the user's own names.
 
     Raises TypeError for what `boost` did not return, and for loaders and schedulers without a state.
@@ -90,7 +90,7 @@ def parts(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_schedu
                     f"{kind} {type(value).__name__} has no state_dict() and load_state_dict(), by which its state could "
                     f"be kept; pass the {kind} that boost() returned"
                 )
-    return Parts(models, optimizers, criteria, loaders, schedulers, extra)
+    return Objects(models, optimizers, criteria, loaders, schedulers, extra)
 
 
 def _named(kind: str, given: Any) -> dict[str, Any]:

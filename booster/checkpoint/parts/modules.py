@@ -1,0 +1,173 @@
+"""Models and criteria in a checkpoint, and which of their modules were pinned to float32 during the run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.checkpoint.layout import placed_like, reference
+from booster.checkpoint.manifest import CheckpointError
+from booster.checkpoint.parts.part import Collection, Found, Part, Step
+from booster.checkpoint.saved import Saved, listed
+from booster.checkpoint.tensor_file import dtype_of, fits
+from booster.checkpoint.way_back import load_module, may_refuse
+from booster.checkpoint.weights import ties_that_differ
+from booster.interface.model import ModelWrapper, Pinned, pins_of
+from booster.masters.keeps import LoadedWeights
+from booster.model.modules import bare
+from booster.model.tied import names_of
+from booster.tensors.trees import HALF_DTYPES
+
+
+class Modules(Part):
+    """Boosted models, and criteria that are modules."""
+
+    turn = 4
+
+    @property
+    def named(self) -> Mapping[str, Mapping[str, nn.Module]]:
+        return {"models": self.objects.models, "criteria": self.objects.criteria}
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        return {
+            kind: {name: into.together(dict(module.state_dict()), f"{kind}/{name}") for name, module in modules.items()}
+            for kind, modules in self.named.items()
+        }
+
+    def compare(self, found: Found) -> Iterator[str]:
+        for each in self._entries(found):
+            yield from each.differences(strict=found.strict)
+
+    def prepare(self, found: Found) -> None:
+        states = [(each.what, each.module, each.state()) for each in self._entries(found)]
+        self._states = sorted(states, key=lambda entry: not may_refuse(entry[1]))
+
+    def steps(self) -> Iterator[Step]:
+        for what, module, state in self._states:
+            yield what, partial(load_module, module, state)
+
+    def _entries(self, found: Found) -> list[_Entry]:
+        return [
+            _Entry(found.saved, kind, name, module) for kind, own in self.named.items() for name, module in own.items()
+        ]
+
+
+class _Entry:
+    """One module of the job, and its entry in the checkpoint. kind: "models" or "criteria"."""
+
+    def __init__(self, saved: Saved, kind: str, name: str, module: nn.Module) -> None:
+        self._saved, self._kind, self._name, self.module = saved, kind, name, module
+        self.what = f"{kind} {name!r}"
+
+    def differences(self, *, strict: bool) -> Iterator[str]:
+        """Say what differs between the two; note what is to be read."""
+        saved = self._saved.tree[self._kind].get(self._name)
+        if saved is None:
+            return
+        current = self.module.state_dict()
+        sources = self._sources(saved, current)
+        rounded = [key for key, value in current.items() if not self._is_half(sources.get(key), value)]
+        if self._kind == "models" and (untold := self._saved.whose_masters(self._name, rounded)):
+            self._saved.notes.append(untold)
+        missing = [key for key in current if key not in saved]
+        # A rank of a pipeline holds some layers; what no rank wants cannot be seen from here.
+        partial = getattr(getattr(self.module, "module", None), "is_partial", False)
+        extra = [] if partial else [key for key in saved if key not in current]
+        for keys, text in ((missing, "are not in the checkpoint"), (extra, "are not in this model")):
+            if keys and strict:
+                yield f"{self.what}: {listed(keys)} {text}"
+            elif keys:
+                self._saved.notes.append(f"{self.what}: {listed(keys)} {text}")
+        for key, value in current.items():
+            if key not in saved or not isinstance(value, torch.Tensor):
+                self._saved.want_all(saved.get(key))
+                continue
+            entry = self._saved.entry(sources[key]) if reference(saved[key]) else None
+            if entry is None or entry.shape != tuple(value.shape):
+                shape = "no tensor" if entry is None else f"shape {entry.shape}"
+                yield f"{self.what}: {key} has {shape} in the checkpoint and shape {tuple(value.shape)} here"
+                continue
+            if not fits(dtype_of(entry), value.dtype):
+                yield f"{self.what}: {key} has dtype {dtype_of(entry)} in the checkpoint and {value.dtype} here"
+                continue
+            self._saved.want(sources[key], value)
+
+    def state(self) -> dict[str, Any]:
+        """Return what was read as the module takes it."""
+        saved, current = self._saved.tree[self._kind][self._name], self.module.state_dict()
+        sources, state = self._sources(saved, current), {}
+        for key, value in current.items():
+            if key not in saved:
+                continue
+            if isinstance(value, torch.Tensor):
+                state[key] = placed_like(self._saved.tensor(sources[key]), value)  # type: ignore[arg-type]
+            else:
+                state[key] = self._saved.value(saved[key])
+        if differing := list(ties_that_differ(self.module, state)):
+            raise CheckpointError(f"{self.what}: {'; '.join(differing)}")
+        return state
+
+    def _sources(self, saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, str | None]:
+        """Return which tensor of the checkpoint each entry is read from: where float32 numbers stand behind it, these.
+
+        Not if the module wants just the half weights that were saved: rounded anew, ties could become others.
+        """
+        sources = {key: reference(value) for key, value in saved.items()}
+        wide = self._saved.masters_behind(self._kind, self._name)
+        module = bare(self.module.module) if isinstance(self.module, ModelWrapper) else self.module
+        for names in names_of(module).values() if "masters" not in self._saved.tree else ():
+            behind = [wide[name] for name in names if name in wide]
+            wide |= dict.fromkeys(names, behind[0]) if behind else {}
+        watched = LoadedWeights.watched(module)
+        for key in wide.keys() & sources.keys() & current.keys():
+            if key in watched or not self._is_half(sources[key], current[key]):
+                sources[key] = wide[key]
+        return sources
+
+    def _is_half(self, source: str | None, current: Any) -> bool:
+        """Whether an entry was saved in half precision, and is wanted in the same."""
+        entry = self._saved.entry(source)
+        return entry is not None and dtype_of(entry) in HALF_DTYPES and current.dtype == dtype_of(entry)
+
+
+class Pins(Part):
+    """Modules that were pinned to float32 during the run; other precisions, and checkpoints of earlier versions, have none."""
+
+    turn = 3
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        return {"pins": {name: pins.state_dict() for name, pins in self._here()}}
+
+    def compare(self, found: Found) -> Iterator[str]:
+        for name, model in self.objects.models.items():
+            state, pins = found.saved.tree.get("pins", {}).get(name, {}), pins_of(model)
+            if pins is None and state.get("names"):
+                found.saved.notes.append(
+                    f"models {name!r}: modules {state['names']} were pinned to float32 in the run that was saved, and are not "
+                    "here; pass keep_fp32='auto' to have them so, or name them in keep_fp32"
+                )
+            elif pins is not None and (missing := pins.missing(state)):
+                yield f"models {name!r}: it has no modules {missing}, which were pinned to float32"
+
+    def prepare(self, found: Found) -> None:
+        said = found.saved.tree.get("pins", {})
+        self._states = [(pins, said.get(name, {})) for name, pins in self._here()]
+
+    def steps(self) -> Iterator[Step]:
+        yield "the modules pinned to float32", self._hand_over
+
+    def _hand_over(self, undo: ExitStack) -> None:
+        for pins, state in self._states:
+            undo.callback(pins.load_state_dict, copy.deepcopy(pins.state_dict()))
+            pins.load_state_dict(state)
+
+    def _here(self) -> Iterator[tuple[str, Pinned]]:
+        for name, model in self.objects.models.items():
+            if (pins := pins_of(model)) is not None:
+                yield name, pins

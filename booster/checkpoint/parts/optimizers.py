@@ -1,0 +1,231 @@
+"""Optimizers in a checkpoint: states, masters and loss scale, by the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.checkpoint.layout import Held, reference
+from booster.checkpoint.manifest import CheckpointError
+from booster.checkpoint.objects import Objects
+from booster.checkpoint.parts.part import Collection, Found, Part, Step
+from booster.checkpoint.saved import Saved, listed
+from booster.interface.model import ModelWrapper
+from booster.interface.optimizer import OptimizerWrapper
+from booster.model.modules import bare
+from booster.shards.divided import Divided
+from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
+from booster.update.loading import Reading, check_own
+
+
+class Optimizers(Part):
+    """Boosted optimizers, and which of their masters is behind which weight."""
+
+    turn = 1
+
+    @property
+    def named(self) -> Mapping[str, Mapping[str, OptimizerWrapper]]:
+        return {"optimizers": self.objects.optimizers}
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        told = {
+            name: into.together(_loadable(name, optimizer), f"optimizers/{name}")
+            for name, optimizer in self.objects.optimizers.items()
+        }
+        return {"optimizers": told, "masters": masters_behind(self.objects, told)}
+
+    def compare(self, found: Found) -> Iterator[str]:
+        for each in self._entries(found):
+            yield from each.differences()
+
+    def prepare(self, found: Found) -> None:
+        self._states = [(each.what, each.optimizer, each.state()) for each in self._entries(found)]
+        self._readings: list[Reading] = []
+
+    def steps(self) -> Iterator[Step]:
+        for what, optimizer, state in self._states:
+            yield what, partial(self._read, optimizer, state)
+
+    def _read(self, optimizer: OptimizerWrapper, state: dict[str, Any], undo: ExitStack) -> None:
+        self._readings.append(optimizer.read_state_dict(state))
+        undo.callback(self._readings[-1].undo)
+
+    def finish(self) -> None:
+        for read in self._readings:
+            read.take_over()
+
+    def _entries(self, found: Found) -> list[_Entry]:
+        homes: dict[torch.Tensor, tuple[str, str]] = {
+            param: (name, key)
+            for name, model in self.objects.models.items()
+            for key, param in bare(model.module).named_parameters()
+        }
+        return [_Entry(found.saved, name, each, homes) for name, each in self.objects.optimizers.items()]
+
+
+class _Entry:
+    """One boosted optimizer of the job, and its entry in the checkpoint.
+
+    homes: by parameter, the model of the job that has it, and its name in there.
+    """
+
+    def __init__(
+        self, saved: Saved, name: str, optimizer: OptimizerWrapper, homes: Mapping[torch.Tensor, tuple[str, str]]
+    ) -> None:
+        self._saved, self._name, self.optimizer, self._homes = saved, name, optimizer, homes
+        self.what = f"optimizers {name!r}"
+
+    def differences(self) -> Iterator[str]:
+        """Say what differs between the two; note what is to be read."""
+        if self._name not in self._saved.tree["optimizers"]:
+            return
+        optimizer, name = self.optimizer, self._name
+        saved = self._saved.tree["optimizers"][name]
+        own_class = type(optimizer.unwrap()).__name__
+        if saved["class"] != own_class:
+            yield f"{self.what}: the checkpoint is of {saved['class']}, this is {own_class}"
+            return
+        groups = optimizer.parameter_names()
+        if len(groups) != len(saved["groups"]):
+            yield f"{self.what}: the checkpoint has {len(saved['groups'])} parameter groups, this has {len(groups)}"
+            return
+        for index, (own, group) in enumerate(zip(groups, saved["groups"], strict=True)):
+            unknown = [param for param, _ in own if param not in group["params"]]
+            if unknown:
+                yield f"{self.what}: {listed(unknown)} of group {index} are not in that group of the checkpoint"
+        params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
+        for param_name, param in params.items():
+            for value in (saved["state"].get(param_name) or {}).values():
+                self._saved.want_part(reference(value), param, optimizer)
+            if optimizer.has_master(param):
+                self._saved.want_part(self._saved.widest(param_name, name, self._homes.get(param)), param, optimizer)
+        for key, value in saved[STATE_KEY].items():
+            if key != "masters":
+                self._saved.want_all(value)
+        self._saved.want_all(self._saved.masters(name).get("rounding"))
+        for group in saved["groups"]:
+            self._saved.want_all(group["options"])
+
+    def state(self) -> dict[str, Any]:
+        """Return what was read as a state dict of the boosted optimizer."""
+        optimizer, name = self.optimizer, self._name
+        saved = self._saved.tree["optimizers"][name]
+        groups = optimizer.parameter_names()
+        numbers = {param: number for number, (param, _) in enumerate(entry for own in groups for entry in own)}
+        param_groups = [
+            {**self._saved.value(group["options"]), "params": [numbers[param] for param, _ in own]}
+            for own, group in zip(groups, saved["groups"], strict=True)
+        ]
+        state = {
+            number: self._saved.value(saved["state"][param])
+            for param, number in numbers.items()
+            if param in saved["state"]
+        }
+        own = {key: self._saved.value(value) for key, value in saved[STATE_KEY].items() if key != "masters"}
+        if not isinstance(own["loss_scaler"], Mapping):
+            raise ValueError(f"the loss scale of optimizers {name!r} is {own['loss_scaler']!r}")
+        if set(own["loss_scaler"]) != set(optimizer.scaler_state()):
+            self._saved.notes.append(
+                f"{self.what}: the loss scale is left as it is, because the precision that saved has another kind"
+            )
+            own["loss_scaler"] = optimizer.scaler_state()
+        rounding = self._saved.masters(name).get("rounding")
+        if any(map(optimizer.has_master, _params(optimizer))) or (rounding and optimizer.keeps_masters):
+            held = dict(zip(numbers, _params(optimizer), strict=True))
+            weights = {
+                key: self._saved.widest(key, name, self._homes.get(param))
+                for key, param in held.items()
+                if optimizer.has_master(param)
+            }
+            own["masters"] = {
+                "weights": {
+                    key: _float(self._saved.tensor(source)) for key, source in weights.items() if source is not None
+                },
+                **({"rounding": self._saved.value(rounding)} if rounding else {}),
+            }
+        if optimizer.is_partial:
+            own[PARAMETERS] = list(numbers)
+        return {"state": state, "param_groups": param_groups, STATE_KEY: own}
+
+
+def _float(tensor: Held) -> Held:
+    return tensor.with_values(tensor.values.float()) if isinstance(tensor, Divided) else tensor.float()
+
+
+def _params(optimizer: OptimizerWrapper) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def by_name(optimizer: OptimizerWrapper) -> dict[str, Any]:
+    """Return the state dict of `optimizer` with whole parameter names for numbers, and each group's place for its names."""
+    state = optimizer.divided_state_dict()
+    names = optimizer.parameter_names()
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    flat = [entry for group in names for entry in group]
+    name_of = {number: name for number, (name, _) in zip(numbers, flat, strict=True)}
+    return {
+        "class": type(optimizer.unwrap()).__name__,
+        "state": {name_of[number]: dict(own) for number, own in state["state"].items()},
+        "groups": [
+            {"options": {key: value for key, value in group.items() if key != "params"}, "params": dict(own)}
+            for group, own in zip(state["param_groups"], names, strict=True)
+        ],
+        STATE_KEY: _without_names(state[STATE_KEY]),
+    }
+
+
+def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
+    """Return `by_name` of `optimizer`. Raises CheckpointError if no load would take it."""
+    state = by_name(optimizer)
+    kept = state[STATE_KEY].get("masters") or {"weights": {}}
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    named = zip((own for names in optimizer.parameter_names() for own, _ in names), params, strict=True)
+    # A load makes masters of half weights that have none.
+    weights = {key: param for key, param in named if optimizer.has_master(param)} | kept["weights"]
+    try:
+        check_own({STATE_KEY: {**state[STATE_KEY], "masters": {**kept, "weights": weights}}})
+    except ValueError as error:
+        raise CheckpointError(
+            f"optimizers {name!r}: {error.__cause__ or error}. No load would take that, so nothing is written or removed"
+        ) from error
+    return state
+
+
+def masters_behind(objects: Objects, optimizers: Mapping[str, Any]) -> dict[str, str]:
+    """Return which master is behind which weight, by the names of both tensors in the checkpoint.
+
+    By the parameters themselves: several models may have parameters of one name, and a tied weight has several names. Of two
+    optimizers of one parameter, whose masters both round to it, the first counts.
+    """
+    masters: dict[torch.Tensor, str] = {}
+    for name, optimizer in objects.optimizers.items():
+        kept = (optimizers[name][STATE_KEY].get("masters") or {}).get("weights", {})
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for param, (own, _) in zip(params, (n for names in optimizer.parameter_names() for n in names), strict=True):
+            if own in kept:
+                masters.setdefault(param, reference(kept[own]))  # type: ignore[arg-type]
+    return {
+        f"{kind}/{name}/{key}": masters[param]
+        for kind, modules in (("models", objects.models), ("criteria", objects.criteria))
+        for name, module in modules.items()
+        for key, param in _named_as_users_do(module)
+        if param in masters
+    }
+
+
+def _named_as_users_do(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    own = bare(module.module) if isinstance(module, ModelWrapper) else module
+    return own.named_parameters(remove_duplicate=False)
+
+
+def _without_names(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What names parameters of this rank alone: here everything goes by name."""
+    kept = {key: value for key, value in own.items() if key != PARAMETERS}
+    if "masters" in kept:
+        kept["masters"] = {key: value for key, value in kept["masters"].items() if key != IN_MODEL}
+    return kept

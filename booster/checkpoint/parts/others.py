@@ -1,0 +1,227 @@
+"""Loaders, schedulers and what else the user gives, gradients' rounding and random numbers in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from booster.checkpoint.layout import reference
+from booster.checkpoint.parts.part import Collection, Found, Part, Step
+from booster.checkpoint.tensor_file import dtype_of
+from booster.checkpoint.way_back import way_back
+from booster.data import DRAWS, OWN_STATE, DataLoaderWrapper, skips
+from booster.ground.randomness import random_state, set_random_state
+from booster.interface.model import ModelWrapper
+from booster.interface.scheduler import LRSchedulerWrapper, known_state
+
+
+class Stateful(Part):
+    """Loaders, schedulers and the user's `extra`: what takes its state by `load_state_dict`.
+
+    The position of a loader is the same on all ranks; `loaders` holds what of its state is each rank's own.
+    """
+
+    of_ranks = ("loaders",)
+    turn = 2
+
+    @property
+    def named(self) -> Mapping[str, Mapping[str, Any]]:
+        return {"dataloaders": self.objects.dataloaders, "lr_schedulers": self.objects.lr_schedulers}
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        positions = {name: split_state(loader) for name, loader in self.objects.dataloaders.items()}
+        of_rank = {
+            name: into.alone(state, f"dataloaders/{name}/{into.rank}")
+            for name, (_, state) in positions.items()
+            if state is not None
+        }
+        if into.rank:
+            return {"loaders": of_rank}
+        extra = self.objects.extra
+        stateful = callable(getattr(extra, "state_dict", None))
+        return {
+            "loaders": of_rank,
+            "dataloaders": {
+                name: into.alone(position, f"dataloaders/{name}") for name, (position, _) in positions.items()
+            },
+            "lr_schedulers": {
+                name: into.alone(part.state_dict(), f"lr_schedulers/{name}")
+                for name, part in self.objects.lr_schedulers.items()
+            },
+            "extra": into.alone(_states(extra.state_dict() if stateful else extra), "extra"),
+        }
+
+    def compare(self, found: Found) -> Iterator[str]:
+        saved = found.saved
+        for kind, own in self.named.items():
+            there = saved.tree.get(kind, {})
+            for name in [name for name in own if name in there]:
+                saved.want_all(there[name])
+                if kind == "dataloaders":
+                    yield from self._compare_loader(name, found)
+        saved.want_all(saved.tree["extra"])
+
+    def _compare_loader(self, name: str, found: Found) -> Iterator[str]:
+        saved, loaders = found.saved, found.saved.tree["loaders"]
+        if len(loaders) == found.world_size:
+            saved.want_all(loaders[found.rank].get(name))
+        elif any(OWN_STATE in of_rank.get(name, {}) for of_rank in loaders):
+            yield (
+                f"dataloaders {name!r}: its state is that of {len(loaders)} ranks, each its own, and this job has "
+                f"{found.world_size}; load on as many ranks, or leave the dataloader out, or train with one of "
+                "b.prepare_dataloader, whose rest of the epoch is dealt to any number"
+            )
+        elif saved.tree["dataloaders"][name].get("batches") and not skips(self.objects.dataloaders[name].unwrap()):
+            yield (
+                f"dataloaders {name!r}: it is in the middle of an epoch of {len(loaders)} ranks, and this job has "
+                f"{found.world_size}, whose order is another; load on as many ranks, or leave the dataloader out, or train "
+                "with one of b.prepare_dataloader, whose rest of the epoch is dealt to any number"
+            )
+
+    def prepare(self, found: Found) -> None:
+        saved = found.saved
+        self._states = [(loader, self._state_of(name, found)) for name, loader in self.objects.dataloaders.items()]
+        for name, part in self.objects.lr_schedulers.items():
+            state = saved.value(saved.tree["lr_schedulers"][name])
+            state, left_out = known_state(part.unwrap() if isinstance(part, LRSchedulerWrapper) else part, state)
+            saved.notes += [f"lr_schedulers {name!r}: {left_out}"] * bool(left_out)
+            self._states.append((part, state))
+        self._states += _takers(self.objects.extra, saved.value(saved.tree["extra"]))
+
+    def _state_of(self, loader: str, found: Found) -> Any:
+        saved, loaders = found.saved, found.saved.tree["loaders"]
+        position = saved.value(saved.tree["dataloaders"][loader])
+        if len(loaders) != found.world_size:
+            return position
+        own = saved.value(loaders[found.rank].get(loader, {}))
+        ours = isinstance(self.objects.dataloaders[loader], DataLoaderWrapper)
+        return {**position, **own} if ours else own[OWN_STATE]
+
+    def steps(self) -> Iterator[Step]:
+        yield "dataloaders, lr_schedulers or extra", self._hand_over
+
+    def _hand_over(self, undo: ExitStack) -> None:
+        for part, state in self._states:
+            undo.callback(way_back(part))
+            part.load_state_dict(state)
+
+
+def split_state(loader: Any) -> tuple[dict[str, Any], Any]:
+    """Return the position of a loader, the same on all ranks, and what is each rank's own; None where nothing is."""
+    state = loader.state_dict()
+    if not isinstance(loader, DataLoaderWrapper):
+        return {}, {OWN_STATE: state}
+    own = {key: state[key] for key in (OWN_STATE, DRAWS) if key in state}
+    return {key: value for key, value in state.items() if key not in own}, own or None
+
+
+def _states(extra: Any) -> Any:
+    """What the user gave, with the state of every object in it that has one."""
+    if isinstance(extra, Mapping):
+        return {key: _states(value) for key, value in extra.items()}
+    stateful = callable(getattr(extra, "state_dict", None)) and callable(getattr(extra, "load_state_dict", None))
+    return extra.state_dict() if stateful else extra
+
+
+def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
+    """The objects of the user's `extra` that take a state, with theirs."""
+    if callable(getattr(extra, "load_state_dict", None)):
+        yield extra, state
+    elif isinstance(extra, Mapping) and isinstance(state, Mapping):
+        for key, value in extra.items():
+            if key in state:
+                yield from _takers(value, state[key])
+
+
+class Carried(Part):
+    """What each rank alone carries from step to step, see `Plugin.carried`; checkpoints of earlier versions have none."""
+
+    of_ranks = ("carried",)
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        return {
+            "carried": {
+                name: into.alone(_by_name(self.objects.models[name], carried), f"carried/{name}/{into.rank}")
+                for name, carried in self.objects.carried.items()
+            }
+        }
+
+    def compare(self, found: Found) -> Iterator[str]:
+        for name in self.objects.carried:
+            yield from self._compare(name, found)
+
+    def _compare(self, name: str, found: Found) -> Iterator[str]:
+        saved, ranks = found.saved, found.saved.tree.get("carried", [])
+        if len(ranks) != found.world_size or name not in ranks[found.rank]:
+            those = f"it is that of {len(ranks)} ranks" if ranks and len(ranks) != found.world_size else "there is none"
+            saved.notes.append(
+                f"models {name!r}: what rounding took from gradients (error_feedback=True) is left out, since {those}; it "
+                "begins anew"
+            )
+            return
+        params = dict(self.objects.models[name].named_parameters())
+        for key, value in ranks[found.rank][name].items():
+            entry = saved.entry(reference(value))
+            fits = key in params and entry is not None and entry.shape == (params[key].numel(),)
+            if not fits or not dtype_of(entry).is_floating_point:  # type: ignore[arg-type]
+                yield f"models {name!r}: what is carried of {key} fits no parameter here"
+        saved.want_all(ranks[found.rank][name])
+
+    def prepare(self, found: Found) -> None:
+        ranks = found.saved.tree.get("carried", [])
+        own = ranks[found.rank] if len(ranks) == found.world_size else {}
+        self._values = {
+            name: _by_parameter(self.objects.models[name], found.saved.value(own.get(name, {})))
+            for name in self.objects.carried
+        }
+
+    def finish(self) -> None:
+        for name, carried in self.objects.carried.items():
+            carried.clear()
+            carried.update(self._values[name])
+
+
+def _by_name(model: ModelWrapper, carried: Mapping[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: carried[param] for name, param in model.named_parameters() if param in carried}
+
+
+def _by_parameter(model: ModelWrapper, carried: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+    params = dict(model.named_parameters())
+    return {params[key]: value.to(params[key].device) for key, value in carried.items()}
+
+
+class Random(Part):
+    """Random states, each rank's own. What other loads draw is undone: they are set before all others, and once more after."""
+
+    of_ranks = ("random",)
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        return {"random": into.alone(random_state(), f"random/{into.rank}")}
+
+    def compare(self, found: Found) -> Iterator[str]:
+        ranks = found.saved.tree["random"]
+        if found.same_ranks:
+            found.saved.want_all(ranks[found.rank])
+        else:
+            found.saved.notes.append(
+                f"random states are those of {len(ranks)} ranks and are left out; this job has another number"
+            )
+        return iter(())
+
+    def prepare(self, found: Found) -> None:
+        ranks = found.saved.tree["random"]
+        self._state: Any = found.saved.value(ranks[found.rank]) if found.same_ranks else None
+
+    def steps(self) -> Iterator[Step]:
+        yield "the random states", self._hand_over
+
+    def _hand_over(self, undo: ExitStack) -> None:
+        undo.callback(set_random_state, random_state())
+        self.finish()
+
+    def finish(self) -> None:
+        if self._state is not None:
+            set_random_state(self._state)

@@ -1,0 +1,98 @@
+"""A part of a checkpoint: collected when it is saved, compared with the job and handed to it when it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from booster.checkpoint.layout import Held, encode
+from booster.checkpoint.objects import Objects
+from booster.checkpoint.saved import Saved
+
+Tensors = dict[str, Held]
+
+
+@dataclass
+class Collection:
+    """What one rank puts into a checkpoint. shared: tensors that ranks have together, by name; own: those of this rank."""
+
+    rank: int
+    shared: Tensors = field(default_factory=dict)
+    own: Tensors = field(default_factory=dict)
+
+    def together(self, value: Any, name: str) -> Any:
+        """Return `value` for the tree, with tensors under `name` that all ranks have, or parts of them."""
+        return encode(value, name, self.shared)
+
+    def alone(self, value: Any, name: str) -> Any:
+        """Return `value` for the tree, with tensors under `name` that no other rank has under it."""
+        return encode(value, name, self.own)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint, as it was found, and the rank that loads it. strict: whether models must have just its entries."""
+
+    saved: Saved
+    rank: int
+    strict: bool
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def same_ranks(self) -> bool:
+        """Whether as many ranks saved it."""
+        return len(self.saved.tree["random"]) == self.world_size
+
+
+Step = tuple[str, Callable[[ExitStack], None]]
+"""What is given a state, in words, and what gives it; the argument has the ways back, see `Part.steps`."""
+
+
+class Part:
+    """What the tree of a checkpoint says under some keys, the tensors behind that, and the objects of the job that it is of.
+
+    One is made for each save and each load. A save asks `collect`. A load asks every part to `compare`, reads all that they
+    want of the checkpoint, asks every part to `prepare`, and then takes their `steps`, by `turn`. Where one raises, on any
+    rank, all that came before is undone, and no object has changed. `finish` comes after all, and cannot fail.
+
+    To add one: a subclass that overrides what it needs, and its name in `parts.PARTS`.
+
+    of_ranks: keys under which the tree has each rank's own, in a list; under others it has what ranks say together.
+    turn: objects of the user's, which may refuse, come before what only copies.
+    """
+
+    of_ranks: tuple[str, ...] = ()
+    turn = 0
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+
+    @property
+    def named(self) -> Mapping[str, Mapping[str, Any]]:
+        """The objects of the job, by key of the tree and name, that a checkpoint must have."""
+        return {}
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        """Return what this rank says under each key. Raises CheckpointError for what no load would take."""
+        return {}
+
+    def compare(self, found: Found) -> Iterator[str]:
+        """Say what differs between checkpoint and job, and makes a load impossible; note what is to be read."""
+        return iter(())
+
+    def prepare(self, found: Found) -> None:
+        """Make of what was read what objects take."""
+
+    def steps(self) -> Iterator[Step]:
+        """Return what gives objects their states, each as many times on every rank: a step ends in a collective."""
+        return iter(())
+
+    def finish(self) -> None:
+        """Give what cannot be refused, once nothing else can fail."""
