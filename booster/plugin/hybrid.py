@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.launch import environment_world_size
@@ -26,7 +24,7 @@ from booster.mixed_precision.policy import (
 )
 from booster.model.meta import arrive, check_meta
 from booster.model.modules import bare
-from booster.plugin.base import Pipeline, Plugin, shared_mesh, world
+from booster.plugin.base import Pipeline
 from booster.plugin.fsdp.fully_sharded import (
     ShardLoaded,
     change_dtypes,
@@ -34,23 +32,20 @@ from booster.plugin.fsdp.fully_sharded import (
     keep_whole,
     shard_module,
     stays_sharded,
-    without_reduction,
 )
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.fsdp.sharding import ShardingPlugin
 from booster.plugin.pipeline import Pipeline as StagePipeline
 from booster.plugin.pipeline import PipelinePlan, plan_pipeline
 from booster.plugin.pipeline.layers_loaded import LayersLoaded
 from booster.plugin.pipeline.schedule import check_count, check_style
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement
 from booster.plugin.tensor_parallel.plan import TPPlan, check_tp_plan
-from booster.ranks.communicate import align
-from booster.shards.dtensor import check_steps_parts
-from booster.shards.fully_sharded import FullyShardedShards, LeftGathered
 
 PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 
-class HybridParallelPlugin(Plugin):
+class HybridParallelPlugin(ShardingPlugin):
     """Divides layers among `tp_size` ranks, the chain of layers among `pp_size` stages, and the batch among the rest.
 
     Ranks are numbered with tensor parallelism innermost and stages outermost: neighbours share a layer. The world size
@@ -69,8 +64,6 @@ class HybridParallelPlugin(Plugin):
 
     Construct it after `booster.launch_from_torch()`. Raises ValueError for sizes that do not fit the world.
     """
-
-    is_whole = False
 
     def __init__(
         self,
@@ -124,6 +117,7 @@ class HybridParallelPlugin(Plugin):
         if split_points is not None and pp_size == 1:
             raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
         check_wrap_policy(wrap_policy)
+        super().__init__()
         self.tp_size, self.pp_size = tp_size, pp_size
         self.zero_stage = zero_stage
         self._num_microbatches = num_microbatches
@@ -135,12 +129,7 @@ class HybridParallelPlugin(Plugin):
         self._split_points = split_points
         self._wrap_policy = wrap_policy
         self._reduce_dtype = reduce_dtype
-        self._meshes: dict[str, DeviceMesh] = {}
-        self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
         self._pipelines: weakref.WeakKeyDictionary[StagePipeline, None] = weakref.WeakKeyDictionary()
-        self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._left = LeftGathered()
         self.bind(torch.device("cuda" if "nccl" in dist.get_backend() else "cpu"))
 
     # ------------------------------------------------------------------ ranks
@@ -153,10 +142,6 @@ class HybridParallelPlugin(Plugin):
         super().bind(device)
         # All ranks construct the plugin, and the Booster, together: making a mesh is a collective.
         self._mesh(device.type)
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return world()
 
     @property
     def data_parallel_size(self) -> int:
@@ -178,19 +163,12 @@ class HybridParallelPlugin(Plugin):
         """Return this rank's place in the pipeline."""
         return dist.get_rank() // (self.tp_size * self.data_parallel_size)
 
-    def _mesh(self, device_type: str) -> DeviceMesh:
-        if device_type not in self._meshes:
-            data = self.data_parallel_size
-            copies, parts = (data, 1) if self.zero_stage == 0 else (1, data)
-            self._meshes[device_type] = shared_mesh(
-                device_type, {"pp": self.pp_size, "replicate": copies, "shard": parts, "tp": self.tp_size}
-            )
-        return self._meshes[device_type]
+    def _mesh_sizes(self) -> dict[str, int]:
+        data = self.data_parallel_size
+        copies, parts = (data, 1) if self.zero_stage == 0 else (1, data)
+        return {"pp": self.pp_size, "replicate": copies, "shard": parts, "tp": self.tp_size}
 
     # ------------------------------------------------------------------ models
-
-    def synchronise(self, module: nn.Module) -> None:
-        align([*module.parameters(), *module.buffers()], self.group)
 
     @property
     def release_refusal(self) -> str | None:
@@ -201,26 +179,13 @@ class HybridParallelPlugin(Plugin):
             "pp_size=1"
         )
 
-    def make_shards(self, optimizer: Optimizer) -> FullyShardedShards:
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        roots = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
+    def _of_pipelines(self) -> dict[str, Any]:
         pipelines = list(self._pipelines)
 
         def num_holders(param: torch.Tensor) -> int:
             return max((pipeline.num_copies(param) for pipeline in pipelines), default=1)
 
-        return FullyShardedShards(
-            optimizer,
-            roots,
-            unreduced=self._unreduced,
-            left=self._left,
-            group=self.group,
-            num_stages=self.pp_size,
-            num_holders=num_holders,
-        )
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        check_steps_parts(optimizer)
+        return {"num_stages": self.pp_size, "num_holders": num_holders}
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         mesh, model = self._mesh(device.type), bare(module)
@@ -331,7 +296,7 @@ class HybridParallelPlugin(Plugin):
                 "a pipeline accumulates the gradients of its micro-batches inside execute_pipeline, reduced at its end; "
                 "instead of no_sync or accumulate, pass larger batches and HybridParallelPlugin(num_microbatches=...)"
             )
-        return without_reduction(module, self._unsynchronised, self._unreduced)
+        return super().no_sync(module)
 
     # ------------------------------------------------------------------ micro-batches
 

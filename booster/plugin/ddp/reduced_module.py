@@ -20,7 +20,10 @@ from booster.tensors.trees import tensors
 
 
 class LaidOut(nn.Module):
-    """Mixin before the base of a module, of which `layout` may hold the trainable parameters; None where it does not."""
+    """A module whose trainable parameters lie in the buckets of `layout`; None where they do not.
+
+    The first base of a wrapper that is laid out and also of another kind, so that clearing gradients clears these too.
+    """
 
     layout: Layout | None = None
 

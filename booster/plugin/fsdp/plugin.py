@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
 from booster.model.meta import arrive
 from booster.model.modules import bare
-from booster.plugin.base import Plugin, check_joined, shared_mesh, world
-from booster.plugin.fsdp.fully_sharded import change_dtypes, shard_module, stays_sharded, without_reduction
+from booster.plugin.base import check_joined
+from booster.plugin.fsdp.fully_sharded import change_dtypes, shard_module, stays_sharded
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
+from booster.plugin.fsdp.sharding import ShardingPlugin
 from booster.ranks.communicate import align
 from booster.shards import Shards
-from booster.shards.dtensor import check_steps_parts, local_of
-from booster.shards.fully_sharded import FullyShardedShards, LeftGathered
+from booster.shards.dtensor import local_of
 
 _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class TorchFSDPPlugin(Plugin):
+class TorchFSDPPlugin(ShardingPlugin):
     """Every rank holds a share of each parameter, gradient and optimizer state, and a share of the batch.
 
     Parameters are gathered block by block in the dtype that the precision computes in. Under `fp16_naive` and `bf16_naive`
@@ -46,8 +43,6 @@ class TorchFSDPPlugin(Plugin):
     process group, outside a launched job, the model is trained whole, as on a single device.
     """
 
-    is_whole = False
-
     def __init__(
         self,
         *,
@@ -58,6 +53,7 @@ class TorchFSDPPlugin(Plugin):
         replicate_size: int = 1,
     ) -> None:
         check_joined("TorchFSDPPlugin")
+        super().__init__()
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         check_wrap_policy(wrap_policy)
         arguments.flag("cpu_offload", cpu_offload)
@@ -94,15 +90,6 @@ class TorchFSDPPlugin(Plugin):
             "reduce_dtype": reduce_dtype,
         }
         self._replicate_size = replicate_size
-        self._meshes: dict[str, DeviceMesh] = {}
-        self._placed: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
-        self._unsynchronised: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._unreduced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._left = LeftGathered()
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        return world()
 
     release_refusal = None
 
@@ -119,9 +106,6 @@ class TorchFSDPPlugin(Plugin):
                 f"fully_shard works on the current CUDA device, which is cuda:{torch.cuda.current_device()}, not on {device}; "
                 "call booster.launch_from_torch(), or torch.cuda.set_device, first"
             )
-
-    def synchronise(self, module: nn.Module) -> None:
-        align([*module.parameters(), *module.buffers()], self.group)
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         model = bare(module)
@@ -161,27 +145,15 @@ class TorchFSDPPlugin(Plugin):
         return placed
 
     def make_shards(self, optimizer: Optimizer) -> Shards:
-        if not self.stores_float32:
-            return Shards(optimizer)
-        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        modules = [module for module in self._placed if any(id(param) in held for param in module.parameters())]
-        return FullyShardedShards(optimizer, modules, unreduced=self._unreduced, left=self._left, group=self.group)
+        return super().make_shards(optimizer) if self.stores_float32 else Shards(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if self.stores_float32:
-            check_steps_parts(optimizer)
+            super().check_optimizer(optimizer)
 
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return without_reduction(module, self._unsynchronised, self._unreduced)
-
-    def _mesh(self, device_type: str) -> DeviceMesh:
-        if device_type not in self._meshes:
-            world_size = dist.get_world_size()
-            sizes = {"replicate": self._replicate_size, "shard": world_size // self._replicate_size}
-            if self._replicate_size == 1:
-                del sizes["replicate"]
-            self._meshes[device_type] = shared_mesh(device_type, sizes)
-        return self._meshes[device_type]
+    def _mesh_sizes(self) -> dict[str, int]:
+        sizes = {"replicate": self._replicate_size, "shard": dist.get_world_size() // self._replicate_size}
+        return {name: size for name, size in sizes.items() if name == "shard" or size > 1}
 
 
 def _as_list(wrap_policy: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -186,9 +184,6 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
     def _hook(self, placed: DistributedDataParallel, device: torch.device) -> None:
         if not self._keeps_slices:  # otherwise `place` gives it slices to fill
             super()._hook(placed, device)
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return super().no_sync(module)
 
 
 def check_gathers(policy: DtypePolicy) -> None:

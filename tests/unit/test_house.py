@@ -1,0 +1,91 @@
+"""House rules that a look at the code can check: no override that does nothing, no mixin, no private name of torch."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import booster
+
+ROOT = Path(booster.__file__).parent
+
+
+def idle_overrides(tree):
+    """Methods that only call the method of their base with what they were given, and have no defaults of their own."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or node.args.vararg or node.args.kwarg:
+            continue
+        if node.args.defaults or any(node.args.kw_defaults):
+            continue
+        body = [each for each in node.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+        if len(body) != 1 or not isinstance(body[0], (ast.Return, ast.Expr)) or body[0].value is None:
+            continue
+        given = [each.arg for each in node.args.args[1:]] + [f"{each.arg}={each.arg}" for each in node.args.kwonlyargs]
+        calls = f"super().{node.name}({', '.join(given)})", f"super().{node.name}"
+        if ast.unparse(body[0].value) in calls:
+            yield f"{node.lineno}: {node.name}"
+
+
+def private_names_of_torch(tree):
+    """What is asked of torch, or imported from it, under a name that begins with `_`; `_foreach_*` is documented."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*node.module.split("."), *(each.name for each in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [part for each in node.names if each.name.split(".")[0] == "torch" for part in each.name.split(".")]
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
+            names = ast.unparse(node).split(".")
+        else:
+            continue
+        yield from (
+            f"{node.lineno}: {name}" for name in names if re.match(r"_(?!_|foreach_)", name) and name != "_foreach"
+        )
+
+
+def found(rule, files):
+    return [f"{file.relative_to(ROOT.parent)}:{each}" for file in files for each in rule(ast.parse(file.read_text()))]
+
+
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def test_no_override_does_nothing():
+    assert found(idle_overrides, FILES) == []
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    home = ROOT / "ground" / "torch_internals.py"
+    assert found(private_names_of_torch, [home])
+    assert found(private_names_of_torch, [file for file in FILES if file != home]) == []
+
+
+def test_nothing_calls_itself_a_mixin():
+    said = [f"{file.relative_to(ROOT.parent)}" for file in FILES if re.search(r"\bmixin\b", file.read_text(), re.I)]
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (idle_overrides, "class A(B):\n    def f(self, x, *, y):\n        return super().f(x, y=y)"),
+        (idle_overrides, "class A(B):\n    @property\n    def f(self):\n        return super().f"),
+        (private_names_of_torch, "import torch\ntorch._C._get_graph()"),
+        (private_names_of_torch, "from torch.distributed.fsdp._fully_shard import FSDPState"),
+        (private_names_of_torch, "from torch.optim.optimizer import _params_doc"),
+        (private_names_of_torch, "import torch._dynamo"),
+    ],
+)
+def test_a_rule_is_noticed_when_broken(rule, source):
+    assert [*rule(ast.parse(source))]
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (idle_overrides, "class A(B):\n    def f(self, x):\n        return super().f(x + 1)"),
+        (private_names_of_torch, "import torch\ntorch._foreach_mul_([], 1)\nself._torch = 1"),
+    ],
+)
+def test_a_rule_that_is_kept_says_nothing(rule, source):
+    assert [*rule(ast.parse(source))] == []
