@@ -55,39 +55,44 @@ M = TypeVar("M", bound=nn.Module)
 class Booster:
     """Runs the user's training loop in a precision on a parallelism.
 
-    device: "cpu", "cuda", "cuda:N" or a torch.device; None means the current CUDA device if there is one and the process
-    group, if any, can use it, otherwise the CPU. mixed_precision: a name (see `booster.mixed_precision.available`), a
-    `MixedPrecision`, or None for float32. plugin: a `Plugin`, or None for a single device.
+    device: "cpu", "cuda", "cuda:N" or a torch.device; None means the current CUDA device if there is one and the process group,
+        if any, can use it, otherwise the CPU.
+    mixed_precision: a name (see `booster.mixed_precision.available`), a `MixedPrecision`, or None for float32.
+    plugin: a `Plugin`, or None for a single device.
 
     fused_optimizer: True lets torch optimizers that have a fused kernel use it; "triton" steps by Triton kernels of this
-    library, and raises ValueError at `boost` where those cannot step; "compile" compiles the update of any optimizer
-    instead, and says so in a WARNING where it cannot; False does none of it. clip_grad_norm: every `step()` clips the
-    gradients of its optimizer to this norm; 0 does not. skip_nonfinite: skip steps whose gradients are not finite also
-    without a loss scaler and without clipping. max_consecutive_skips: so many skipped steps in a row raise
-    `LossScaleError`; None never does.
+        library, and raises ValueError at `boost` where those cannot step; "compile" compiles the update of any optimizer
+        instead, and says so in a WARNING where it cannot; False does none of it.
+    clip_grad_norm: every `step()` clips the gradients of its optimizer to this norm; 0 does not.
+    skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and without clipping.
+    max_consecutive_skips: so many skipped steps in a row raise `LossScaleError`; None never does.
 
     release_gradients: step each parameter within `backward`, as soon as its gradient is complete, and free the gradient.
-    "exact": to the same bits as without; under a loss scale, a clip or skip_nonfinite, `backward` goes through the graph twice,
-    first for the norm alone. "previous_norm": in one pass, clipping by the norm of the step before. See docs/memory.md.
+        "exact": to the same bits as without; under a loss scale, a clip or skip_nonfinite, `backward` goes through the graph
+        twice, first for the norm alone. "previous_norm": in one pass, clipping by the norm of the step before. See
+        docs/memory.md.
 
-    diagnose: replay skipped steps, the "first", "every" one or so many, and log
-    what `diagnose` finds as one WARNING; `diagnoses` has it too. Without a loss scaler, a clip or skip_nonfinite no step is
-    skipped, and one WARNING says so. Until a step is over, what models and criteria were given in
-    it is kept, by reference, and the gradients of what they returned. states: how the states of elementwise optimizers are
-    kept between steps, in every precision but fp16_apex: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625,
-    rounded by chance; None is what the precision says, "fp32" unless it was told otherwise. offload_states: keep states of
-    elementwise optimizers, and masters, in pinned memory of the host, and have them on a GPU a bucket at a time, while it is
-    stepped; on a CPU they lie in the host's memory already, and nothing changes.
+    diagnose: replay skipped steps, the "first", "every" one or so many, and log what `diagnose` finds as one WARNING;
+        `diagnoses` has it too. Without a loss scaler, a clip or skip_nonfinite no step is skipped, and one WARNING says so.
+        Until a step is over, what models and criteria were given in it is kept, by reference, and the gradients of what they
+        returned.
+    states: how the states of elementwise optimizers are kept between steps, in every precision but fp16_apex: "fp32" as they
+        are, "bf16" in 2 bytes an element, "8bit" in 1.0625, rounded by chance; None is what the precision says, "fp32" unless
+        it was told otherwise.
+    offload_states: keep states of elementwise optimizers, and masters, in pinned memory of the host, and have them on a GPU a
+        bucket at a time, while it is stepped; on a CPU they lie in the host's memory already, and nothing changes.
 
     patience: on several ranks, after so many seconds in `save`, `load`, `gather`, `save_model`, `backward` and the like a
-    WARNING names the ranks that have not called it, and where they are, and the wait goes on. A rank that raised and lives on,
-    or stands still in the script, is named within ten seconds. None names those alone. The last Booster's counts for all.
+        WARNING names the ranks that have not called it, and where they are, and the wait goes on. A rank that raised and lives
+        on, or stands still in the script, is named within ten seconds. None names those alone. The last Booster's counts for
+        all.
 
-    half_products: how a CPU computes matrix products, convolutions, recurrent layers and attention of halves. "float32":
-    in float32, on operands rounded to half, the result rounded once, as units for the dtype do; sums differ by their order.
-    "auto" does so where this CPU is slower in half, by a table of units, on all ranks alike; one INFO line says so. "native":
-    as torch does, to the bit, by kernels up to 150 times slower than those of float32 where the CPU has no such units; nothing
-    is entered around a forward then. `sdpa_fp32` of the precision, True or False, has the last word on attention.
+    half_products: how a CPU computes matrix products, convolutions, recurrent layers and attention of halves. "float32": in
+        float32, on operands rounded to half, the result rounded once, as units for the dtype do; sums differ by their order.
+        "auto" does so where this CPU is slower in half, by a table of units, on all ranks alike; one INFO line says so.
+        "native": as torch does, to the bit, by kernels up to 150 times slower than those of float32 where the CPU has no such
+        units; nothing is entered around a forward then. `sdpa_fp32` of the precision, True or False, has the last word on
+        attention.
 
     Raises ValueError for an unknown name or a device that precision or plugin cannot use, TypeError for other objects.
     """
@@ -273,10 +278,12 @@ class Booster:
     ) -> None:
         """Accumulate the gradients of `loss` (one element), scaled as the optimizer's loss scaler wants.
 
-        optimizer: the boosted optimizer that will step on it, or several: then the smallest of their scales is used and
-        they step together or not at all. loss_id: which of the precision's loss scalers, for those that keep several.
-        inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as
-        given there. Side effect: the plugin's gradient collectives, except inside `no_sync`.
+        optimizer: the boosted optimizer that will step on it, or several: then the smallest of their scales is used and they
+            step together or not at all.
+        loss_id: which of the precision's loss scalers, for those that keep several.
+        inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as given
+            there.
+        Side effect: the plugin's gradient collectives, except inside `no_sync`.
         """
         if isinstance(optimizer, OptimizerWrapper):
             optimizers = [optimizer]

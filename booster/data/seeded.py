@@ -141,9 +141,11 @@ def prepare_dataloader(
     """A DataLoader over the share of `dataset` that rank `rank` of `world_size` has; `batch_size` is per rank.
 
     seed: of the shuffling, the same on all ranks; workers are seeded from it, the rank, the epoch and their id.
-    drop_last: drop the tail that does not divide among ranks or fill a batch; without it the sampler repeats samples, so
-    that all ranks have equally many. distributed_sampler_cls: called as cls(dataset, num_replicas=, rank=, shuffle=,
-    seed=, drop_last=); None means torch's DistributedSampler. dataloader_options: other arguments of the DataLoader.
+    drop_last: drop the tail that does not divide among ranks or fill a batch; without it the sampler repeats samples, so that
+        all ranks have equally many.
+    distributed_sampler_cls: called as cls(dataset, num_replicas=, rank=, shuffle=, seed=, drop_last=); None means torch's
+        DistributedSampler.
+    dataloader_options: other arguments of the DataLoader.
 
     Raises ValueError for `sampler`, `batch_sampler` and `generator`, and for an iterable dataset that would have to be
     sharded or shuffled; TypeError or ValueError for arguments that are not legal, and options that DataLoader does not know.

@@ -37,9 +37,11 @@ def show(
     """Print `estimates` in MiB, one row for each; columns that are zero everywhere are left out, and in a narrow terminal
     the parts of what is held. What lies in the host's memory is in none of the others.
 
-    limit: bytes; then which fit. batches: the largest batch of each, by its name. batch_size: samples in the batch they are
-    of, for the title. console: a `rich.console.Console`; None makes one for stdout. Raises ImportError, with the line that
-    installs it, where rich is missing.
+    limit: bytes; then which fit.
+    batches: the largest batch of each, by its name.
+    batch_size: samples in the batch they are of, for the title.
+    console: a `rich.console.Console`; None makes one for stdout.
+    Raises ImportError, with the line that installs it, where rich is missing.
     """
     try:
         from rich.console import Console

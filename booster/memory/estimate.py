@@ -37,11 +37,16 @@ _ZERO_BUCKETS = 3  # of whole gradients that ZeRO-2 has at once
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes on one rank. weights: with buffers; inputs: the batch; communication: buffers that stay between steps.
+    """Bytes on one rank.
 
-    held: what is there after a step, gradients included: the sum of those. activations: alive between forward and backward.
-    peak: the highest point of a step. temporaries: by how much that is above what is held. host: states and masters in the
-    host's memory, which are in none of the others.
+    weights: with buffers.
+    inputs: the batch.
+    communication: buffers that stay between steps.
+
+    held: what is there after a step, gradients included: the sum of those.
+    activations: alive between forward and backward.
+    peak: the highest point of a step. temporaries: by how much that is above what is held.
+    host: states and masters in the host's memory, which are in none of the others.
     """
 
     precision: str

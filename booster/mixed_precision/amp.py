@@ -22,13 +22,14 @@ from booster.model.modules import bare
 class AutocastMixedPrecision(HalfPrecision):
     """Float32 parameters; forward passes run under `torch.autocast` to `dtype`. Base of `fp16` and `bf16`.
 
-    cache_enabled: keep each weight's half copy for the rest of a forward pass. output_dtype: floating dtype of what the
-    model returns; None leaves the dtypes that autocast produced. keep_fp32: modules that compute in float32, by type,
-    name pattern or predicate (see `KeptModules`). sdpa_fp32: run scaled_dot_product_attention in float32 while
-    training; "auto" does so on a CPU, where its half-precision backward is several times slower, unless products are to be
-    "native", see `half_products` of `Booster`. gather_in_half: a plugin that
-    shards float32 weights gathers those in `dtype` that only products read: linear and convolution layers. Half the bytes, and
-    not a bit changes, but where a forward reads such a weight by itself; see `DtypePolicy.gather`.
+    cache_enabled: keep each weight's half copy for the rest of a forward pass.
+    output_dtype: floating dtype of what the model returns; None leaves the dtypes that autocast produced.
+    keep_fp32: modules that compute in float32, by type, name pattern or predicate (see `KeptModules`).
+    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
+        backward is several times slower, unless products are to be "native", see `half_products` of `Booster`.
+    gather_in_half: a plugin that shards float32 weights gathers those in `dtype` that only products read: linear and
+        convolution layers. Half the bytes, and not a bit changes, but where a forward reads such a weight by itself; see
+        `DtypePolicy.gather`.
     """
 
     dtype: torch.dtype

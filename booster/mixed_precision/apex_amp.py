@@ -247,9 +247,11 @@ def scale_loss(
     """Yield the scaled loss, to call `backward()` on; on leaving, gradients are unscaled and the scale moves.
 
     optimizers: what `initialize` returned, one or a sequence; the scale is the smallest of theirs.
-    delay_unscale: leave gradients scaled, for all but the last pass of an accumulation. delay_overflow_check: do not look
-    for overflows, which then reach the weights. model: not used, as in apex. Raises RuntimeError before `initialize`,
-    IndexError for a loss_id beyond num_losses. If the body raises, gradients are as they were before it.
+    delay_unscale: leave gradients scaled, for all but the last pass of an accumulation.
+    delay_overflow_check: do not look for overflows, which then reach the weights.
+    model: not used, as in apex.
+    Raises RuntimeError before `initialize`, IndexError for a loss_id beyond num_losses. If the body raises, gradients are as
+    they were before it.
     """
     if not _session.initialized:
         raise RuntimeError(

@@ -283,12 +283,14 @@ class MixedPrecision:
         if kept == self.kept:
             return self
         if self.has_own_update:
-            does, given = "keeps states on the device", "offload_states=True"
             if packed != self.kept.states:
-                does, given = "keeps states as they are", f"states={states!r}"
+                raise ValueError(
+                    f"{type(self).__name__} steps parameters in a way of its own, which keeps states as they are; leave out "
+                    f"states={states!r}, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
+                )
             raise ValueError(
-                f"{type(self).__name__} steps parameters in a way of its own, which {does}; leave out {given}, or use another "
-                "precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
+                f"{type(self).__name__} steps parameters in a way of its own, which keeps states on the device; leave out "
+                "offload_states=True, or use another precision, such as 'fp16', 'bf16', 'fp16_naive' or 'bf16_naive'"
             )
         clone = copy.copy(self)
         clone.kept = kept

@@ -31,13 +31,16 @@ class NaiveMixedPrecision(HalfPrecision):
     """Parameters, activations and gradients in `dtype`. Base of `fp16_naive` and `bf16_naive`.
 
     log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`, one read of them a step.
-    clip_grad_norm: clip to this norm inside every `step()`; 0 does not. verbose: log changes of the loss scale and the
-    number of zeros through the logger of `booster.masters.update`. output_to_fp32: the model returns float32.
-    keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see
-    `KeptModules`); BatchNorm by default. sync_buffer: average floating buffers over the ranks that share the batch at
-    every forward in training. master_weights, rounding, states: see `MasterOptions`. sdpa_fp32: as `AutocastMixedPrecision`.
+    clip_grad_norm: clip to this norm inside every `step()`; 0 does not.
+    verbose: log changes of the loss scale and the number of zeros through the logger of `booster.masters.update`.
+    output_to_fp32: the model returns float32.
+    keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see `KeptModules`);
+        BatchNorm by default.
+    sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
+    master_weights, rounding, states: see `MasterOptions`.
+    sdpa_fp32: as `AutocastMixedPrecision`.
     default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are `dtype` too, and not
-    float32, which half weights do not multiply with.
+        float32, which half weights do not multiply with.
 
     A model that arrives in float32 lends its weights to the masters before it is cast; one in half gives what it has.
     """

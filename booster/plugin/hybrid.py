@@ -52,14 +52,16 @@ class HybridParallelPlugin(ShardingPlugin):
     is a multiple of tp_size * pp_size; the quotient is the data-parallel size.
 
     zero_stage: 0 keeps parameters, gradients and optimizer states whole on every data-parallel rank; 1 and 2 shard them:
-    torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
-    `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is 1
-    nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
+        torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
+        `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is
+        1 nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
     num_microbatches, microbatch_size: how `booster.execute_pipeline` divides a batch; give one of them, or neither for one
-    micro-batch, or as many as stages in a pipeline. num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
-    pp_style: the schedule. sequence_parallelism: ranks of tensor parallelism keep a part of the sequence each between the
-    branches of blocks. tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the
-    plan that is known for it. split_points: names of the modules that begin the second and later stages, or None: evenly.
+        micro-batch, or as many as stages in a pipeline.
+    num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
+    pp_style: the schedule.
+    sequence_parallelism: ranks of tensor parallelism keep a part of the sequence each between the branches of blocks.
+    tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the plan that is known for it.
+    split_points: names of the modules that begin the second and later stages, or None: evenly.
     wrap_policy, reduce_dtype: those of `TorchFSDPPlugin`.
 
     Construct it after `booster.launch_from_torch()`. Raises ValueError for sizes that do not fit the world.

@@ -51,11 +51,14 @@ class FP16ApexMixedPrecision(MixedPrecision):
     """The levels O0 to O3 of NVIDIA's apex.amp, on CPU and CUDA, whether apex is installed or not.
 
     opt_level: "O0" float32; "O1" float32 weights, casts around torch functions; "O2" half weights, float32 BatchNorm and
-    masters; "O3" half. cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale ("dynamic", or
-    a static number): None takes the level's default. cast_model_outputs: dtype of what models return; None is float32
-    for a model that is cast, else what it computes. num_losses: loss scales, see `Booster.backward(loss_id=...)`.
-    verbosity: 1 logs the options and every skipped step, 0 does not. min_loss_scale, max_loss_scale, scale_window: of a
-    dynamic scale. Errors and their order are those of apex, see `options.resolve`.
+        masters; "O3" half.
+    cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: None takes the level's default.
+    loss_scale: "dynamic", or a static number; None likewise.
+    cast_model_outputs: dtype of what models return; None is float32 for a model that is cast, else what it computes.
+    num_losses: loss scales, see `Booster.backward(loss_id=...)`.
+    verbosity: 1 logs the options and every skipped step, 0 does not.
+    min_loss_scale, max_loss_scale, scale_window: of a dynamic scale.
+    Errors and their order are those of apex, see `options.resolve`.
 
     What was recorded of apex wins over what other precisions do: a static scale lets inf into the weights, scales move
     with every backward, and may fall below 1.

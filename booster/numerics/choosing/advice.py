@@ -23,8 +23,10 @@ class Budget:
     """Bounds of `advise`: on the measurement, and on what may be advised. Every bound may be None, for none.
 
     seconds: of the whole measurement, by intention. A precision whose turn comes later is left out; one pass of each model
-    cannot be cut short. max_gradient_error: of the gradients against float32, the norm of the difference over the norm;
-    0.1 is a cosine of 0.995. max_loss_error: likewise of the loss. max_memory: bytes at the highest point of a step.
+        cannot be cut short.
+    max_gradient_error: of the gradients against float32, the norm of the difference over the norm; 0.1 is a cosine of 0.995.
+    max_loss_error: likewise of the loss.
+    max_memory: bytes at the highest point of a step.
     """
 
     seconds: float | None = 60.0
@@ -87,9 +89,11 @@ class Row:
 class Advice:
     """What to take, and why. `str()` of it is a table and sentences.
 
-    best: the name of the precision; None where none is within the budget's bounds. precision: a `MixedPrecision` for
-    `Booster`, bound to no device; None likewise. rows: those that may be advised by rank, the others below. noise: by how
-    much the times of two equal float32 models differed, relative; precisions that are no further apart count as equally fast.
+    best: the name of the precision; None where none is within the budget's bounds.
+    precision: a `MixedPrecision` for `Booster`, bound to no device; None likewise.
+    rows: those that may be advised by rank, the others below.
+    noise: by how much the times of two equal float32 models differed, relative; precisions that are no further apart count as
+        equally fast.
     """
 
     best: str | None

@@ -42,12 +42,14 @@ def advise(
 ) -> Advice:
     """Train a few steps in every precision, and say which to take: by time, peak memory, and errors against float32.
 
-    model_fn, optimizer_fn: make a model, and the optimizer of a model; called once or more for each precision, with all
-    random generators at `seed`. batch: (inputs..., target), or a mapping that the model takes by keyword and the criterion
-    whole. device: as for `Booster`. precisions: names or objects; None means all of `available()` but "fp16_apex", which is
-    fp16 for old scripts. float32 is always measured. What this device does not have and can emulate is rehearsed: errors
-    only. steps: timed ones of each precision, each beside one of float32, in turns; fewer where `budget` wants it, at
-    least 3. budget: bounds, see `Budget`; None means `Budget()`.
+    model_fn, optimizer_fn: make a model, and the optimizer of a model; called once or more for each precision, with all random
+        generators at `seed`.
+    batch: (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
+    device: as for `Booster`.
+    precisions: names or objects; None means all of `available()` but "fp16_apex", which is fp16 for old scripts. float32 is
+        always measured. What this device does not have and can emulate is rehearsed: errors only.
+    steps: timed ones of each precision, each beside one of float32, in turns; fewer where `budget` wants it, at least 3.
+    budget: bounds, see `Budget`; None means `Budget()`.
 
     Gradients are compared at the first weights and after 5 float32 steps; the worse counts. Two equal float32 models tell
     what differences in time mean nothing. At most two models are held at a time, and copies of the weights and

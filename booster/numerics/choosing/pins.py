@@ -41,9 +41,12 @@ class Contribution:
 class Pins:
     """The modules to keep in float32, and what was measured. `str()` of it is a table.
 
-    names: for `keep_fp32=`; none where nothing need be kept. precision: the precision that was asked about, with them kept.
-    error, without: gradient error with and without them. table: the candidates, the largest contribution first; none where
-    nothing had to be searched. layers: what is left, by layer, the worst first. passes: how many models were run.
+    names: for `keep_fp32=`; none where nothing need be kept.
+    precision: the precision that was asked about, with them kept.
+    error, without: gradient error with and without them.
+    table: the candidates, the largest contribution first; none where nothing had to be searched.
+    layers: what is left, by layer, the worst first.
+    passes: how many models were run.
     """
 
     names: tuple[str, ...]

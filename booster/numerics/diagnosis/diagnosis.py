@@ -17,22 +17,31 @@ class Diagnosis:
     """The first operation of a step that made an inf or NaN, and why. The same on every rank.
 
     kind: "data": a tensor that the step was given held one. "weights": a parameter or buffer did. "loss": what computes the
-    loss from the model's output made it, as log(0) or 0/0 do. "overflow": the true result is finite, and too large for the
-    format. "loss_scale": the same in the backward pass, and a smaller scale is enough. "operation": an operation in the
-    model has no finite result for these inputs, in any format. None: nothing bad was found, or not where it began.
+        loss from the model's output made it, as log(0) or 0/0 do. "overflow": the true result is finite, and too large for the
+        format. "loss_scale": the same in the backward pass, and a smaller scale is enough. "operation": an operation in the
+        model has no finite result for these inputs, in any format. None: nothing bad was found, or not where it began.
     certain: with this operation's result mended, or by a remedy, everything was finite; or every way back led to it alone.
 
     module: the qualified name, "criterion" for a boosted one, the class's name for the model itself and for modules outside of
-    it, "" outside of all. operation: as torch's dispatcher calls it, "aten.addmm". direction: of the pass. dtype: of the
-    result, without "torch.". rank: where it was made. remedies: what was tried in the replay and made everything finite.
+        it, "" outside of all.
+    operation: as torch's dispatcher calls it, "aten.addmm".
+    direction: of the pass.
+    dtype: of the result, without "torch.".
+    rank: where it was made.
+    remedies: what was tried in the replay and made everything finite.
     advice: what was not tried.
 
-    autograd_node, of: in a backward pass, the node, and the operation of the forward pass that it belongs to. parameter: the
-    name of what is bad, for kind "weights". modules: those being called, the outermost first. passed: modules that the bad
-    number went through afterwards. source: the line of the user's code, "file:line in function". inputs, output: ranges.
-    rows: places along the first dimension of what is bad, for "data" the samples. micro_batch: which backward pass of the
-    step, from 0, or which part of a pipeline's batch. stage: of a pipeline; None elsewhere. loss, loss_scale: of the
-    replay; the loss is the mean over ranks. notes: what limits what is said here.
+    autograd_node, of: in a backward pass, the node, and the operation of the forward pass that it belongs to.
+    parameter: the name of what is bad, for kind "weights".
+    modules: those being called, the outermost first.
+    passed: modules that the bad number went through afterwards.
+    source: the line of the user's code, "file:line in function".
+    inputs, output: ranges.
+    rows: places along the first dimension of what is bad, for "data" the samples.
+    micro_batch: which backward pass of the step, from 0, or which part of a pipeline's batch.
+    stage: of a pipeline; None elsewhere.
+    loss, loss_scale: of the replay; the loss is the mean over ranks.
+    notes: what limits what is said here.
     """
 
     kind: Kind | None

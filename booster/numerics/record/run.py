@@ -305,8 +305,12 @@ class Step:
 
 @dataclass
 class Run:
-    """What `read_run` found. steps, samples: by optimizer, in order. about: of the last process that wrote. notes: what is not
-    as it should be, such as a line that a kill cut short, as sentences."""
+    """What `read_run` found.
+
+    steps, samples: by optimizer, in order.
+    about: of the last process that wrote.
+    notes: what is not as it should be, such as a line that a kill cut short, as sentences.
+    """
 
     folder: Path
     about: dict[str, Any]

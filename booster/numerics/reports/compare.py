@@ -47,9 +47,14 @@ class Parted:
 
 @dataclass
 class Comparison:
-    """What `compare` found. step: where the runs part first; None where they are alike. optimizer: whose step it is.
+    """What `compare` found.
 
-    losses: of that step. parameters: those that part there, the furthest first. last_common: the last step both recorded.
+    step: where the runs part first; None where they are alike.
+    optimizer: whose step it is.
+
+    losses: of that step.
+    parameters: those that part there, the furthest first.
+    last_common: the last step both recorded.
     """
 
     kind: Kind

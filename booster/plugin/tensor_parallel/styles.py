@@ -36,9 +36,11 @@ def _dim_or_none(value: Any) -> int | None:
 class Colwise(LocalStyle):
     """A linear layer by output features: every rank computes some of them from the whole input.
 
-    num_parts: how many projections of equal width the layer holds one after the other (3 for a fused qkv); every rank gets
-    its share of each. gather_output: join the output features on every rank. sequence_dim: the input is a part of the
-    sequence, which is gathered. shared_input: a module around this one sums the gradients of the input.
+    num_parts: how many projections of equal width the layer holds one after the other (3 for a fused qkv); every rank gets its
+        share of each.
+    gather_output: join the output features on every rank.
+    sequence_dim: the input is a part of the sequence, which is gathered.
+    shared_input: a module around this one sums the gradients of the input.
     """
 
     def __init__(
@@ -222,10 +224,12 @@ class _VocabularyLookup:
 class Region(LocalStyle):
     """A module whose own parameters, if any, stay whole, and whose input or output changes its layout.
 
-    partial_gradients: own parameters meet only a part of the tokens or heads here, so their gradients are sums over the
-    ranks. into: "gather" joins the sequence of the first argument, "split" cuts it. out: "gather" joins the sequence of
-    the (first) output, "reduce" sums it over ranks. divide: attributes to divide by the number of ranks.
-    assign: attributes to set. by_heads: arguments of shape (batch * all heads, ...), of which every rank takes its heads.
+    partial_gradients: own parameters meet only a part of the tokens or heads here, so their gradients are sums over the ranks.
+    into: "gather" joins the sequence of the first argument, "split" cuts it.
+    out: "gather" joins the sequence of the (first) output, "reduce" sums it over ranks.
+    divide: attributes to divide by the number of ranks.
+    assign: attributes to set.
+    by_heads: arguments of shape (batch * all heads, ...), of which every rank takes its heads.
     shared: arguments that are several tensors, which every head reads, whose gradients are therefore sums over ranks.
     """
 

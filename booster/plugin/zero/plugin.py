@@ -32,17 +32,19 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
     and stage 2, whose gradients are reduce-scattered, as much.
 
     reduce_scatter: stage 1 sends what stage 2 does. `DistributedDataParallel` still collects gradients, in buckets that stay,
-    and each rank keeps its part of the average; `.grad` is None after backward, as in stage 2, where this is always so.
-    error_feedback is not legal, and `gradient_as_bucket_view` is True.
+        and each rank keeps its part of the average; `.grad` is None after backward, as in stage 2, where this is always so.
+        error_feedback is not legal, and `gradient_as_bucket_view` is True.
     overlap_allgather: `step` does not wait for the weights that other ranks stepped. The next forward of the boosted model
-    does, for each when it is first used; so do the optimizer, all else that is asked of the boosted model or of `Booster`,
-    and forward, state dicts and loading of the user's own module. Who kept a parameter, or a module inside, and reads it
-    between `step` and forward, calls `optimizer.wait_for_weights()` first: until then it may be as before the step. A compiled
-    model waits for all when forward begins.
-    bucket_cap_mb: of parameters whose gradients, and updated weights, travel together. broadcast_buffers, sync_batchnorm:
-    as `TorchDDPPlugin`. find_unused_parameters: stage 1 as `TorchDDPPlugin`; stage 2 finds them always.
-    gradient_as_bucket_view, static_graph: of `DistributedDataParallel`, stage 1 only. fp8_communication: as `TorchDDPPlugin`,
-    of gradients alone; in stage 2 they are rounded once, by those who send them, and error_feedback is not legal.
+        does, for each when it is first used; so do the optimizer, all else that is asked of the boosted model or of `Booster`,
+        and forward, state dicts and loading of the user's own module. Who kept a parameter, or a module inside, and reads it
+        between `step` and forward, calls `optimizer.wait_for_weights()` first: until then it may be as before the step. A
+        compiled model waits for all when forward begins.
+    bucket_cap_mb: of parameters whose gradients, and updated weights, travel together.
+    broadcast_buffers, sync_batchnorm: as `TorchDDPPlugin`.
+    find_unused_parameters: stage 1 as `TorchDDPPlugin`; stage 2 finds them always.
+    gradient_as_bucket_view, static_graph: of `DistributedDataParallel`, stage 1 only.
+    fp8_communication: as `TorchDDPPlugin`, of gradients alone; in stage 2 they are rounded once, by those who send them, and
+        error_feedback is not legal.
 
     Optimizers that treat every element by itself are divided by elements, those that need whole tensors by tensors; others
     raise ValueError in `boost` (see `booster.register_elementwise`). In a world of one nothing is divided.
