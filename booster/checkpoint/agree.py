@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -31,6 +33,21 @@ def agree_on_success(problem: BaseException | None, group: dist.ProcessGroup | N
     for rank, text in enumerate(texts):
         if text is not None:
             raise CheckpointError(f"on rank {rank}: {text}")
+
+
+@contextmanager
+def agreed(
+    group: dist.ProcessGroup | None, instead: Callable[[Exception], Exception] = lambda error: error
+) -> Iterator[None]:
+    """If the body raises on one rank, raise on all, as `agree_on_success`. instead: what is raised for what it raised."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = instead(error)  # raised once the others know
+        if problem is not error:
+            problem.__cause__ = error
+    agree_on_success(problem, group)
 
 
 def first_failure(error: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from booster.checkpoint import parts
-from booster.checkpoint.agree import agree_on_success, exchange
+from booster.checkpoint.agree import agreed, exchange
 from booster.checkpoint.layout import storable
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Tensors
@@ -23,13 +23,9 @@ def collect(
     """
     into = Collection(0 if group is None else dist.get_rank(group))
     tree: dict[str, Any] = {} if into.rank else {"run": dict(run)}
-    problem: Exception | None = None
-    try:
+    with agreed(group):
         for kind in parts.PARTS:
             tree |= kind(objects).collect(into)
-    except Exception as error:  # raised again once the others know
-        problem = error
-    agree_on_success(problem, group)
     tensors = {name: storable(tensor) for name, tensor in into.shared.items()} | into.own
     return tensors, _merged(exchange(tree, group))
 

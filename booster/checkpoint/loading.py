@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from booster.checkpoint import parts
-from booster.checkpoint.agree import agree_on_success, exchange, is_first
+from booster.checkpoint.agree import agreed, exchange, is_first
 from booster.checkpoint.folder import checkpoints, damage, manifest_now, standing
 from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError
@@ -58,13 +58,9 @@ def load(root: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup
 def _candidate(root: Path, passed_over: list[str], group: dist.ProcessGroup | None) -> Path:
     """Return the checkpoint to try, the same on every rank; a collective. Raises CheckpointError if none is left."""
     found: str | None = None
-    problem: BaseException | None = None
-    if is_first(group):
-        try:
+    with agreed(group):
+        if is_first(group):
             found = str(_next(root, passed_over))
-        except (OSError, CheckpointError) as error:
-            problem = error
-    agree_on_success(problem, group)
     return Path(exchange(found, group)[0])
 
 
@@ -86,29 +82,27 @@ def _next(root: Path, passed_over: list[str]) -> Path:
 def _read(folder: Path, objects: Objects, *, strict: bool, group: dist.ProcessGroup | None) -> _Loading:
     """Read and verify a checkpoint, and compare it with the job; touches no object. Raises on all ranks, or on none."""
     found: list[_Loading] = []
-    with _agreed(f"{folder} cannot be compared with this job", group):
+    with agreed(group, partial(_unfit, f"{folder} cannot be compared with this job")):
         rank = 0 if group is None else dist.get_rank(group)
         found.append(_Loading(Saved(folder), objects, rank=rank, strict=strict))
         found[0].compare()
     (loading,) = found
     loading.saved.read(group)
-    with _agreed(f"{folder} does not say what save() writes", group):
+    with agreed(group, partial(_unfit, f"{folder} does not say what save() writes")):
         loading.prepare()
     return loading
 
 
-@contextmanager
-def _agreed(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """If the body raises on one rank, raise on all: an OSError as it is, anything else as a CheckpointError."""
-    problem: BaseException | None = None
-    try:
-        yield
-    except (OSError, CheckpointError) as error:
-        problem = error
-    except Exception as error:  # whatever a wrong file or a wrong job leads to
-        problem = CheckpointError(f"{what}: {type(error).__name__}: {error}")
-        problem.__cause__ = error
-    agree_on_success(problem, group)
+def _unfit(what: str, error: Exception) -> Exception:
+    """What is raised where a file or a job is wrong: an OSError as it is, anything else as a CheckpointError."""
+    if isinstance(error, (OSError, CheckpointError)):
+        return error
+    return CheckpointError(f"{what}: {type(error).__name__}: {error}")
+
+
+def _refused(what: str, error: Exception) -> CheckpointError:
+    """What is raised where an object of the user's does not take its state, whatever it raised."""
+    return CheckpointError(f"{what}, and nothing was loaded: {error}")
 
 
 def anything_in(root: Path, group: dist.ProcessGroup | None) -> bool:
@@ -122,32 +116,16 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
     if exchange((path / MANIFEST).exists(), group)[0]:
         load(path, named(model, None, None, None, None, None), strict=strict, group=group)
         return
-    problem: Exception | None = None
     state: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
-    try:
+    with agreed(group):
         state, left_out = weights_for(model, path, strict=strict)
-    except (CheckpointError, OSError) as error:
-        problem = error
-    agree_on_success(problem, group)
     with ExitStack() as undo:
-        with _refusable(f"{path} does not load into this model", group):
+        with agreed(group, partial(_refused, f"{path} does not load into this model")):
             load_module(model, state, undo)
         undo.pop_all()
     if left_out:
         _logger.warning("%s: %s", path, printable(listed(left_out)))
-
-
-@contextmanager
-def _refusable(what: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """As `_agreed`, for an object of the user's: whatever it raises, nothing was loaded."""
-    problem: CheckpointError | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = CheckpointError(f"{what}, and nothing was loaded: {error}")
-        problem.__cause__ = error
-    agree_on_success(problem, group)
 
 
 class _Loading:
@@ -188,7 +166,7 @@ class _Loading:
         with ExitStack() as undo:
             for part in sorted(self._parts, key=lambda part: part.turn):
                 for what, hand_over in part.steps():
-                    with _refusable(f"{self.saved.folder} does not load into {what}", group):
+                    with agreed(group, partial(_refused, f"{self.saved.folder} does not load into {what}")):
                         hand_over(undo)
             undo.pop_all()
         for part in self._parts:

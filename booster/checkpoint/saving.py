@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from booster.checkpoint.agree import agree_on_success, exchange, first_failure, is_first
+from booster.checkpoint.agree import agreed, exchange, first_failure, is_first
 from booster.checkpoint.collect import collect
 from booster.checkpoint.folder import (
     checkpoints,
@@ -100,7 +99,7 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
     staging: Path | None = None
     lock: Lock | None = None
     try:
-        with _told_to_all(group):
+        with agreed(group):
             if is_first(group):
                 make_folder(final.parent)
                 lock = Lock(final)
@@ -111,7 +110,7 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
             make_manifest=lambda files, stored: Manifest(step, len(taken.tree["random"]), _versions(), files, stored),
         )
         takes = 0
-        with _told_to_all(group):
+        with agreed(group):
             if is_first(group):
                 writer.other_files, takes = _write_state(staging / STATE, taken.tree)
         with warnings.catch_warnings():
@@ -123,7 +122,7 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
                 process_group=group,
                 no_dist=group is None,
             )
-        with _told_to_all(group):
+        with agreed(group):
             if writer.manifest is not None:
                 assert lock is not None  # the coordinator is the first rank
                 check_text(STATE, takes, writer.manifest.files)
@@ -173,7 +172,7 @@ def save_weights(
     taken = Snapshot({name: storable(tensor) for name, tensor in tensors.items()}, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = exchange(asdict(layers_of(own)), group) if weights is not None else []
-    with _told_to_all(group):
+    with agreed(group):
         if is_first(group):
             try:
                 manifest, quantization = read_manifest(between), None
@@ -199,16 +198,6 @@ def save_weights(
                     write_config(path, described, entries, quantization)
             finally:
                 remove(between)
-
-
-@contextmanager
-def _told_to_all(group: dist.ProcessGroup | None) -> Iterator[None]:
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # raised again once the others know
-        problem = error
-    agree_on_success(problem, group)
 
 
 def _host_copy(tensor: Held) -> Held:

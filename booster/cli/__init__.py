@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 __all__ = ["main"]
 
@@ -23,6 +24,8 @@ _COMMANDS = {
     "compare": "say where two runs part by more than their formats explain",
     "advise": "train a few steps in every precision, and say which to take",
 }
+_HOMES = {"check": "machine", "env": "machine", "report": "records", "compare": "records"}
+"""The files of this folder with a command that does not bear its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,38 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _status(arguments: list[str]) -> int:
     try:
-        if arguments and arguments[0] == "run":
-            from booster.cli.run import run
-
-            return run(arguments[1:])
-        if arguments and arguments[0] == "check":
-            from booster.cli.machine import check
-
-            return check(arguments[1:])
-        if arguments and arguments[0] == "env":
-            from booster.cli.machine import env
-
-            return env(arguments[1:])
-        if arguments and arguments[0] == "estimate":
-            from booster.cli.estimate import estimate
-
-            return estimate(arguments[1:])
-        if arguments and arguments[0] == "checkpoint":
-            from booster.cli.checkpoint import checkpoint
-
-            return checkpoint(arguments[1:])
-        if arguments and arguments[0] == "report":
-            from booster.cli.records import report
-
-            return report(arguments[1:])
-        if arguments and arguments[0] == "compare":
-            from booster.cli.records import compare
-
-            return compare(arguments[1:])
-        if arguments and arguments[0] == "advise":
-            from booster.cli.advise import advise
-
-            return advise(arguments[1:])
+        if arguments and arguments[0] in _COMMANDS:
+            name = arguments[0]
+            home = import_module(f"booster.cli.{_HOMES.get(name, name)}")
+            status: int = getattr(home, name)(arguments[1:])
+            return status
         parser = _parser()
         parser.parse_args(arguments)
         parser.error(f"no command given; choose one of {', '.join(_COMMANDS)}")
