@@ -19,7 +19,7 @@ from booster.memory.plan import Plan, ddp, fsdp, zero
 from booster.memory.released import Arrivals, Bucketed, Released, Sizes, Whole
 from booster.memory.stepped import Stepped, stepped
 from booster.mixed_precision import MixedPrecision, make
-from booster.plugin.base import Plugin as Placement
+from booster.plugin import base
 from booster.plugin.zero.plugin import check_gathers
 from booster.tensors.grads import PIECE
 from booster.update.outcome import UpdateOptions
@@ -194,7 +194,7 @@ def estimate_placed(
     criterion: Callable[..., Any],
     *,
     precision: MixedPrecision,
-    plugin: Placement,
+    plugin: base.Plugin,
     device: torch.device,
     options: UpdateOptions,
 ) -> Estimate:

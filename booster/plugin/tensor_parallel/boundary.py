@@ -121,7 +121,7 @@ class LocalStyle(ParallelStyle):
 
     def parts(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
         """What the forward sees in place of each own parameter."""
-        return {name: local_part(param) for name, param in own_dtensors(module).items()}
+        return {name: part_with_gradient(param) for name, param in own_dtensors(module).items()}
 
     def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
         return output
@@ -168,7 +168,7 @@ def own_dtensors(module: nn.Module) -> dict[str, DTensor]:
     return {name: param for name, param in params.items() if isinstance(param, DTensor)}
 
 
-def local_part(param: DTensor) -> torch.Tensor:
+def part_with_gradient(param: DTensor) -> torch.Tensor:
     """This rank's part of `param`, a plain tensor. The gradient of a replicated one is this rank's share of a sum."""
     replicated = isinstance(param.placements[0], Replicate)
     return param.to_local(grad_placements=[Partial()] if replicated else None)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from booster.ground import arguments
 from booster.ground.torch_internals import StridedShard
 from booster.plugin.tensor_parallel import boundary
-from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, local_part, own_dtensors, swapped
+from booster.plugin.tensor_parallel.boundary import LocalStyle, PartForward, own_dtensors, part_with_gradient, swapped
 from booster.plugin.tensor_parallel.shared_input import SharedInput
 
 
@@ -152,7 +152,7 @@ class Rowwise(LocalStyle):
             output = boundary.reduce(output, mesh)
             return output if bias is None else output + bias.to_local().to(output.dtype)
         output = boundary.reduce_scatter(output, mesh, self.sequence_dim)
-        return output if bias is None else output + local_part(bias).to(output.dtype)
+        return output if bias is None else output + part_with_gradient(bias).to(output.dtype)
 
 
 class EmbeddingParallel(LocalStyle):
