@@ -679,17 +679,17 @@ class Booster:
         """Write the whole weights of a boosted model for other programs; a collective.
 
         path: the file; with `shard` a folder, which gets files of at most `size_per_shard` MB, their names beginning with
-        `prefix`, an index, and the model's own configuration if it has one, so that `from_pretrained` opens it.
-        use_safetensors: False writes files of `torch.save`. Weights that the optimizer keeps in float32 behind half ones
-        are in what `save` writes, not here.
+            `prefix`, an index, and the model's own configuration if it has one, so that `from_pretrained` opens it.
+        use_safetensors: False writes files of `torch.save`. Weights that the optimizer keeps in float32 behind half ones are in
+            what `save` writes, not here.
 
         weights: None writes them as the model stores them. "bf16" and "fp16" round all floating parameters. "fp8" and "int8"
-        write linear layers in 8 bits, and other floating parameters in float16 where the precision computes in it, else in
-        bfloat16. "fp8": e4m3 under a scale for each 128 x 128 numbers, as FineGrainedFP8Config of transformers and vLLM read
-        it. "int8": a scale for each row, as compressed-tensors has it for products in int8 (W8A8). Both are for models of
-        transformers, need `shard`, and leave wide what makes the logits, shared weights, and layers that 128 does not divide
-        ("fp8"), which config.json names. merge: write adapters of `enable_lora` as part of what they adapt, under the names
-        of the model without them.
+            write linear layers in 8 bits, and other floating parameters in float16 where the precision computes in it, else in
+            bfloat16. "fp8": e4m3 under a scale for each 128 x 128 numbers, as FineGrainedFP8Config of transformers and vLLM
+            read it. "int8": a scale for each row, as compressed-tensors has it for products in int8 (W8A8). Both are for models
+            of transformers, need `shard`, and leave wide what makes the logits, shared weights, and layers that 128 does not
+            divide ("fp8"), which config.json names.
+        merge: write adapters of `enable_lora` as part of what they adapt, under the names of the model without them.
 
         Raises ValueError for what cannot be in 8 bits or merged, and CheckpointError for numbers that the form does not hold.
         """
