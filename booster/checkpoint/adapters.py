@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.checkpoint.agree import agree_on_success, is_first
+from booster.checkpoint.folder import write_beside
 from booster.checkpoint.serving import Source, sources_of
 from booster.checkpoint.tensor_file import write_tensors
 from booster.checkpoint.weights import replaced
@@ -64,7 +65,7 @@ def _write(model: Any, own: dict[str, torch.Tensor], adapter: str, folder: Path)
     kept = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in kept.items()}
     replaced(folder / "adapter_model.safetensors", lambda path: write_tensors(path, shapes, kept.__getitem__))
-    model.peft_config[adapter].save_pretrained(folder)
+    write_beside(folder, model.peft_config[adapter].save_pretrained)
 
 
 def _own(state: Mapping[str, torch.Tensor], adapter: str) -> list[tuple[str, torch.Tensor]]:

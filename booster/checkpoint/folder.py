@@ -16,8 +16,9 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -253,6 +254,14 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_beside(folder: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` put files into a new folder, and move them into `folder`: through no link that has the name of one."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".writing.") as beside:
+        write(Path(beside))
+        for path in Path(beside).iterdir():
+            path.replace(folder / path.name)
 
 
 def sync_folder(folder: Path) -> None:

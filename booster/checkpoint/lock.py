@@ -90,7 +90,7 @@ class Lock:
     def check(self) -> None:
         """Raise CheckpointError if another process has taken over, as from one that was stopped for a while."""
         with suppress(FileNotFoundError):
-            os.utime(self._path)
+            os.utime(self._path, follow_symlinks=False)
         holder = read_lock(self._path)
         if holder is None or holder.nonce != self.nonce:
             raise CheckpointError(
@@ -109,7 +109,7 @@ class Lock:
         except OSError as error:
             _logger.warning("%s could not be removed: %s", self._path, error)
             with suppress(OSError):
-                os.utime(self._path, (0, 0))
+                os.utime(self._path, (0, 0), follow_symlinks=False)
 
     def _made(self) -> bool:
         pid = os.getpid()
@@ -138,7 +138,7 @@ class Lock:
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):
             try:
-                os.utime(self._path)
+                os.utime(self._path, follow_symlinks=False)
             except OSError as error:  # the file system comes back, or `check` says who has taken over
                 _logger.debug("%s: %s", self._path, error)
 

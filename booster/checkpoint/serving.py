@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from booster.checkpoint.folder import write_beside
 from booster.checkpoint.manifest import CheckpointError, Tensor
 from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.weights import Read, Written
@@ -198,7 +199,7 @@ def write_config(
             own.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts before it
             if quantization is not None:
                 own.quantization_config = quantization
-        own.save_pretrained(folder)
+        write_beside(folder, own.save_pretrained)
 
 
 # ---------------------------------------------------------------------- inside

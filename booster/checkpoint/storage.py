@@ -37,7 +37,9 @@ from torch.futures import Future
 from booster.checkpoint.folder import sync_folder
 from booster.checkpoint.header import SAFETENSORS_DTYPES
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor
-from booster.checkpoint.tensor_file import dtype_of, open_tensors, read_tensors, slice_of, write_tensors
+from booster.checkpoint.tensor_file import dtype_of, read_tensors, write_tensors
+from booster.checkpoint.weights import entries_of, entry_of, read_box
+from booster.ground.foreign_files import open_regular
 
 
 class ManifestWriter(StorageWriter):
@@ -212,18 +214,14 @@ class ManifestReader(StorageReader):
         return rest
 
     def _read(self, name: str, items: list[tuple[Chunk, ReadItem]], planner: LoadPlanner) -> None:
-        with open_tensors(self.folder / name) as file:
+        path = self.folder / name
+        entries = entries_of(path)
+        with open_regular(path) as file:
             for chunk, item in items:
                 target = planner.resolve_tensor(item).detach()
-                found = slice_of(file, chunk, dtype_of(self.manifest.tensors[item.storage_index.fqn]))
-                if item.lengths:
-                    box = tuple(
-                        slice(start, start + length)
-                        for start, length in zip(item.storage_offsets, item.lengths, strict=True)
-                    )
-                    target.copy_(found[box])
-                else:
-                    target.copy_(file.get_tensor(chunk.key))
+                entry = entry_of(entries, path, chunk, dtype_of(self.manifest.tensors[item.storage_index.fqn]))
+                box = zip(item.storage_offsets, item.lengths, strict=True)
+                read_box(file, entry, [slice(start, start + length) for start, length in box], target)
                 planner.commit_tensor(item, target)
 
     @classmethod

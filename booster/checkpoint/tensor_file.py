@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,7 +13,7 @@ import torch
 
 from booster.checkpoint.hashing import BLOCK, Hash, new_hash
 from booster.checkpoint.header import SAFETENSORS_DTYPES, header_length, num_bytes, places_of
-from booster.checkpoint.manifest import CheckpointError, Chunk, File, Tensor
+from booster.checkpoint.manifest import CheckpointError, File, Tensor
 from booster.ground.foreign_files import open_regular
 
 _ALIGNMENT = 8  # bytes, of the header; data follow at once
@@ -58,31 +57,6 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 def fits(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return whether numbers of dtype `saved` may be loaded into `own`: as they are, or rounded to another precision."""
     return saved == own or (saved.is_floating_point and own.is_floating_point)
-
-
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file for reading; needs the package of that name."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError("reading a checkpoint needs safetensors: pip install 'booster-amp[checkpoint]'") from error
-    try:
-        with open_regular(path) as raw:
-            header_length(raw.read(8), os.fstat(raw.fileno()).st_size)
-        with safe_open(str(path), framework="pt") as file:
-            yield file
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file that holds what it should: {error}") from error
-
-
-def slice_of(opened: Any, chunk: Chunk, dtype: torch.dtype) -> Any:
-    """Return the entry of a file of `open_tensors` that holds `chunk`, to be sliced; raises ValueError where it is another."""
-    found = opened.get_slice(chunk.key)
-    has = found.get_dtype(), tuple(found.get_shape())
-    if has != (SAFETENSORS_DTYPES[dtype], chunk.sizes):
-        raise ValueError(f"{chunk.key} is {has[0]} {list(has[1])}, and should be {dtype} {list(chunk.sizes)}")
-    return found
 
 
 def read_tensors(path: Path, expected: File, targets: Mapping[str, torch.Tensor]) -> str | None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from booster.checkpoint.folder import write_synced
 from booster.checkpoint.header import read_header
 from booster.checkpoint.layout import placed_like
-from booster.checkpoint.manifest import CheckpointError, Manifest, Tensor
+from booster.checkpoint.manifest import CheckpointError, Chunk, Manifest, Tensor
 from booster.checkpoint.tensor_file import dtype_of, fits, write_tensors
 from booster.checkpoint.torch_file import read_torch_file
 from booster.ground.foreign_files import ROOM, names_a_regular_file, open_regular, parse_json, read_regular
@@ -89,6 +89,33 @@ def read_entry(opened: IO[bytes], entry: Entry, into: torch.Tensor | None = None
     return whole
 
 
+def read_box(opened: IO[bytes], entry: Entry, box: Sequence[slice], into: torch.Tensor) -> None:
+    """Read the part of `entry` that lies in `box`, a slice for each dimension, into a tensor of its shape, some MB at a time.
+
+    opened: its file, open for reading in binary.
+    """
+    if not box:
+        into.copy_(read_entry(opened, entry))
+        return
+    of_row, within, done = entry.shape[1:], (slice(None), *box[1:]), 0
+    row = torch.Size(of_row).numel()
+    shape = (box[0].stop - box[0].start, *of_row)
+    rows = replace(entry, shape=shape, start=entry.start + box[0].start * row * entry.dtype.itemsize)
+    for piece in pieces(opened, rows, max(1, row)):
+        block = piece.view(-1, *of_row)[within]
+        into[done : done + len(block)].copy_(block)
+        done += len(block)
+
+
+def entry_of(entries: Mapping[str, Entry], path: Path, chunk: Chunk, dtype: torch.dtype) -> Entry:
+    """Return the entry of `path` that holds `chunk`; raises CheckpointError where it is another."""
+    entry = entries.get(chunk.key)
+    if entry is None or (entry.dtype, entry.shape) != (dtype, chunk.sizes):
+        holds = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+        raise CheckpointError(f"{path} holds {holds} as {chunk.key}, and should hold {dtype} {list(chunk.sizes)}")
+    return entry
+
+
 # (name of one file, ending) as transformers looks for them.
 _SAFETENSORS, _TORCH = ("model", ".safetensors"), ("pytorch_model", ".bin")
 _MEGABYTE = 2**20
@@ -136,12 +163,7 @@ class Stored:
             path = self._folder / chunk.file
             if chunk.file not in self._entries:
                 self._entries[chunk.file] = entries_of(path)
-            entry = self._entries[chunk.file].get(chunk.key)
-            if entry is None or (entry.dtype, entry.shape) != (whole.dtype, chunk.sizes):
-                holds = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
-                raise CheckpointError(
-                    f"{path} holds {holds} as {chunk.key}, and should hold {whole.dtype} {list(chunk.sizes)}"
-                )
+            entry = entry_of(self._entries[chunk.file], path, chunk, whole.dtype)
             box = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes, strict=True))
             with open_regular(path) as opened:
                 if entry.shape == tensor.shape:

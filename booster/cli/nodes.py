@@ -221,25 +221,25 @@ def read_hostfile(path: str) -> list[Host]:
         text = read_regular(Path(path), _LARGEST_HOSTFILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"hostfile {path!r} cannot be read: {error}") from None
-    hosts: list[Host] = []
+    hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         where = f"hostfile {path!r}, line {number}"
         name = _checked_name(words[0], where)
-        if name in {host.name for host in hosts}:
+        if name in hosts:
             raise ValueError(f"{where}: {name!r} was listed before; give each host once, with slots=N processes")
         slots = None
         for word in words[1:]:
-            match = re.fullmatch(r"slots=([1-9][0-9]*)", word)
+            match = re.fullmatch(r"slots=([1-9][0-9]{0,8})", word)
             if match is None or slots is not None:
                 raise ValueError(f"{where}: {word!r} is not understood; a line is `HOST` or `HOST slots=N`, N >= 1")
             slots = int(match[1])
-        hosts.append(Host(name, slots))
+        hosts[name] = Host(name, slots)
     if not hosts:
         raise ValueError(f"hostfile {path!r} lists no host; write one host a line")
-    return hosts
+    return list(hosts.values())
 
 
 def chosen_hosts(*, host: str | None, hostfile: str | None, include: str | None, exclude: str | None) -> list[Host]:

@@ -5,6 +5,7 @@ written through no link.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import stat
@@ -108,7 +109,13 @@ def parse_json(data: bytes, most: int = ROOM) -> Any:
     if takes > most:
         raise ValueError(f"its {len(data)} bytes would take {takes} in memory, and may take {most}")
     try:
-        return json.loads(data.decode(), object_pairs_hook=_object, parse_int=_integer, parse_constant=_no_number)
+        return json.loads(
+            data.decode(),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_float,
+            parse_constant=_no_number,
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -128,6 +135,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is no number of JSON")
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _no_number(text)
 
 
 def _integer(text: str) -> int:

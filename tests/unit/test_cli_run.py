@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from importlib import import_module
 
 import pytest
@@ -208,6 +209,13 @@ def test_nor_is_one_that_the_launcher_was_told_to_stop(script, monkeypatch, caps
     assert f"stopped by {number.name}; all processes of the job have ended" in capsys.readouterr().err
 
 
+def test_a_hostfile_of_many_hosts_is_read_in_time_that_goes_with_its_length(tmp_path):
+    (tmp_path / "hosts").write_text("\n".join(f"node{number}" for number in range(30_000)))
+    began = time.process_time()
+    assert len(read_hostfile(str(tmp_path / "hosts"))) == 30_000
+    assert time.process_time() - began < 5
+
+
 def test_the_hostfile_has_a_host_a_line_with_optional_slots_and_comments(hostfile):
     assert read_hostfile(hostfile) == [Host("node1", 4), Host("user@node2"), Host("10.0.0.3", 2)]
 
@@ -219,6 +227,7 @@ def test_the_hostfile_has_a_host_a_line_with_optional_slots_and_comments(hostfil
         ("a gpus=2\n", "line 1: 'gpus=2' is not understood"),
         ("a slots=0\n", "'slots=0' is not understood"),
         ("a slots=1 slots=2\n", "'slots=2' is not understood"),
+        ("a\nb slots=" + "9" * 5000, "line 2: 'slots=999"),
         ("a\n-oProxyCommand=x\n", "line 2: '-oProxyCommand=x' is not a host"),
         ("-G\n", "line 1: '-G' is not a host"),
         ("a;reboot\n", "'a;reboot' is not a host"),

@@ -3,6 +3,7 @@
 Hashes are no signature, so every checkpoint here is sealed again after it was changed.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from torch import nn
 from booster import load_weights
 from booster.checkpoint import CheckpointError, damage, latest
 from booster.checkpoint.hashing import hash_of
+from booster.checkpoint.lock import Lock, lock_of
 from booster.checkpoint.manifest import Chunk, File, Manifest, Tensor, _are_the_whole, room_of
 from booster.checkpoint.weights import entries_of, read_weights
 from booster.cli import main
@@ -310,7 +313,10 @@ def seal_without_reading(folder, content):
     )
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":1,"a":2}', '{"a":NaN}', "\ufeff{}", '{"a":1' + "0" * 5000 + "}"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":1,"a":2}', '{"a":NaN}', "[1e999]", "[-1E999]", "\ufeff{}", '{"a":1' + "0" * 5000 + "}"],
+)
 def test_json_that_readers_take_differently_or_that_ends_them_is_refused(text):
     with pytest.raises(ValueError):
         parse_json(text.encode())
@@ -629,3 +635,56 @@ def test_a_step_that_no_manifest_holds_is_refused_at_the_call(tmp_path):
     with pytest.raises(ValueError, match=f"step={2**63} is not legal; it must be a whole number from 0 to {HIGHEST}"):
         first.booster.save(tmp_path, *first.parts, step=2**63)
     assert not list(tmp_path.iterdir())
+
+
+# ---- links that somebody planted where a save writes ----
+
+
+def planted(link, tmp_path):
+    """A file of the user's that `link` leads to; returns what tells whether it is as it was."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    os.utime(precious, (10**9, 10**9))
+    link.unlink(missing_ok=True)
+    link.symlink_to(precious)
+    return lambda: (precious.read_text(), precious.stat().st_mtime) == ("mine", 10**9)
+
+
+@pytest.mark.parametrize("when", ["check", "release", "_beat"])
+def test_a_link_in_place_of_a_lock_changes_no_time_of_what_it_leads_to(tmp_path, monkeypatch, when):
+    first, kept, real = job(), [], getattr(Lock, when)
+
+    def plant(lock):
+        kept.append(planted(lock_of(lock._final), tmp_path))
+        return real(lock)
+
+    monkeypatch.setattr("booster.checkpoint.lock.BEAT", 0.01)
+    monkeypatch.setattr(Lock, when, plant)
+    with contextlib.suppress(CheckpointError):
+        first.booster.save(tmp_path / "root", *first.parts, step=1)
+        time.sleep(0.1)
+    assert kept[0]()
+
+
+class Config:
+    """As that of a model of transformers."""
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "config.json").write_text("{}")
+
+
+def test_a_config_is_not_written_through_a_link(tmp_path):
+    model, folder = nn.Linear(2, 2), tmp_path / "folder"
+    model.config = Config()
+    folder.mkdir()
+    kept = planted(folder / "config.json", tmp_path)
+    booster = job().booster
+    booster.save_model(booster.boost(model)[0], folder, shard=True)
+    assert kept()
+    assert (folder / "config.json").read_text() == "{}"
+    assert not (folder / "config.json").is_symlink()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    ]

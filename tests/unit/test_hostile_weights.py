@@ -17,7 +17,7 @@ import zipfile
 import pytest
 import torch
 from poisoned import memory_that_holds
-from resealed import header_and_data, write_safetensors
+from resealed import content_of, header_and_data, seal, write_safetensors
 from safetensors.torch import load_file, save_file
 from test_hostile_checkpoints import edited
 from test_load_weights import net, on_meta, saved
@@ -374,3 +374,40 @@ def test_an_error_names_what_a_file_holds_as_a_terminal_may_show_it(tmp_path, re
         read(net(), path)
     assert all(line.isprintable() for line in str(raised.value).split("\n"))
     assert "\\x1b]0;pwned\\x07" in str(raised.value)
+
+
+# ---- a checkpoint of parts, which another process cuts short while they are read ----
+
+
+def in_columns(folder):
+    """Lay the weight of the checkpoint's linear layer out in two chunks of columns, as ranks of tensor parallelism have it."""
+    (path,), name, content = folder.glob("*.safetensors"), "models/0/weight", content_of(folder)
+    tensors = load_file(path)
+    whole = tensors.pop(name)
+    parts = {f"{name}@0,{start}": whole[:, start : start + 3].contiguous() for start in range(0, whole.shape[1], 3)}
+    save_file({**tensors, **parts}, path)
+    content["tensors"][name]["chunks"] = [
+        {"file": path.name, "key": key, "offsets": [0, int(key.rpartition(",")[2])], "sizes": list(part.shape)}
+        for key, part in parts.items()
+    ]
+    seal(folder, content)
+
+
+def test_chunks_of_columns_are_put_together_and_one_that_is_cut_short_is_an_error_and_ends_no_process(
+    tmp_path, monkeypatch
+):
+    booster = Booster("cpu")
+    (source, *_), (model, *_) = (booster.boost(torch.nn.Linear(8, 1000)) for _ in "ab")
+    folder = booster.save(tmp_path, source, step=1)
+    in_columns(folder)
+    booster.load(folder, model)
+    assert same_bits(state(model), state(source))
+    (path,), real = folder.glob("*.safetensors"), weights.pieces
+
+    def cut(*args):
+        os.truncate(path, 4096)
+        return real(*args)
+
+    monkeypatch.setattr(weights, "pieces", cut)
+    with pytest.raises(CheckpointError, match="4096 bytes"):
+        booster.load(folder, booster.boost(torch.nn.Linear(8, 1000))[0])
