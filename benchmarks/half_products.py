@@ -6,8 +6,9 @@ Without either option both. `--kinds` times each kind of operation forward and b
 multiple of float32's beside what the table of `booster/mixed_precision/hardware.py` says, and exits with 1 where the table is
 wrong by more than `TOLERANCE`. `--models` prints forward passes in training and whole steps of four models as multiples of
 float32's, as torch computes them ("native", up to 20 times) and by "auto", beside a second copy of float32, which tells what
-such a figure is worth. One thread, process CPU time, in an order shuffled in each round; medians of ratios within a round.
-`--choices auto` leaves "native" out. Lesser machines are imitated by ONEDNN_MAX_CPU_ISA=AVX2, AVX512_CORE or AVX512_CORE_BF16.
+such a figure is worth. One thread, process CPU time, an allocator that keeps what is freed, in an order shuffled in each round;
+medians of ratios within a round. `--choices auto` leaves "native" out. Lesser machines are imitated by
+ONEDNN_MAX_CPU_ISA=AVX2, AVX512_CORE or AVX512_CORE_BF16.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.timing import clock, describe_machine, interleave, pin_to_one_core, ratio
+from benchmarks.timing import clock, describe_machine, interleave, keep_freed_memory, pin_to_one_core, ratio
 from benchmarks.vit_step import Block
 from booster import Booster
 from booster.mixed_precision import hardware
@@ -212,6 +213,7 @@ def main() -> None:
     parser.add_argument("--choices", default="native,auto", help="of half_products= (native,auto)")
     options = parser.parse_args()
     pin_to_one_core()
+    keep_freed_memory()
     torch.manual_seed(0)
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or "all"
     print(f"{describe_machine()}; oneDNN may use {limit}; units: {', '.join(hardware.half_units()) or 'none'}\n")

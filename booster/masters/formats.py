@@ -162,7 +162,8 @@ class SplitBFloat16(Format):
     def read(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:
         assert rest is not None
         torch._foreach_copy_(pieces_like(values, working), list(working))  # a weight's bits, and 16 zeros
-        values.view(torch.int32).add_(rest)
+        # On a CPU torch would widen the remainders into a tensor of their own.
+        values.view(torch.int32).add_(spare.view(torch.int32).copy_(rest) if values.is_cpu else rest)
         take_zeros(working, values, spare)
 
     def write(self, working: Views, rest: torch.Tensor | None, values: torch.Tensor, spare: torch.Tensor) -> None:

@@ -40,6 +40,7 @@ from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Journey
 from booster.masters.packing import Packing
 from booster.masters.plain import StateLayouts, laid_like, lots
+from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import AS_THEY_ARE, Told, honours_grad_scale, start_late_momentum
 from booster.update.parts import Restricted, bare_step, hooks_once
@@ -57,6 +58,7 @@ class MasterStep:
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
         self._layouts = StateLayouts()
+        self._scratch: _Scratch | None = None  # of the last step, where it is kept
         self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
 
     @torch.no_grad()
@@ -160,7 +162,7 @@ class MasterStep:
         """Step `buckets`, and of each group those of the parameters `plain` that have a gradient and no master, inside
         what is `restricted` to the group."""
         groups = self.masters.optimizer.param_groups
-        scratch = _Scratch(buckets)
+        scratch = self._scratch_for(buckets)
         journeys = self.journeys(buckets) if self.masters.hosts else {}
         self._bare = unhooked(type(self.masters.optimizer).step)
         for index, (group, only) in enumerate(zip(groups, restricted, strict=True)):
@@ -176,6 +178,16 @@ class MasterStep:
                     with nullcontext() if bucket.host is None else journeys[bucket.host].here(bucket):
                         self._step_bucket(bucket, scratch, told)
         self.masters.dither.drawn.clear()
+
+    def _scratch_for(self, buckets: Sequence[Bucket]) -> _Scratch:
+        """That of the last step, if it was small enough to be kept: for a small model on a CPU, to get its pages anew from the
+        system takes as long as all the rest of a step."""
+        if self._scratch is None or not self._scratch.fits(buckets):
+            scratch = _Scratch(buckets)
+            if not scratch.is_small:
+                return scratch
+            self._scratch = scratch
+        return self._scratch
 
     def journeys(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Journey]:
         """Begin to bring what lies on the host, in the order in which `step_those` wants it."""
@@ -281,14 +293,25 @@ class MasterStep:
 
 
 class _Scratch:
-    """Float32 scratch for the largest of some buckets, on each of their devices; made when used, freed with this object."""
+    """Float32 scratch for the largest of some buckets, on each of their devices; made when used, freed with this object.
+
+    is_small: it is at most 2 MiB of the host's memory, and no states are unpacked into it.
+    """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._sizes: dict[torch.device, int] = {}
         for bucket in buckets:
             if bucket.size > self._sizes.get(bucket.device, 0):
                 self._sizes[bucket.device] = bucket.size
+        packed = any(bucket.packing is not None for bucket in buckets)
+        self.is_small = not packed and all(
+            device.type == "cpu" and size <= SMALLEST_BUCKET for device, size in self._sizes.items()
+        )
         self._tensors: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+    def fits(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether it is large enough for `buckets`, too."""
+        return all(bucket.packing is None and bucket.size <= self._sizes.get(bucket.device, 0) for bucket in buckets)
 
     def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (values, gradients) of the bucket's size; the former only where the bucket needs it."""

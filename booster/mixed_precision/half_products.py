@@ -21,7 +21,7 @@ from booster.ground import arguments
 from booster.ground.torch_internals import has_saved_tensors_hooks, in_transform, uninterceptable, version
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
-from booster.mixed_precision.kept_operands import KeptOperands, Operand, may_keep_halves
+from booster.mixed_precision.kept_operands import KeptOperands, Operand
 from booster.tensors.cast_regions import CastMode
 from booster.tensors.trees import HALF_DTYPES
 
@@ -209,16 +209,20 @@ class WideProducts(CastMode):
             return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.float()
-        kept = self._begin()
-        wide = [self._widened(each, half, kept) for each in (query, key, value)]
+        kept, caches = self._begin()
+        wide = [self._widened(each, half, kept, caches) for each in (query, key, value)]
         out: torch.Tensor = self._computed(F.scaled_dot_product_attention, kept, (*wide, attn_mask, *args), kwargs)
         return out.to(half)
 
-    def _begin(self) -> KeptOperands | None:
-        """What takes note of the operands of a product that is about to be made, where autograd keeps them in half."""
+    def _begin(self) -> tuple[KeptOperands | None, bool]:
+        """Of a product that is about to be made: what takes note of its operands, where autograd keeps them in half; and
+        whether weights that it widens are kept for others in this region."""
         if self._training:
             self._recomputation.look()
-        return KeptOperands() if may_keep_halves() else None
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or in_transform():
+            return None, False
+        caches = torch.is_autocast_cache_enabled() or not torch.is_autocast_enabled(self._device_type)
+        return None if has_saved_tensors_hooks() else KeptOperands(), caches
 
     def _product(self, func: Any, cast: bool, instead: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = torch.is_autocast_enabled(self._device_type)
@@ -230,9 +234,11 @@ class WideProducts(CastMode):
             if into.dtype != half or (instead is None and (_records(args) or into.requires_grad)):
                 return func(*args, **kwargs)
             kwargs = {key: value for key, value in kwargs.items() if key != "out"}
-        kept = self._begin()
-        wide_args = tuple(self._widened(each, half, kept) for each in args)
-        wide_kwargs = {key: self._widened(value, half, kept) for key, value in kwargs.items()} if kwargs else kwargs
+        kept, caches = self._begin()
+        wide_args = tuple([self._widened(each, half, kept, caches) for each in args])
+        wide_kwargs = (
+            {key: self._widened(value, half, kept, caches) for key, value in kwargs.items()} if kwargs else kwargs
+        )
         out = self._computed(instead or func, kept, wide_args, wide_kwargs)
         if into is not None:
             if into.shape != out.shape:
@@ -274,32 +280,28 @@ class WideProducts(CastMode):
                 found = dtype
         return found
 
-    def _widened(self, value: Any, half: torch.dtype, kept: KeptOperands | None) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)([self._widened(each, half, kept) for each in value])
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    def _widened(self, value: Any, half: torch.dtype, kept: KeptOperands | None, caches: bool) -> Any:
+        if not isinstance(value, torch.Tensor):
+            several = isinstance(value, (list, tuple))
+            return type(value)([self._widened(each, half, kept, caches) for each in value]) if several else value
+        if not value.is_floating_point():
             return value
-        if value.requires_grad and value.is_leaf and not torch.compiler.is_compiling():
-            return self._weight(value, half, kept)
+        is_weight = caches and value.requires_grad and value.is_leaf
+        if is_weight:
+            known = self._weights.get(id(value))
+            if known is not None and known[0] is value and known[1] == version(value):  # it was not written to
+                if kept is not None:
+                    kept.add(known[3], known[2])
+                return known[2]
         narrow = value if value.dtype is half else value.to(half)
         wide = narrow.float()
-        if kept is not None:
-            kept.add(Operand(narrow), wide)
+        if is_weight or kept is not None:
+            operand = Operand(narrow)
+            if is_weight:
+                self._weights[id(value)] = value, version(value), wide, operand
+            if kept is not None:
+                kept.add(operand, wide)
         return wide
-
-    def _weight(self, weight: torch.Tensor, half: torch.dtype, kept: KeptOperands | None) -> torch.Tensor:
-        """As `_widened`, once in a region that records gradients, unless the weight is written to."""
-        cached = torch.is_autocast_cache_enabled() or not torch.is_autocast_enabled(self._device_type)
-        cached = cached and torch.is_grad_enabled() and not in_transform()
-        known = self._weights.get(id(weight)) if cached else None
-        if known is None or known[0] is not weight or known[1] != version(weight):
-            narrow = weight if weight.dtype is half else weight.to(half)
-            known = weight, version(weight), narrow.float(), Operand(narrow)
-            if cached:
-                self._weights[id(weight)] = known
-        if kept is not None:
-            kept.add(known[3], known[2])
-        return known[2]
 
 
 _multi_head_attention_forward = uninterceptable(F.multi_head_attention_forward)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from booster.ground.torch_internals import has_saved_tensors_hooks, in_transform, storage_key, version
+from booster.ground.torch_internals import storage_key, version
 from booster.model.dtensors import is_dtensor
 
 
@@ -62,16 +62,6 @@ class KeptOperands(saved_tensors_hooks):
             return tensor, version(tensor), None, None
         view = None if whole else (tensor.shape, tensor.stride(), tensor.storage_offset())
         return operand.half, version(operand.half), operand.keep(), view
-
-
-def may_keep_halves() -> bool:
-    """Whether `KeptOperands` may be entered: not where a transform, the compiler or hooks of others see to what is saved."""
-    return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and not in_transform()
-        and not has_saved_tensors_hooks()
-    )
 
 
 def _unpack(kept: Any) -> torch.Tensor:

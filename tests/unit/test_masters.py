@@ -6,6 +6,7 @@ import pytest
 import torch
 from prescribed import loss_with
 from torch import optim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import booster
 from booster.interface.optimizer import OptimizerWrapper
@@ -205,6 +206,23 @@ def test_an_optimizer_that_writes_to_its_group_writes_once_a_step_and_every_buck
     run.optimizer.step()
     assert run.inner.param_groups[0]["lr"] == 0.5
     assert torch.equal(run.values()[0], run.sources[0] - 0.5)
+
+
+@pytest.mark.parametrize(("elements", "made"), [(70_000, 0), (2**22, 2)])
+def test_scratch_of_a_small_model_is_kept_for_the_next_step(elements, made):
+    class Zeros(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func is torch.ops.aten.zeros.default and args[0][0] > 1000
+            return func(*args, **(kwargs or {}))
+
+    run = Run(lambda p: optim.SGD(p, lr=0.1), BF16, "split", shapes=[(elements,)])
+    run.train(2)
+    run.optimizer.backward(loss_with(run.params, [1.0]))
+    with Zeros() as zeros:
+        run.optimizer.step()
+    assert zeros.count == made
 
 
 def test_hooks_fire_once_also_where_step_calls_the_step_of_its_base():
