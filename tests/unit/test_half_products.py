@@ -734,6 +734,49 @@ def test_a_widened_step_enters_one_mode_around_forward_and_none_around_backward(
     assert len(entered) == 1
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_a_step_that_recomputes_enters_a_mode_for_each_pass_and_each_engine(precision, reentrant, entered):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 4)
+            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x):
+            x = self.conv(x).flatten(2).transpose(1, 2)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x.mean(1))
+
+    contextvars.Context().run(train, fp16_precision(precision), "float32", Checkpointed, 3)
+    per_block = 4 if reentrant else 0  # each runs an engine of its own inside
+    assert len(entered) == 3 * (3 + per_block)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(48, 16, 2, batch_first=True), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.flatten(1, 2).transpose(1, 2))[0][:, -1])
+
+
+@pytest.mark.parametrize("name", CPUS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_lstm_trains_in_float16_on_every_cpu_and_in_bfloat16_where_there_are_no_units(precision, name, cpu):
+    flags, limit, bfloat16, _ = CPUS[name]
+    cpu(flags, limit)
+    widens = "fp16" in precision or "recurrent layer" in bfloat16
+    if not widens and not torch.cpu.get_capabilities()["avx512_bf16"]:
+        pytest.skip("torch has no LSTM in bfloat16 on this CPU")
+    with Seen() as seen:
+        losses, _ = train(fp16_precision(precision), "auto", Recurrent, steps=6)
+    assert losses[-1] < losses[0]
+    assert ({torch.float32} == set().union(*(seen.dtypes[key] for key in seen.dtypes if "rnn" in key))) == widens
+
+
 def test_half_products_is_checked():
     with pytest.raises(ValueError, match=re.escape("half_products='fast'")):
         Booster("cpu", "bf16", half_products="fast")
