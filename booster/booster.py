@@ -590,6 +590,7 @@ class Booster:
         step: int | None = None,
         keep_last: int | None = None,
         async_save: bool = False,
+        frozen: bool = True,
     ) -> Path:
         """Write everything of the run as one checkpoint below `folder`, `folder/step-N`, and return its path; a collective.
 
@@ -600,12 +601,15 @@ class Booster:
         step: the number in its name; None counts on from the newest. A checkpoint of the same step stays until the new one
         is complete. keep_last: remove all but so many of the newest afterwards. async_save: return as soon as the state is
         copied to host memory, and write while training goes on; the next save, a load and the end of the process wait, and
-        a failure surfaces there.
+        a failure surfaces there. frozen: False leaves out parameters of models that do not train, such as those under adapters;
+        a load leaves those that the model has, which are to be the same.
         Raises `booster.checkpoint.CheckpointError` on all ranks if any fails, with `folder` as it was; RuntimeError between
         backward and step, as within a group of `accumulate`, since gradients are not kept.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        return self._checkpoints.save(folder, given, step=step, keep_last=keep_last, async_save=async_save)
+        return self._checkpoints.save(
+            folder, given, step=step, keep_last=keep_last, async_save=async_save, frozen=frozen
+        )
 
     def wait_for_save(self) -> None:
         """Wait until what `save(async_save=True)` writes is complete; raises CheckpointError if it failed."""

@@ -11,7 +11,7 @@ from booster.checkpoint import parts
 from booster.checkpoint.agree import agreed, exchange
 from booster.checkpoint.layout import storable
 from booster.checkpoint.objects import Objects
-from booster.checkpoint.parts.part import Collection, Tensors
+from booster.checkpoint.parts.part import Collection, Tensors, leaves_out_frozen
 
 
 def collect(
@@ -21,7 +21,7 @@ def collect(
 
     run: what is known of the run as a whole, JSON-like. Tensors are those of the running job, not copies.
     """
-    into = Collection(0 if group is None else dist.get_rank(group))
+    into = Collection(0 if group is None else dist.get_rank(group), frozen=not leaves_out_frozen(run))
     tree: dict[str, Any] = {} if into.rank else {"run": dict(run)}
     with agreed(group):
         for kind in parts.PARTS:

@@ -130,19 +130,21 @@ class RunCheckpoints:
         self._run = {**self._run, "precision": precision}
 
     def save(
-        self, folder: str | os.PathLike[str], given: Given, *, step: Any, keep_last: Any, async_save: bool
+        self, folder: str | os.PathLike[str], given: Given, *, step: Any, keep_last: Any, async_save: bool, frozen: bool
     ) -> Path:
+        from booster.checkpoint.parts.part import WITHOUT_FROZEN
         from booster.checkpoint.saving import reserve, snapshot, write
 
         root = arguments.path("folder", folder)
         step = None if step is None else arguments.count("step", step, least=0, most=LARGEST_NUMBER, also="None")
         keep_last = None if keep_last is None else arguments.count("keep_last", keep_last, also="None for all")
         arguments.flag("async_save", async_save)
+        run = self._run if arguments.flag("frozen", frozen) else {**self._run, **WITHOUT_FROZEN}
         self.wait()
         found = self._objects(given)
         check_no_gradients_wait(found)
         group = self._group
-        taken = snapshot(found, self._run, group)
+        taken = snapshot(found, run, group)
         final, step = reserve(root, step, group)
         if not async_save:
             return write(final, taken, step=step, keep_last=keep_last, group=group)

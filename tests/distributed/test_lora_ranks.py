@@ -65,7 +65,7 @@ def train(rank, world_size, name, precision, stored, folder, options=None):
     booster.save_lora(model, f"{folder}/lora")
     booster.save_model(model, f"{folder}/merged.safetensors", merge=True)
     synced = {key: float(value.float().abs().sum()) for key, value in booster.sync_weights(model, merge=True)}
-    booster.save(f"{folder}/run", model, optimizer)
+    booster.save(f"{folder}/run", model, optimizer, frozen=False)
     expected = steps(*first, 2)
     again = job()
     again[0].load(f"{folder}/run", *again[1:])

@@ -17,6 +17,8 @@ from lora import (
 from safetensors.torch import save_file
 from torch.utils.checkpoint import checkpoint
 
+from booster.checkpoint import CheckpointError
+from booster.checkpoint.manifest import read_manifest
 from booster.frozen import FrozenLinear
 from booster.mixed_precision import (
     FP16ApexMixedPrecision,
@@ -138,6 +140,27 @@ def test_a_run_is_saved_and_goes_on_to_the_bit(path, tmp_path):
     third = boosted(adapted(loaded(path, storage_dtype="nf4")), "bf16")
     third.booster.load_model(third.model, tmp_path / "model.safetensors")
     assert all(torch.equal(value, third.model.state_dict()[name]) for name, value in job.model.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
+def test_a_checkpoint_leaves_out_what_is_frozen_where_it_is_told_to(path, tmp_path, precision):
+    job = boosted(adapted(loaded(path, storage_dtype="nf4")), precision)
+    steps(job, 3)
+    job.booster.save(tmp_path / "all", job.model, job.optimizer)
+    job.booster.save(tmp_path / "trained", job.model, job.optimizer, frozen=False)
+    held = {}
+    for name in ("all", "trained"):
+        tensors = read_manifest(next((tmp_path / name).glob("step-*"))).tensors
+        held[name] = {key.removeprefix("models/0/") for key in tensors if key.startswith("models/0/")}
+    assert held["all"] == set(job.model.state_dict())
+    assert held["trained"] == set(trained(job))
+    expected, _ = steps(job, 3, first=3)
+    other = boosted(adapted(loaded(path, storage_dtype="nf4")), precision)
+    other.booster.load(tmp_path / "trained", other.model, other.optimizer)
+    assert steps(other, 3, first=3)[0] == expected
+    whole = boosted(loaded(path), precision)  # of which all is to train
+    with pytest.raises(CheckpointError, match="are not in the checkpoint"):
+        whole.booster.load(tmp_path / "trained", whole.model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])

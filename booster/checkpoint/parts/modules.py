@@ -13,7 +13,7 @@ from torch import nn
 
 from booster.checkpoint.layout import placed_like, reference
 from booster.checkpoint.manifest import CheckpointError
-from booster.checkpoint.parts.part import Collection, Found, Part, Step
+from booster.checkpoint.parts.part import Collection, Found, Part, Step, leaves_out_frozen
 from booster.checkpoint.saved import Saved, listed
 from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.checkpoint.way_back import load_module, may_refuse
@@ -36,7 +36,7 @@ class Modules(Part):
 
     def collect(self, into: Collection) -> dict[str, Any]:
         return {
-            kind: {name: into.together(dict(module.state_dict()), f"{kind}/{name}") for name, module in modules.items()}
+            kind: {name: into.together(_kept(kind, module, into), f"{kind}/{name}") for name, module in modules.items()}
             for kind, modules in self.named.items()
         }
 
@@ -58,6 +58,17 @@ class Modules(Part):
         ]
 
 
+def _kept(kind: str, module: nn.Module, into: Collection) -> dict[str, Any]:
+    left_out = _frozen_names(module) if kind == "models" and not into.frozen else frozenset()
+    return {key: value for key, value in module.state_dict().items() if key not in left_out}
+
+
+def _frozen_names(module: nn.Module) -> frozenset[str]:
+    """Return all names of parameters of `module` that do not train, as users know them."""
+    own = bare(module.module) if isinstance(module, ModelWrapper) else module
+    return frozenset(name for param, names in names_of(own).items() if not param.requires_grad for name in names)
+
+
 class _Entry:
     """One module of the job, and its entry in the checkpoint. kind: "models" or "criteria"."""
 
@@ -75,7 +86,9 @@ class _Entry:
         rounded = [key for key, value in current.items() if not self._is_half(sources.get(key), value)]
         if self._kind == "models" and (untold := self._saved.whose_masters(self._name, rounded)):
             self._saved.notes.append(untold)
-        missing = [key for key in current if key not in saved]
+        left_out = self._kind == "models" and leaves_out_frozen(self._saved.tree["run"])
+        frozen = _frozen_names(self.module) if left_out else frozenset()
+        missing = [key for key in current if key not in saved and key not in frozen]
         # A rank of a pipeline holds some layers; what no rank wants cannot be seen from here.
         partial = getattr(getattr(self.module, "module", None), "is_partial", False)
         extra = [] if partial else [key for key in saved if key not in current]

@@ -14,13 +14,24 @@ from booster.checkpoint.objects import Objects
 from booster.checkpoint.saved import Saved
 
 Tensors = dict[str, Held]
+WITHOUT_FROZEN = {"frozen weights": "left out"}
+"""What a checkpoint says of its run that has no parameters of models that do not train."""
+
+
+def leaves_out_frozen(run: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint that says `run` of its run has no parameters of models that do not train."""
+    return {**run, **WITHOUT_FROZEN} == run
 
 
 @dataclass
 class Collection:
-    """What one rank puts into a checkpoint. shared: tensors that ranks have together, by name; own: those of this rank."""
+    """What one rank puts into a checkpoint. shared: tensors that ranks have together, by name; own: those of this rank.
+
+    frozen: whether parameters of models that do not train are among them.
+    """
 
     rank: int
+    frozen: bool = True
     shared: Tensors = field(default_factory=dict)
     own: Tensors = field(default_factory=dict)
 
