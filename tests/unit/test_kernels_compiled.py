@@ -62,7 +62,7 @@ def update(rule, flags, form, half, ways):
     for place, way in enumerate(ways):
         constants |= {f"OPEN{place}": way.open, f"CLOSE{place}": way.close}
     types = {"table": "*i64", "tiles": "*i32", "first_tile": "i32", "scalars": "*fp32", "out": "*fp32", "chances": "*i32"}
-    compiled(f"update {rule.body.__module__} {flags} {form.load.__name__} {half} {ways[0].open.__name__}",
+    compiled(f"update {rule.body.__module__} {flags} {form.store.__name__} {half} {ways[0].open.__name__}",
              launches.update, types, constants)
 
 packed = [states.WAYS["signed"], states.WAYS["unsigned"]]
