@@ -1,6 +1,6 @@
 """A GPU's step in one command: the update alone, the step of a tiny model, and a GPT, beside hand-written torch and peers.
 
-    python -m benchmarks.gpu [--section update|tiny|gpt|kernels] [--small] [--device cpu]
+    python -m benchmarks.gpu [--section update|tiny|graph|gpt|kernels] [--small] [--device cpu]
 
 Prints microseconds, medians of rounds in a shuffled order, beside "again", a second copy of the first way, whose ratio
 is what the machine says of equal things; launches on the device, as torch's profiler counts them; waits of the host for
@@ -236,6 +236,74 @@ class TinySection:
         return step
 
 
+class GraphSection(TinySection):
+    """The same step in a CUDA graph, from forward to `zero_grad`, beside the same by hand."""
+
+    title = "step of 4 x Linear(64), batch 8, clip, in one CUDA graph"
+
+    def ways(self) -> Iterator[tuple[str, Callable[[], Step]]]:
+        for precision in ("fp32", "bf16", "fp16"):
+            yield f"torch in a graph, {precision}", partial(self._torch_graph, precision)
+            yield f"again, {precision}", partial(self._torch_graph, precision)
+            yield f"captured, {precision}", partial(self._captured, precision)
+            yield f"eager, {precision}", partial(self.ours, precision)
+        for name in ("bf16_naive, float32 masters", "bf16_naive, split"):
+            yield f"captured, {name}", lambda made=NAIVE[name]: self._captured(made())
+
+    def _captured(self, precision: Any) -> Step:
+        net = self._net()
+        booster = Booster(self._device, precision, clip_grad_norm=1.0)
+        model, optimizer, criterion, *_ = booster.boost(
+            net, torch.optim.AdamW(net.parameters(), lr=1e-4), nn.CrossEntropyLoss()
+        )
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = criterion(model(x), y)
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        captured = booster.capture(step, self._x, self._y)
+        return lambda: captured(self._x, self._y)
+
+    def _torch_graph(self, precision: str) -> Step:
+        net = self._net()
+        rate = torch.tensor(1e-4, device=self._device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=rate, fused=True)
+        half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        scale = torch.full((), 2.0**16, device=self._device)
+        growth = torch.zeros((), dtype=torch.int32, device=self._device)
+
+        def step() -> None:
+            with torch.autocast(self._device, half or torch.bfloat16, enabled=half is not None):
+                loss = F.cross_entropy(net(self._x), self._y)
+            (loss * scale if precision == "fp16" else loss).backward()
+            if precision == "fp16":
+                found = torch.zeros((), device=self._device)
+                grads = [param.grad for param in net.parameters()]
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.double().reciprocal().float())
+                optimizer.found_inf = found  # type: ignore[attr-defined]
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            if precision == "fp16":
+                torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 2000)
+            optimizer.zero_grad()
+
+        if self._device == "cpu":
+            return step
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+
+
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -454,6 +522,7 @@ def repeated(step: Step, calls: int) -> None:
 SECTIONS: dict[str, tuple[Any, int, int, bool]] = {
     "update": (UpdateSection, 7, 4, True),
     "tiny": (TinySection, 15, 20, False),
+    "graph": (GraphSection, 15, 50, False),
     "gpt": (GPTSection, 3, 4, True),
 }
 

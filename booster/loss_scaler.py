@@ -245,6 +245,7 @@ class DeviceScale(LossScaler):
             for factor in (host.growth_factor, host.backoff_factor)
         )
         self.tensor: torch.Tensor
+        self._lent: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor
         self._hysteresis_tracker: torch.Tensor
         self._load(host.state_dict())
@@ -255,7 +256,11 @@ class DeviceScale(LossScaler):
 
     @property
     def factor(self) -> torch.Tensor:
-        return self.tensor
+        return self.tensor if self.tensor is not self._lent else self.tensor.clone()
+
+    def lend(self, tensor: torch.Tensor | None) -> None:
+        """While the scale is `tensor`, which a graph writes to, `factor` is a copy of it."""
+        self._lent = tensor
 
     @property
     def min_scale(self) -> float | None:

@@ -49,16 +49,19 @@ _SAID = {
 class Reads:
     """Notes in `found`, inside `watched`, what waits for a device, or would if the tensors here lay on one.
 
-    Tensors are taken for ones of the device, wherever they lie; but for those that are made from numbers without a device
+    Where `device` is a CPU, tensors are taken for ones of a GPU; but for those that are made from numbers without a device
     being named, which lie on the host on every machine, and `on_host`. kept: told of what is written, and of generators.
     origin: file and line where nothing else is known of the user's.
     """
 
-    def __init__(self, kept: Kept, origin: tuple[str, int], on_host: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, kept: Kept, origin: tuple[str, int], device: torch.device, on_host: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.found: dict[str, None] = {}
         self.on = False
         self._kept = kept
         self._origin = origin
+        self._device = device
         self._host = {storage_key(tensor): tensor.untyped_storage() for tensor in on_host}
 
     @contextmanager
@@ -74,13 +77,14 @@ class Reads:
         where = "" if reader is user or reader is None else f", in {_shown(_path(reader))}:{reader.f_lineno}"
         self.found[f"{_shown(path)}:{line}: {what}{where}"] = None
 
-    def note_written(self, option: str, group: int) -> None:
-        """Somebody writes an option of a group of parameters."""
-        if not _of_ours(sys._getframe(2)):
+    def note_written(self, option: str, group: int, *, by_ours: bool) -> None:
+        """Somebody writes an option of a group of parameters. by_ours: what boosted schedules write counts."""
+        reader = _who()[1]
+        if not _of_ours(sys._getframe(2)) and (by_ours or not _of_ours(reader)):
             self.note(f"{option!r} of group {group} is written by Python, and a graph would read it as it was")
 
     def lies_on_host(self, tensor: torch.Tensor) -> bool:
-        return _plain(tensor) and storage_key(tensor) in self._host
+        return tensor.device.type != self._device.type or (_plain(tensor) and storage_key(tensor) in self._host)
 
     def lie_on_host(self, made: Any) -> None:
         for tensor in tensors(made):
@@ -152,6 +156,8 @@ class _Operations(TorchDispatchMode):
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the arguments of an operation that it writes to."""
+    if "batch_norm" in func.overloadpacket.__name__:  # writes running statistics, of which its schema says nothing
+        yield from args
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield kwargs.get(argument.name) if index >= len(args) else args[index]

@@ -23,30 +23,33 @@ from booster.update.update import Update
 
 
 def reads_of(
-    train_step: Callable[..., Any], batch: Sequence[Any], roots: Sequence[Any], optimizers: Sequence[OptimizerWrapper]
+    train_step: Callable[..., Any],
+    batch: Sequence[Any],
+    *,
+    roots: Sequence[Any],
+    optimizers: Sequence[OptimizerWrapper],
+    device: torch.device,
 ) -> list[str]:
     """Run `train_step(*batch)` as on a device, and return what it reads of one, as `path:line: what`; nothing changes.
 
-    roots: what it may change besides `optimizers`, such as boosted models. It runs once, and once before where an optimizer
-    has no states yet, whose first step may read what later ones do not.
+    roots: what it may change besides `optimizers`, such as boosted models. It runs twice, since a first step may read what
+    later ones do not, and a later one what is only then there.
     """
     for optimizer in optimizers:
         optimizer.settle()
         optimizer.wait_for_weights()
     kept = Kept([*roots, *optimizers, *schedules_of(optimizers)])
     origin = origin_of(train_step)
-    reads = Reads(kept, origin, _counts_on_host(optimizers))
-    begins = any(not optimizer.unwrap().state for optimizer in optimizers)
+    reads = Reads(kept, origin, device, _counts_on_host(optimizers))
     # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
     eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
     try:
         for optimizer in optimizers:
             _begin(optimizer)
         with eager, reads.watched(), _numbers_watched(optimizers, reads):
-            if begins:
-                train_step(*batch)
-                for optimizer in optimizers:
-                    optimizer.settle()
+            train_step(*batch)
+            for optimizer in optimizers:
+                optimizer.settle()
             reads.on = True
             try:
                 train_step(*batch)
@@ -98,13 +101,13 @@ def _counts_on_host(optimizers: Sequence[OptimizerWrapper]) -> list[torch.Tensor
 class _Group(dict[str, Any]):
     """A group of parameters that tells who writes an option of it."""
 
-    def __init__(self, group: dict[str, Any], index: int, reads: Reads) -> None:
+    def __init__(self, group: dict[str, Any], index: int, reads: Reads, *, by_ours: bool) -> None:
         super().__init__(group)
-        self._index, self._reads = index, reads
+        self._index, self._reads, self._by_ours = index, reads, by_ours
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key != "params" and self.get(key) is not value:
-            self._reads.note_written(key, self._index)
+            self._reads.note_written(key, self._index, by_ours=self._by_ours)
         super().__setitem__(key, value)
 
 
@@ -112,9 +115,11 @@ class _Group(dict[str, Any]):
 def _numbers_watched(optimizers: Sequence[OptimizerWrapper], reads: Reads) -> Iterator[None]:
     """Inside, options that are written in groups of `optimizers` are noted: a graph would read them as they were."""
     with contextlib.ExitStack() as stack:
-        for optimizer in map(OptimizerWrapper.unwrap, optimizers):
+        for optimizer in optimizers:
             groups = optimizer.param_groups
             before = list(groups)
-            groups[:] = [_Group(group, index, reads) for index, group in enumerate(groups)]
+            # A boosted schedule waits until such a step is over, unless it is stepped before the optimizer.
+            late = optimizer._update.decision.on_device
+            groups[:] = [_Group(group, index, reads, by_ours=late) for index, group in enumerate(groups)]
             stack.callback(groups.__setitem__, slice(None), before)
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -53,6 +53,11 @@ class Accumulation:
     def delayed(self) -> bool:
         """Whether more backward passes follow the present one."""
         return self._num_backwards < self._num_micro_batches - 1
+
+    @property
+    def num_left(self) -> int:
+        """How many backward passes are to come."""
+        return self._num_micro_batches - self._num_backwards
 
     def before_backward(self) -> None:
         """Raise RuntimeError if this backward is one too many, or if the last one could not synchronise."""
@@ -154,6 +159,29 @@ class Accumulations:
     def leaves_unsynchronised(self, optimizers: Sequence[OptimizerWrapper]) -> bool:
         """Return whether a `no_sync` of any of `optimizers` is open."""
         return any(entry.covers(optimizer) for entry in self._unsynchronised for optimizer in optimizers)
+
+    def situation(self, optimizers: Sequence[OptimizerWrapper]) -> Hashable:
+        """Return what tells apart calls in which backward passes of `optimizers` do something else."""
+        if not self.any_open:
+            return ()
+        groups = tuple(
+            (group.divisor, group.delayed, group.num_left)
+            if any(each in group.optimizers for each in optimizers)
+            else ()
+            for group in self._groups
+        )
+        return groups, self.leaves_unsynchronised(optimizers)
+
+    def num_backwards(self, optimizers: Sequence[OptimizerWrapper]) -> int:
+        """Return how many passes the open groups of `optimizers` have had."""
+        return -sum(group.num_left for group in self._groups if any(each in group.optimizers for each in optimizers))
+
+    def advance(self, optimizers: Sequence[OptimizerWrapper], passes: int) -> None:
+        """Count so many passes, made without Python, in the open group of `optimizers`."""
+        for group in [group for group in self._groups if any(each in group.optimizers for each in optimizers)]:
+            for _ in range(passes):
+                group.before_backward()
+                group.after_backward()
 
     @contextmanager
     def open(self, group: Accumulation) -> Iterator[Accumulation]:

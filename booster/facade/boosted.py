@@ -55,6 +55,19 @@ class Boosted:
         """Return the boosted models."""
         return [model for model in self.models if isinstance(model, ModelWrapper)]
 
+    def modules(self) -> list[ModelWrapper]:
+        """Return the boosted models and the criteria that are modules."""
+        return [*self.wrappers(), *self.criteria]
+
+    def all_optimizers(self, method: str) -> list[OptimizerWrapper]:
+        """Return the boosted optimizers. Raises RuntimeError where there is none for `method` yet."""
+        found = list(self.optimizers.values())
+        if not found:
+            raise RuntimeError(
+                f"{method}() came before boost(): there is no boosted optimizer whose step could be looked at"
+            )
+        return found
+
     def labelled(self) -> dict[str, ModelWrapper]:
         """Return the boosted models, by what tells them apart in messages; "" for a single one."""
         boosted = self.wrappers()

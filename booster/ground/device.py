@@ -46,7 +46,9 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        if tensor.is_cuda:
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._host = tensor  # of a graph, of which nobody reads this one: see `StepResult.copied`
+        elif tensor.is_cuda:
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()

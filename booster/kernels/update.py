@@ -533,6 +533,9 @@ class _Decided(HostCopy):
         """Whether the step was made, 0-dim on the device."""
         return self._out.view(torch.float32)[_SKIPPED] == 0
 
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> _Decided:
+        return _Decided(copy(self._out))
+
     def __call__(self) -> bool:
         return float(self.tensor().view(torch.float32)[_SKIPPED]) == 0.0
 

@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -215,13 +216,16 @@ class Dither:
     rounded right on average over steps; neighbours are rounded independently within 64 elements.
 
     count: steps so far, which is all that a checkpoint needs. The user's random state is neither read nor changed.
-    drawn: what was asked for in this step. Cleared, it is drawn again, the same, when it is asked for again.
+    drawn: what was asked for in this step. Cleared, it is drawn again, the same, when it is asked for again. asked: all that
+    ever was. fixed: memory that is read in place of a draw, into which somebody else brings it, as for a graph.
     """
 
     def __init__(self, seed: int = 1024) -> None:
         self.count = 0
         self._seed = seed
         self.drawn: dict[tuple[str, torch.device], Chances] = {}
+        self.asked: set[tuple[str, torch.device]] = set()
+        self.fixed: Mapping[tuple[str, torch.device], torch.Tensor] = {}
 
     def next(self) -> None:
         """Go on to the next step."""
@@ -241,11 +245,15 @@ class Dither:
         """Return the same, with what is made of them."""
         key = (name, device)
         if key not in self.drawn:
-            # Torch's generator for CPUs takes 32 bits of a seed.
-            seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
-            generator = torch.Generator().manual_seed(seed)
-            drawn = torch.randint(0, 2**_BITS, (ALIGNMENT,), dtype=torch.int32, generator=generator)
-            if device.type == "cuda":  # memory of its own kind, so that nothing waits for the copy
-                drawn = drawn.pin_memory()
-            self.drawn[key] = Chances(drawn.to(device, non_blocking=True))
+            self.asked.add(key)
+            fixed = self.fixed.get(key)
+            self.drawn[key] = Chances(self.draw(name, device).to(device, non_blocking=True) if fixed is None else fixed)
         return self.drawn[key]
+
+    def draw(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return the lanes of this step on the host, for a copy to `device` that nobody waits for."""
+        # Torch's generator for CPUs takes 32 bits of a seed.
+        seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(0, 2**_BITS, (ALIGNMENT,), dtype=torch.int32, generator=generator)
+        return drawn.pin_memory() if device.type == "cuda" else drawn  # memory of its own kind

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -17,7 +17,7 @@ from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.outcome import SkippedReason
+from booster.update.outcome import Blame, Copy, Report, SkippedReason
 from booster.update.release import Release
 from booster.update.released_backward import run_released
 
@@ -59,7 +59,7 @@ class JointDecision:
         self.found: Any = None
         self.nonfinite_loss: bool | None = None  # of any rank; None: not asked
         self._losses: list[torch.Tensor] = []
-        self._blame: list[Callable[[], tuple[str, ...]]] = []
+        self._blame: list[Blame] = []
 
     def has_nonfinite_loss(self) -> bool:
         """Return whether a loss on this rank is inf or NaN; waits for the device."""
@@ -72,17 +72,24 @@ class JointDecision:
             self._losses = [loss for member in self.members for loss in member.losses]
             self._blame = [member.norms.blame(member) for member in self.members]
 
-    def report(self) -> Callable[[], tuple[SkippedReason, tuple[str, ...]]]:
+    def report(self) -> Report:
         """Return what tells reason and culprits if this decision is to skip; calling it waits for the device."""
-        losses, blame = self._losses, self._blame
+        return _Report(self._losses, self._blame, self.nonfinite_loss)
 
-        def read() -> tuple[SkippedReason, tuple[str, ...]]:
-            known = self.nonfinite_loss
-            finite_loss = all(bool(loss.isfinite().all()) for loss in losses) if known is None else not known
-            culprit = tuple(name for names in blame for name in names())
-            return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
 
-        return read
+class _Report(NamedTuple):
+    losses: list[torch.Tensor]
+    blame: list[Blame]
+    nonfinite_loss: bool | None
+
+    def __call__(self) -> tuple[SkippedReason, tuple[str, ...]]:
+        known = self.nonfinite_loss
+        finite_loss = all(bool(loss.isfinite().all()) for loss in self.losses) if known is None else not known
+        culprit = tuple(name for names in self.blame for name in names())
+        return "nonfinite_grad" if finite_loss else "nonfinite_loss", culprit
+
+    def copied(self, copy: Copy) -> _Report:
+        return self._replace(losses=list(map(copy, self.losses)), blame=[each.copied(copy) for each in self.blame])
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from booster.update.application import AS_THEY_ARE, Application, Told
 from booster.update.decision import Decision
 from booster.update.gradients import Gradients
 from booster.update.norms import Norms
-from booster.update.outcome import StepFields, StepResult
+from booster.update.outcome import Blame, Copy, DeviceFields, StepFields, StepResult
 
 
 class DeviceNorm(NamedTuple):
@@ -128,14 +128,8 @@ class DeviceNorms(Norms):
         found = [nonfinite(norm.total) for norm in read]
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
-    def blame(self, gradients: Gradients) -> Callable[[], tuple[str, ...]]:
-        read = list(gradients.read)
-
-        def names() -> tuple[str, ...]:
-            each = (zip(norm.params, norm.each.isfinite().tolist(), strict=True) for norm in read)
-            return tuple(dict.fromkeys(gradients.name_of(p) for norms in each for p, finite in norms if not finite))
-
-        return names
+    def blame(self, gradients: Gradients) -> Blame:
+        return _Blame(list(gradients.read), gradients.name_of)
 
     def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> Any:
         clip = Clip(norm, max_norm)
@@ -187,18 +181,8 @@ class DeviceDecision(Decision):
             left = 1.0 if told.divides_by_one else partial(_left, found, carried, clip)
         if gradients.scaler.enabled:
             gradients.scaler.update(found)
-        outcome = _Applied(found)
-
-        def read(applied: bool) -> StepFields:
-            fields = StepFields(loss_scale=float(loss_scale), grad_norm=None if norm is None else float(norm))
-            if applied:
-                return fields
-            reason, culprit = report()
-            return fields._replace(skipped_reason=reason, culprit=culprit)
-
-        numbers = {"loss_scale": loss_scale, "grad_norm": norm}
-        pending = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
-        return StepResult(outcome, read, pending=pending), left
+        fields = DeviceFields(loss_scale, norm, report)
+        return StepResult(_Applied(found), fields, pending=fields.pending), left
 
     def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
         return self.application.step_on_device(self.gradients, params, told)
@@ -215,6 +199,20 @@ class DeviceDecision(Decision):
         return _on(device, joint.found)
 
 
+class _Blame(NamedTuple):
+    """Names the parameters in whose gradients norms were not finite; waits for the device."""
+
+    read: list[Any]
+    name_of: Callable[[torch.Tensor], str]
+
+    def __call__(self) -> tuple[str, ...]:
+        each = (zip(norm.params, norm.each.isfinite().tolist(), strict=True) for norm in self.read)
+        return tuple(dict.fromkeys(self.name_of(param) for norms in each for param, finite in norms if not finite))
+
+    def copied(self, copy: Copy) -> _Blame:
+        return _Blame([DeviceNorm(norm.total, copy(norm.each), norm.params) for norm in self.read], self.name_of)
+
+
 class _Applied(HostCopy):
     """The opposite of a 0-dim found_inf."""
 
@@ -225,6 +223,9 @@ class _Applied(HostCopy):
     def on_device(self) -> torch.Tensor:
         """The same, 0-dim on the device."""
         return self._found_inf == 0
+
+    def copied(self, copy: Copy) -> _Applied:
+        return _Applied(copy(self._found_inf))
 
     def __call__(self) -> bool:
         return not super().__call__()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -31,6 +31,7 @@ from booster.update.touched import EVERY, FIRST, ScaledGradients
 _logger = logging.getLogger(__name__)
 WHOLE = nullcontext()  # where parameters are whole, `local()` changes nothing
 _NOT_READ = torch.full((), math.nan, dtype=torch.float32, device="cpu")  # a norm
+_CARRIED_ON = ("scale", "factor", "norm", "loss_scale", "losses", "check", "num_backwards", "bound", "_differentiable")
 _DTYPE = attrgetter("dtype")  # of every parameter in every step, without a Python call for each
 
 
@@ -101,6 +102,18 @@ class Gradients:
         other.listeners, other.release, other._prescribed = [], None, scale
         other.reset(None)
         return other
+
+    def kept(self) -> dict[str, Any]:
+        """Return what is carried to the next call, by name, to be given to `go_on`; tensors in it lie where they lay."""
+        values = {name: getattr(self, name) for name in _CARRIED_ON}
+        return {name: list(value) if type(value) is list else value for name, value in values.items()}
+
+    def go_on(self, kept: Mapping[str, Any]) -> None:
+        """Carry what was `kept`, and nothing that was read."""
+        for name, value in kept.items():
+            setattr(self, name, list(value) if type(value) is list else value)
+        self.read, self.noted = [], None
+        self.joint.found = None
 
     def forget(self, set_to_none: bool = True) -> None:
         """The gradients were zeroed."""

@@ -19,7 +19,7 @@ from booster.update.decision import Decision
 from booster.update.gradients import Gradients
 from booster.update.job import Job
 from booster.update.norms import Norms
-from booster.update.outcome import StepFields, StepResult
+from booster.update.outcome import Blame, Copy, StepFields, StepResult
 
 _NONFINITE = attrgetter("nonfinite")  # of every norm in every step, without a Python call for each
 
@@ -29,6 +29,18 @@ class HostNorm(NamedTuple):
 
     total: float
     nonfinite: tuple[str, ...]  # names of parameters; empty although total is inf if only the sum overflowed
+
+
+class _Known(NamedTuple):
+    """Names that are known already."""
+
+    names: tuple[str, ...]
+
+    def __call__(self) -> tuple[str, ...]:
+        return self.names
+
+    def copied(self, copy: Copy) -> _Known:
+        return self
 
 
 class HostNorms(Norms):
@@ -85,9 +97,8 @@ class HostNorms(Norms):
     def all_finite(self, read: Sequence[HostNorm]) -> bool:
         return self.shards.sharded and bool(read) and all(math.isfinite(norm.total) for norm in read)
 
-    def blame(self, gradients: Gradients) -> Callable[[], tuple[str, ...]]:
-        names: tuple[str, ...] = next((norm.nonfinite for norm in gradients.read if norm.nonfinite), ())
-        return lambda: names
+    def blame(self, gradients: Gradients) -> Blame:
+        return _Known(next((norm.nonfinite for norm in gradients.read if norm.nonfinite), ()))
 
     def clipped(self, norm: float, max_norm: float, factor: float | None) -> float | None:
         ratio = max_norm / (norm + 1e-6)

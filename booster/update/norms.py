@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from booster.ranks import agreement
 from booster.update.job import Job
+from booster.update.outcome import Blame
 
 
 class Norms(ABC):
@@ -40,7 +41,7 @@ class Norms(ABC):
         """Return whether one of `read` had an inf or NaN: a bool, or a 0-dim tensor."""
 
     @abstractmethod
-    def blame(self, gradients: Any) -> Callable[[], tuple[str, ...]]:
+    def blame(self, gradients: Any) -> Blame:
         """Return what names the parameters with an inf or NaN in what was read, also after it is forgotten."""
 
     @abstractmethod

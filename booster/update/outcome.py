@@ -28,12 +28,63 @@ class StepFields(NamedTuple):
     num_zeros_in_grad: int | None = None
 
 
+Copy = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Applied(Protocol):
     """Whether a step was applied, which a device knows. Calling it waits for the device."""
 
     def __call__(self) -> bool: ...
 
     def on_device(self) -> torch.Tensor: ...
+
+    def copied(self, copy: Copy) -> Applied: ...
+
+
+class Blame(Protocol):
+    """Names of parameters with an inf or NaN in their gradients. Calling it waits for the device."""
+
+    def __call__(self) -> tuple[str, ...]: ...
+
+    def copied(self, copy: Copy) -> Blame: ...
+
+
+class Report(Protocol):
+    """Why a step was skipped, and the names of the parameters to blame. Calling it waits for the device."""
+
+    def __call__(self) -> tuple[SkippedReason, tuple[str, ...]]: ...
+
+    def copied(self, copy: Copy) -> Report: ...
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceFields:
+    """The fields of a step that a device decided, read when somebody asks. loss_scale, grad_norm: numbers, or 0-dim tensors."""
+
+    loss_scale: Any
+    grad_norm: Any = None
+    report: Report | None = None
+
+    def __call__(self, applied: bool) -> StepFields:
+        norm = None if self.grad_norm is None else float(self.grad_norm)
+        fields = StepFields(loss_scale=float(self.loss_scale), grad_norm=norm)
+        if applied or self.report is None:
+            return fields
+        reason, culprit = self.report()
+        return fields._replace(skipped_reason=reason, culprit=culprit)
+
+    @property
+    def pending(self) -> dict[str, torch.Tensor]:
+        """Those that live on a device, by name."""
+        numbers = {"loss_scale": self.loss_scale, "grad_norm": self.grad_norm}
+        return {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+
+    def copied(self, copy: Copy) -> DeviceFields:
+        """The same, of `copy` of each tensor."""
+        loss_scale, grad_norm = (
+            copy(value) if isinstance(value, torch.Tensor) else value for value in (self.loss_scale, self.grad_norm)
+        )
+        return DeviceFields(loss_scale, grad_norm, None if self.report is None else self.report.copied(copy))
 
 
 class StepResult:
@@ -108,6 +159,19 @@ class StepResult:
     def with_zeros(self, number: int | None) -> StepResult:
         """This result of a step that was applied, with `number` of zeros."""
         return StepResult(True, self._read()._replace(num_zeros_in_grad=number))
+
+    def copied(self, copy: Copy) -> StepResult:
+        """Return the same result, of `copy` of each tensor that is not read yet, for who is about to overwrite them.
+
+        Waits for nothing. Raises TypeError for a result that is read by another way.
+        """
+        applied = self._applied if isinstance(self._applied, bool) else self._applied.copied(copy)
+        if isinstance(self._fields, StepFields):
+            return StepResult(applied, self._fields, loss=self.loss)
+        if not isinstance(self._fields, DeviceFields):
+            raise TypeError(f"a step result that is read by {type(self._fields).__name__} cannot be copied")
+        fields = self._fields.copied(copy)
+        return StepResult(applied, fields, loss=self.loss, pending=fields.pending if self.pending else None)
 
     def _read(self) -> StepFields:
         if not isinstance(self._fields, StepFields):

@@ -11,7 +11,7 @@ import torch
 from booster.update.decision import Decision
 from booster.update.gradients import WHOLE, Gradients
 from booster.update.kept import KeptState
-from booster.update.outcome import StepFields, StepResult
+from booster.update.outcome import DeviceFields, StepFields, StepResult
 from booster.update.release import Release
 
 
@@ -60,7 +60,7 @@ class Update:
                     self.decision.application.step_none()
                     next_scale = gradients.next_scale
                     gradients.reset(gradients.scale)
-                    return StepResult(True, lambda applied: StepFields(loss_scale=float(next_scale)))
+                    return StepResult(True, DeviceFields(next_scale))
                 result, scale = self.decision.step(params)
             except BaseException:
                 gradients.abandon_step()

@@ -225,6 +225,11 @@ class _Track:
         self._sample: _Sampled | None = None
         self._first = True
 
+    @property
+    def closed(self) -> bool:
+        """Whether nobody needs to be told any more."""
+        return self._record.closed
+
     def after_backward(self, loss: torch.Tensor | None) -> None:
         if loss is not None and not self._record.closed:
             self._losses.append(loss)

@@ -1,0 +1,548 @@
+"""A training step that is a graph: what is copied in, what comes out, and what the host does between two replays."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from operator import attrgetter, methodcaller
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from booster.capture.graph import Recorder
+from booster.capture.posture import Cells, Posture
+from booster.capture.reads import origin_of
+from booster.capture.refusals import check_optimizers
+from booster.data.boosted import to_device
+from booster.ground import arguments
+from booster.ground.torch_internals import version
+from booster.interface.optimizer import OptimizerWrapper
+from booster.masters.masters import Masters
+from booster.masters.update import MasterApplication
+from booster.tensors.trees import form, leaves, map_tensors, tensors, with_leaves
+from booster.update.outcome import StepResult
+
+_logger = logging.getLogger(__name__)
+_UPDATE = attrgetter("_update")
+_MOMENTUM = methodcaller("get", "momentum")
+_TRAINING, _WANTED, _ADDRESS = attrgetter("training"), attrgetter("requires_grad"), torch.Tensor.data_ptr
+_TENSORS = ("_parameters", "_buffers")
+_READ = ("lr", "initial_lr")
+_WORD = 8  # bytes, at a multiple of which numbers lie
+_TIMES = 3  # that a graph is given up in a row before a WARNING says that it brings nothing
+
+
+class Passes(Protocol):
+    """What is counted of backward passes; see `Accumulations`."""
+
+    def situation(self, optimizers: Sequence[OptimizerWrapper]) -> Hashable: ...
+    def num_backwards(self, optimizers: Sequence[OptimizerWrapper]) -> int: ...
+    def advance(self, optimizers: Sequence[OptimizerWrapper], passes: int) -> None: ...
+
+
+class CapturedStep:
+    """`train_step` as a graph for each kind of call; `Booster.capture` makes it.
+
+    A kind of call is shapes and dtypes of the batch and its numbers, which parameters train, modules in training or not,
+    where in a group of `accumulate` it is, and what gradients wait. The first call of a kind runs `train_step` itself, the
+    second is recorded, and those after it are replayed. recorder: None never records.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        *,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[OptimizerWrapper],
+        passes: Passes,
+        device: torch.device,
+        recorder: Recorder | None,
+        max_graphs: int,
+    ) -> None:
+        self._train_step = train_step
+        self._roots = list(modules)
+        self._optimizers = list(optimizers)
+        self._passes = passes
+        self._device = device
+        self._recorder = recorder
+        self._max_graphs = max_graphs
+        self._rates = _Rates(self._optimizers, device)
+        self._given_up = 0
+        self._told: set[str] = set()
+        if recorder is not None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Know of no graph, and of what the optimizers are stepped by now. Raises RuntimeError where there can be none."""
+        check_optimizers(self._optimizers)
+        self._graphs: dict[Any, _Graph | None] = {}  # None: seen once
+        self._updates = [optimizer._update for optimizer in self._optimizers]
+        modules = [module for root in self._roots for module in root.modules()]
+        self._modules = [module for module in modules if "_parameters" in vars(module)]
+        self._cells = Cells(self._optimizers)
+        applications = [update.decision.application for update in self._updates]
+        self._draws = [_Draws(each.masters) for each in applications if isinstance(each, MasterApplication)]
+        self._layout, self._options = _Layout.of(self._modules, self._optimizers), _options(self._optimizers)
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs there are now."""
+        return 0 if self._recorder is None else sum(graph is not None for graph in self._graphs.values())
+
+    def __call__(self, *batch: Any) -> Any:
+        """Make the next step, on `batch`: what `train_step` returns, its tensors without a graph of autograd, as copies."""
+        if self._recorder is None:
+            return _detached(self._train_step(*batch))
+        if not all(map(_is, map(_UPDATE, self._optimizers), self._updates)):
+            self._begin()  # the precision was switched
+        why = self._unfit()
+        if why is not None:
+            self._tell(why)
+        fits = why is None
+        if fits:
+            posture = Posture(self._optimizers)
+            self._follow(_Layout.of(self._modules, self._optimizers), self._options)
+            key = (*_kind(batch), posture.key(), self._situation())
+            graph = self._graphs.get(key)
+            if graph is not None:
+                graph.bring(batch, posture)
+        # As late as can be, since the host may wait here for the last step, of which schedules need to know.
+        for optimizer in self._optimizers:
+            optimizer.settle()
+        if not fits or not posture.unread:
+            return self._eager(to_device(batch, self._device))
+        self._follow(self._layout, _options(self._optimizers))
+        return self._step(key, batch, posture)
+
+    def _step(self, key: Any, batch: Any, posture: Posture) -> Any:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            return self._replay(graph)
+        batch = to_device(batch, self._device)
+        if key in self._graphs:
+            graph = self._record(batch, posture)
+            # What makes states, as for a parameter that had no gradient before, is a graph of this step alone.
+            moved = self._follow(_Layout.of(self._modules, self._optimizers), self._options)
+            self._graphs[key] = None if moved else graph
+            return self._launch(graph)
+        if len(self._graphs) < self._max_graphs:
+            result = self._eager(batch)
+            if self._has_begun():
+                self._graphs[key] = None
+            return result
+        self._tell(
+            f"a call of another kind than the {self._max_graphs} before runs without a graph, as all new ones will: other "
+            "shapes, dtypes or numbers. Give numbers that change as tensors, or raise max_graphs="
+        )
+        return self._eager(batch)
+
+    # ------------------------------------------------------------------ without a graph
+
+    def _eager(self, batch: Any) -> Any:
+        assert self._recorder is not None
+        with self._rates.read_as_tensors():
+            result = self._recorder.warm(lambda: self._train_step(*batch))
+        _check_returned(result, self._train_step)
+        self._layout, self._options = _Layout.of(self._modules, self._optimizers), _options(self._optimizers)
+        return _detached(result)
+
+    def _has_begun(self) -> bool:
+        """Return whether every optimizer has the states that its next step reads. Waits for the last step of an SGD.
+
+        Momentum of torch's SGD begins with the first step that is not skipped, for which the host has to know."""
+        return not any(
+            isinstance(optimizer.unwrap(), SGD)
+            and optimizer.step_was_skipped
+            and any(map(_MOMENTUM, optimizer.param_groups))
+            for optimizer in self._optimizers
+        )
+
+    def _unfit(self) -> str | None:
+        """Return why this call cannot be a graph's, None if it can."""
+        listeners = [listener for optimizer in self._optimizers for listener in optimizer._update.gradients.listeners]
+        if not all(getattr(listener, "closed", False) for listener in listeners):
+            return "while a record is written, or skipped steps are diagnosed, steps run without a graph"
+        return None
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            _logger.warning("%s", what)
+
+    # ------------------------------------------------------------------ what graphs depend on
+
+    def _situation(self) -> Any:
+        params = [
+            param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]
+        ]
+        return (
+            tuple(map(_TRAINING, self._modules)),
+            tuple(map(_WANTED, params)),
+            torch.is_grad_enabled(),
+            self._passes.situation(self._optimizers),
+        )
+
+    def _follow(self, layout: _Layout, options: list[tuple[str, Any]]) -> bool:
+        """Drop all graphs if tensors that they read or write lie elsewhere now, or if options have changed that they hold.
+
+        Returns whether that is so."""
+        before, self._layout, self._options = (self._layout, self._options), layout, options
+        changed = _difference(before, (layout, options))
+        if changed is None:
+            return False
+        self._graphs.clear()
+        self._given_up += 1
+        if self._given_up == _TIMES:
+            self._tell(f"steps run without a graph, since {changed} in nearly every one of them")
+        return True
+
+    # ------------------------------------------------------------------ with one
+
+    def _record(self, batch: Any, posture: Posture) -> _Graph:
+        """Run `train_step` once for its launches alone; on the host it is a whole step."""
+        assert self._recorder is not None
+        static = map_tensors(_placed, batch)  # where later batches are copied to, from the host or the device
+        graph = _Graph(batch=list(tensors(static)), carried=posture.tensors(), grads=posture.grads)
+        before = [len(optimizer._history._deferred) for optimizer in self._optimizers]
+        counts = [optimizer._history.num_steps for optimizer in self._optimizers]
+        passes = self._passes.num_backwards(self._optimizers)
+        drawn = [draws.count for draws in self._draws]
+        torch.clear_autocast_cache()  # weights that an autocast around the loop has cast are those of now
+        self._cells.enter()
+
+        def body() -> None:
+            graph.returned = self._train_step(*static)
+            graph.results = [
+                optimizer._history.last if optimizer._history.num_steps > count else None
+                for optimizer, count in zip(self._optimizers, counts, strict=True)
+            ]
+            graph.pack()
+            graph.after = Posture(self._optimizers)
+            self._cells.write_back()
+
+        generators = [each for draws in self._draws for each in draws.generators]
+        try:
+            with self._rates.read_as_tensors(recorded=True), ExitStack() as fixed:
+                for draws in self._draws:
+                    fixed.enter_context(draws.fixed())
+                _, graph.replay = self._recorder.record(body, generators)
+        finally:
+            self._cells.leave()
+        _check_returned(graph.returned, self._train_step)
+        self._check_steps(counts)
+        graph.deferred = [
+            optimizer._history._deferred[count:] for optimizer, count in zip(self._optimizers, before, strict=True)
+        ]
+        graph.draws = [draws.count > count for draws, count in zip(self._draws, drawn, strict=True)]
+        graph.passes = self._passes.num_backwards(self._optimizers) - passes
+        return graph
+
+    def _check_steps(self, counts: Sequence[int]) -> None:
+        for optimizer, count in zip(self._optimizers, counts, strict=True):
+            if optimizer._history.num_steps - count > 1:
+                raise RuntimeError(
+                    f"train_step steps {type(optimizer.unwrap()).__name__} {optimizer._history.num_steps - count} times, and "
+                    "the second needs to know on the host what became of the first; capture a function that steps it once, and "
+                    "call it as often"
+                )
+
+    def _replay(self, graph: _Graph) -> Any:
+        self._cells.enter()
+        self._rates.follow()
+        for optimizer, result, deferred in zip(self._optimizers, graph.results, graph.deferred, strict=True):
+            if result is not None:
+                optimizer._history.record(result)
+                optimizer._history._deferred += deferred
+        for draws, draws_here in zip(self._draws, graph.draws, strict=True):
+            if draws_here:
+                draws.next()
+        self._passes.advance(self._optimizers, graph.passes)
+        self._cells.leave()
+        return self._launch(graph)
+
+    def _launch(self, graph: _Graph) -> Any:
+        """Replay, then give what came out: the memory of the graph is overwritten by the next replay."""
+        assert graph.after is not None
+        self._given_up = 0
+        for draws, draws_here in zip(self._draws, graph.draws, strict=True):
+            if draws_here:
+                draws.bring()
+        graph.replay()
+        graph.after.take()
+        returned, results = graph.copies()
+        for optimizer, result in zip(self._optimizers, results, strict=True):
+            if result is not None:
+                history = optimizer._history
+                history.unsettled = history.last = result
+        return returned
+
+
+@dataclass(eq=False)
+class _Graph:
+    """One graph, the memory that it reads, and what it does on the host.
+
+    batch, carried, grads: where its inputs lie. returned: what `train_step` returned. results: of each optimizer's step, None
+    where it made none. deferred: what waits for their outcomes, such as a step of a schedule. after: what optimizers carry
+    then. passes: backward passes in it of a group of `accumulate`. draws: of each optimizer with masters, whether it draws.
+    """
+
+    batch: list[torch.Tensor]
+    carried: list[torch.Tensor]
+    grads: list[list[torch.Tensor | None]]
+    replay: Callable[[], None] = lambda: None
+    returned: Any = None
+    results: list[StepResult | None] = field(default_factory=list)
+    deferred: list[list[Callable[[], None]]] = field(default_factory=list)
+    after: Posture | None = None
+    passes: int = 0
+    draws: list[bool] = field(default_factory=list)
+    packed: torch.Tensor | None = None
+    _places: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _held: list[torch.Tensor] = field(default_factory=list)
+
+    @torch.no_grad()
+    def bring(self, batch: Any, posture: Posture) -> None:
+        """Copy what a call brings, and what waits of calls before, to where the graph reads it."""
+        pairs: list[tuple[Any, Any]] = [*zip(self.batch, tensors(batch), strict=True)]
+        pairs += zip(self.carried, posture.tensors(), strict=True)
+        for own, given in zip(self.grads, posture.grads, strict=True):
+            pairs += zip(own, given, strict=True)
+        for static, given in pairs:
+            if static is not given:  # None is where there is no gradient
+                static.copy_(given, non_blocking=True)
+
+    def pack(self) -> None:
+        """Bring all numbers of the results into one tensor, so that one copy of it takes them out."""
+        bytes_: list[torch.Tensor] = []
+        size = 0
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal size
+            if id(tensor) not in self._places:
+                own = tensor.detach().reshape(-1).view(torch.uint8)
+                self._places[id(tensor)] = (size, own.numel())
+                self._held.append(tensor)  # whose id stands for it
+                bytes_.append(nn.functional.pad(own, (0, -own.numel() % _WORD)))
+                size += bytes_[-1].numel()
+            return tensor
+
+        for result in (result for result in (*self.results, *leaves(self.returned)) if isinstance(result, StepResult)):
+            result.copied(note)
+        if bytes_:
+            self.packed = torch.cat(bytes_)
+
+    def copies(self) -> tuple[Any, list[StepResult | None]]:
+        """Return copies of what `train_step` returned, and of the results."""
+        packed = None if self.packed is None else self.packed.clone()
+        made: dict[int, StepResult] = {}
+
+        def number(tensor: torch.Tensor) -> torch.Tensor:
+            assert packed is not None
+            start, size = self._places[id(tensor)]
+            return packed[start : start + size].view(tensor.dtype).view(tensor.shape)
+
+        def leaf(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.detach().clone()
+            if isinstance(value, StepResult):
+                if id(value) not in made:
+                    made[id(value)] = value.copied(number)
+                return made[id(value)]
+            return value
+
+        results = [None if result is None else leaf(result) for result in self.results]
+        return with_leaves(self.returned, map(leaf, leaves(self.returned))), results
+
+
+class _Rates:
+    """Learning rates of all groups as tensors, which a graph reads; outside of it groups hold their numbers."""
+
+    def __init__(self, optimizers: Sequence[OptimizerWrapper], device: torch.device) -> None:
+        self._optimizers = [optimizer.unwrap() for optimizer in optimizers]
+        self._device = device
+        # Fused kernels of CUDA read float32; those of a CPU any.
+        self._dtype = torch.float32 if device.type == "cuda" else torch.float64
+        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
+        self._values: dict[tuple[int, int], float] = {}
+
+    def follow(self) -> None:
+        """Write what groups hold now to where graphs read it. Nobody waits."""
+        for key, group in self._groups():
+            rate = group["lr"]
+            if isinstance(rate, torch.Tensor) or self._values.get(key) == rate:
+                continue
+            if key not in self._tensors:
+                self._tensors[key] = torch.zeros((), dtype=self._dtype, device=self._device)
+            self._values[key] = rate
+            self._tensors[key].fill_(rate)
+
+    @contextmanager
+    def read_as_tensors(self, *, recorded: bool = False) -> Iterator[None]:
+        """Inside, the rates of the groups are tensors. Raises RuntimeError if somebody wrote one meanwhile.
+
+        recorded: torch's optimizers let themselves be recorded, which they refuse unless they were told of it. Their fused
+        kernels count steps on the device, and so compute the same."""
+        self.follow()
+        held = []
+        for key, group in self._groups():
+            if not isinstance(group["lr"], torch.Tensor):
+                held.append((group, group["lr"], self._tensors[key], version(self._tensors[key])))
+                group["lr"] = self._tensors[key]
+        told = [(group, group["capturable"]) for _, group in self._groups() if recorded and "capturable" in group]
+        for group, _ in told:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, before in told:
+                group["capturable"] = before
+            written = [group for group, _, rate, count in held if group["lr"] is not rate or version(rate) != count]
+            for group, number, _, _ in held:
+                group["lr"] = number
+        if written:
+            raise RuntimeError(
+                "train_step writes a learning rate itself, as by a scheduler that was not given to boost(), or is stepped "
+                "before the optimizer: a graph would go on with the number of its recording. Give the scheduler to boost(), "
+                "and step it after optimizer.step()"
+            )
+
+    def _groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+        for index, optimizer in enumerate(self._optimizers):
+            for number, group in enumerate(optimizer.param_groups):
+                if "lr" in group:
+                    yield (index, number), group
+
+
+class _Draws:
+    """Random numbers that masters and states are rounded with: the host draws them, and brings them to where graphs read."""
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters, self._dither = masters, masters.dither
+        self._lanes: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Those that draw on a device, where graphs go on with them."""
+        formats = {id(bucket.format): bucket.format for bucket in self._masters.buckets}
+        return [each for form in formats.values() for each in getattr(form, "generators", {}).values()]
+
+    @property
+    def count(self) -> int:
+        """How many steps have drawn."""
+        return self._dither.count
+
+    def next(self) -> None:
+        self._dither.next()
+
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Inside, what has been drawn in steps before is read from memory that does not move."""
+        for name, device in self._dither.asked - self._lanes.keys():
+            self._lanes[name, device] = self._dither.draw(name, device).to(device)
+        self._dither.fixed = self._lanes
+        try:
+            yield
+        finally:
+            self._dither.fixed = {}
+
+    def bring(self) -> None:
+        """Bring the numbers of this step there. Nobody waits."""
+        for (name, device), lanes in self._lanes.items():
+            lanes.copy_(self._dither.draw(name, device), non_blocking=True)
+
+
+class _Layout:
+    """Where everything lies that graphs read and write by address."""
+
+    def __init__(self, addresses: list[int], held: list[Any]) -> None:
+        self._addresses, self._held = addresses, held
+
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module], optimizers: Sequence[OptimizerWrapper]) -> _Layout:
+        """That of tensors in `modules`, each by itself, and in `optimizers`."""
+        own = [vars(module) for module in modules]
+        weights = [tensor for each in own for name in _TENSORS for tensor in each[name].values() if tensor is not None]
+        held = [child for each in own for child in each["_modules"].values()]
+        for optimizer in optimizers:
+            held += optimizer.master_tensors()
+            for state in optimizer.unwrap().state.values():
+                held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+            for group in optimizer.param_groups:
+                held += group["params"]
+        return cls(list(map(_ADDRESS, weights)), held)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Layout)
+            and self._addresses == other._addresses
+            and len(self._held) == len(other._held)
+            and all(map(_is, self._held, other._held))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _options(optimizers: Sequence[OptimizerWrapper]) -> list[tuple[str, Any]]:
+    """Return what graphs hold of groups of parameters as it was: all options but learning rates that are numbers."""
+    return [
+        (name, value)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params" and (name not in _READ or isinstance(value, torch.Tensor))
+    ]
+
+
+def _difference(before: Any, now: Any) -> str | None:
+    """Return what is another in the second of two pairs of a layout and options; None where all is the same."""
+    if before == now:
+        return None
+    if before[0] != now[0]:
+        return "weights or states were put elsewhere, as by loading them,"
+    texts = [{(name, repr(value)) for name, value in options} for _, options in (before, now)]
+    names = sorted({name for name, _ in texts[0] ^ texts[1]})
+    return f"{', '.join(names) or 'groups'} of a group of parameters changed, which graphs hold as numbers,"
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like `tensor`, with its numbers, in memory of its own."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _kind(batch: Any) -> tuple[Any, ...]:
+    """Return what is equal for batches that differ in their tensors' numbers alone. Raises TypeError for other objects."""
+    described: list[Any] = []
+    for leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            described.append((leaf.shape, leaf.dtype, leaf.requires_grad))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
+            described.append((type(leaf), leaf))
+        else:
+            raise TypeError(
+                f"a captured step was given {arguments.described(leaf)}; it takes tensors, numbers, strings and None, and "
+                "containers of them"
+            )
+    return form(batch), tuple(described)
+
+
+def _check_returned(returned: Any, function: Callable[..., Any]) -> None:
+    """Raise TypeError for what a graph would return as it was in its recording."""
+    for leaf in leaves(returned):
+        if not (leaf is None or isinstance(leaf, (torch.Tensor, StepResult, str))):
+            path, line = origin_of(function)
+            raise TypeError(
+                f"train_step ({path}:{line}) returned {arguments.described(leaf)}, which a graph would return unchanged every "
+                "time; return tensors, step results, strings or None, and read numbers outside of it"
+            )
+
+
+def _detached(returned: Any) -> Any:
+    return map_tensors(torch.Tensor.detach, returned)

@@ -1,0 +1,60 @@
+"""What keeps the launches of a function and makes them again: a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+import torch
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Makes graphs of one device, whose memory they share; they are replayed one at a time."""
+
+    def warm(self, body: Callable[[], T]) -> T:
+        """Return `body()`, run where graphs are recorded, for what its first run alone does."""
+
+    def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
+        """Return `body()` and what makes its launches again, with the Python of `body` not run again.
+
+        Nothing that `body` launches runs before the first replay: tensors that it returns hold no numbers until then. What
+        a replay reads and writes lies where it lay in the recording. generators: that `body` may use besides torch's own.
+        """
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """Return what records on `device`; None, with a WARNING, where nothing does."""
+    if device.type == "cuda":
+        return CudaRecorder(device)
+    _logger.warning("capture() makes graphs on a GPU; on %s every call runs the step as it is", device.type)
+    return None
+
+
+class CudaRecorder:
+    """Graphs of a CUDA device. Recording waits for the device once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def warm(self, body: Callable[[], T]) -> T:
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = body()
+        current.wait_stream(self._stream)
+        return result
+
+    def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        # Other threads may allocate pinned memory meanwhile, as those of loaders do.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = body()
+        return result, graph.replay
