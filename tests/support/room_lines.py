@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "booster"
 BUDGETS = {
     "loose": 2000,
-    "capture": 900,
+    "capture": 1300,
     "checkpoint": 4400,
     "cli": 2800,
     "data": 1300,
