@@ -23,6 +23,7 @@ from booster.facade.accumulation import Accumulation, Accumulations, Unsynchroni
 from booster.facade.as_built import AsBuilt
 from booster.facade.boosted import Boosted
 from booster.facade.config import translate
+from booster.facade.course import Course
 from booster.facade.pipelined import execute
 from booster.facade.returned import Returned
 from booster.facade.switch import Switch, switch_all
@@ -33,7 +34,7 @@ from booster.ground.torch_internals import leave_guards
 from booster.interface.model import CriterionWrapper, boosted_wrapper, leave_raw_calls, watch_raw_calls
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.mixed_precision import MixedPrecision, make
+from booster.mixed_precision import MixedPrecision, PrecisionSchedule, make
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -59,7 +60,8 @@ class Booster:
 
     device: "cpu", "cuda", "cuda:N" or a torch.device; None means the current CUDA device if there is one and the process group,
         if any, can use it, otherwise the CPU.
-    mixed_precision: a name (see `booster.mixed_precision.available`), a `MixedPrecision`, or None for float32.
+    mixed_precision: a name (see `booster.mixed_precision.available`), a `MixedPrecision`, a
+        `PrecisionSchedule` of them, or None for float32.
     plugin: a `Plugin`, or None for a single device.
 
     fused_optimizer: True lets torch optimizers that have a fused kernel use it; "triton" steps by Triton kernels of this
@@ -102,7 +104,7 @@ class Booster:
     def __init__(
         self,
         device: str | torch.device | None = None,
-        mixed_precision: str | MixedPrecision | None = None,
+        mixed_precision: str | MixedPrecision | PrecisionSchedule | None = None,
         plugin: Plugin | None = None,
         *,
         fused_optimizer: bool | Literal["compile", "triton"] = True,
@@ -129,7 +131,17 @@ class Booster:
             arguments.number("patience", patience, above=0.0, also="None")
         watch(patience)
         self.plugin.bind(self.device)
-        self.precision = self._ready(make(mixed_precision))
+        self._course: Course | None = None
+        if isinstance(mixed_precision, PrecisionSchedule):
+            self._course = Course(
+                mixed_precision.made(lambda each: self._ready(make(each))),
+                optimizers=lambda: list(self._boosted.optimizers.values()),
+                may_go=lambda: not self._accumulations.any_open,
+                go=self._go_over,
+            )
+            self.precision = self._course.now
+        else:
+            self.precision = self._ready(make(mixed_precision))
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
             clip_grad_norm=clip_grad_norm,
@@ -137,7 +149,8 @@ class Booster:
             max_consecutive_skips=max_consecutive_skips,
             release_gradients=release_gradients,
         )
-        checks.check_release(self._options, self.precision, self.plugin)
+        for precision in [self.precision] if self._course is None else self._course.phases.values():
+            checks.check_release(self._options, precision, self.plugin)
         self._boosted = Boosted()
         self._accumulations = Accumulations()
         run = {"precision": repr(self.precision), "plugin": type(self.plugin).__name__}
@@ -248,6 +261,11 @@ class Booster:
             each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
         ]
         self._boosted.add(model, boosted, boosted_criterion, wrappers, built)
+        if self._course is not None:
+            for phase in self._course.phases.values():
+                if phase is not self.precision:
+                    self._switch_to(phase).check(self._boosted.boostings()[-1])  # what cannot be is refused now
+            boosted.register_forward_pre_hook(self._course)
         if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
             watch_raw_calls(boosted, several_ranks=self.plugin.group is not None)
         if loader is not None:
@@ -373,6 +391,8 @@ class Booster:
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
         num_micro_batches, num_tokens = checks.checked_group(num_micro_batches, num_tokens)
+        if self._course is not None:
+            self._course.follow()
         placed = self._boosted.own(model, "accumulate").module
         size = self.plugin.data_parallel_size
         # Ranks average their gradients, while tokens count over all of them.
@@ -394,6 +414,8 @@ class Booster:
         """
         optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._boosted.own(model, "no_sync")
+        if self._course is not None:
+            self._course.follow()
         entry = Unsynchronised(boosted, optimizers, self.plugin.no_sync(boosted.module))
         return self._accumulations.unsynchronised(entry)
 
@@ -409,6 +431,11 @@ class Booster:
         model, for the levels of apex, and where the plugin cannot: in a pipeline, or where weights that ranks divide by
         fully_shard would have to lie in another dtype; and as `Booster` and `boost` do, for what that precision refuses.
         """
+        if self._course is not None:
+            raise RuntimeError(
+                "switch() beside a PrecisionSchedule, which would go back at its next forward pass; put the precision into the "
+                "schedule, or give Booster the first one alone"
+            )
         new = self._ready(make(mixed_precision))
         checks.check_release(self._options, new, self.plugin)
         if self._accumulations.any_open:
@@ -421,10 +448,7 @@ class Booster:
                 "keep_fp32='auto' has modules pinned during the run by what watches it from boost() on, so a switch can "
                 "neither begin nor end it; name the modules in keep_fp32"
             )
-        switch = Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)
-        switch_all(switch, self._boosted.boostings(), self.plugin.group)
-        self.precision = new
-        self._checkpoints.runs_in(repr(new))
+        self._go_over(new, "switch()")
 
     def record(
         self,
@@ -603,7 +627,8 @@ class Booster:
         """Estimate what a training step takes of memory on this rank, before `boost`; nothing is allocated, nothing changes.
 
         batch: of this rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole; tensors
-        may be on the meta device, as may the model. The precision is this Booster's, as are plugin, number of ranks and device.
+        may be on the meta device, as may the model. The precision is this Booster's, of a schedule the phase that takes
+        most; so are plugin, number of ranks and device.
         No collective. Raises ValueError for what is not known, as pipelines and tensor parallelism, and as `memory.estimate`.
         """
         from booster.memory import estimate_placed
@@ -611,8 +636,10 @@ class Booster:
         checks.check_model(model, self._boosted.models)
         arguments.function("criterion", criterion, "a function of output and target")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        placed: Any = {"precision": self.precision, "plugin": self.plugin, "device": self.device}
-        return estimate_placed(model, optimizer, batch, criterion, **placed, options=self._options)
+        phases = [self.precision] if self._course is None else list(self._course.phases.values())
+        placed: Any = {"plugin": self.plugin, "device": self.device, "options": self._options}
+        each = (estimate_placed(model, optimizer, batch, criterion, precision=phase, **placed) for phase in phases)
+        return max(each, key=lambda found: found.peak)
 
     def memory(self, model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
         """Count what a boosted model and its optimizer hold on this rank now; no collective, no copy.
@@ -917,6 +944,17 @@ class Booster:
         precision.choose_half_products(half_products, self.device)
         precision.bind(self.device)
         return precision
+
+    def _switch_to(self, new: MixedPrecision) -> Switch:
+        return Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)
+
+    def _go_over(self, new: MixedPrecision, why: str) -> None:
+        """Go over to `new` in all that was boosted; records say why."""
+        switch_all(self._switch_to(new), self._boosted.boostings(), self.plugin.group)
+        self.precision = new
+        self._checkpoints.runs_in(repr(new))
+        if self._records is not None:
+            self._records.go_over(new, self._boosted.wrappers(), why)
 
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
         from booster.numerics.diagnosis.replay import Replay

@@ -221,6 +221,11 @@ class OptimizerWrapper(Optimizer):
         return self._history.last
 
     @property
+    def num_steps(self) -> int:
+        """Steps made, applied or skipped. Waits for nothing."""
+        return self._history.num_steps
+
+    @property
     def num_applied(self) -> int:
         """Steps that updated the parameters."""
         self.settle()

@@ -8,7 +8,7 @@ from booster.mixed_precision.amp import AutocastMixedPrecision, BF16MixedPrecisi
 from booster.mixed_precision.apex import FP16ApexMixedPrecision
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.fp32 import FP32
-from booster.mixed_precision.keep_fp32 import KeptModules, is_batch_norm, set_fp32_attr_to_module
+from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeptModules, is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.low_precision.strategy import (
     FP8MixedPrecision,
     Int8MixedPrecision,
@@ -19,14 +19,17 @@ from booster.mixed_precision.low_precision.strategy import (
 from booster.mixed_precision.naive import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, NaiveMixedPrecision
 from booster.mixed_precision.naive_model import NaiveAMPModel
 from booster.mixed_precision.policy import DtypePolicy, Placement, cast_parameters, install_keep_fp32
+from booster.mixed_precision.schedule import PrecisionSchedule
 from booster.mixed_precision.tf32 import TF32MixedPrecision
 
 __all__ = [
     "AutocastMixedPrecision",
     "BF16MixedPrecision",
     "BF16NaiveMixedPrecision",
+    "Blocks",
     "DtypePolicy",
     "DynamicScale",
+    "Ends",
     "FP16ApexMixedPrecision",
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
@@ -43,6 +46,7 @@ __all__ = [
     "NaiveMixedPrecision",
     "NoScale",
     "Placement",
+    "PrecisionSchedule",
     "StaticScale",
     "TF32MixedPrecision",
     "available",

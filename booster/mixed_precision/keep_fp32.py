@@ -6,8 +6,10 @@ Modules of a model that begin to compute in float32 during the run, because they
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from booster.ground import arguments
 from booster.ground.torch_internals import BatchNorm
 from booster.mixed_precision.new_tensors import NewTensors
+from booster.model.blocks import repeated_blocks
 from booster.model.modules import matcher, parents
 from booster.model.tied import places_of
 from booster.tensors.cast_regions import cast_floats, disabled
@@ -23,7 +26,51 @@ from booster.tensors.trees import HALF_DTYPES
 
 _MARK = "booster_keep_fp32"
 
-KeepFP32 = type | str | Callable[[str, nn.Module], bool]
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of a model by their place, for `keep_fp32` and `keep`: the first and the last of those that repeat.
+
+    first, last: how many; below 1 which share of all blocks, rounded up. `Blocks(last=0.15)` is the last 15 % of them. Blocks
+    are what a transformers model lists as indivisible, of other models the modules that stand in a list beside others of
+    their class. Raises ValueError for a number that is not legal, and, where a model is known, for one without blocks.
+    """
+
+    first: float = 0
+    last: float = 0
+
+    def __post_init__(self) -> None:
+        for name in ("first", "last"):
+            value = arguments.number(name, getattr(self, name), least=0)
+            if value > 1 and value != int(value):
+                raise ValueError(
+                    f"{name}={value} is not legal; pass a whole number of blocks, or a share of them below 1"
+                )
+        if not (self.first or self.last):
+            raise ValueError("Blocks() selects nothing; pass first= or last=, a number of blocks or a share of them")
+
+    def names_in(self, model: nn.Module) -> list[str]:
+        """Return the names of the blocks of `model` that are meant."""
+        names = repeated_blocks(model)
+        if not names:
+            raise ValueError(
+                f"{self} selects nothing of {type(model).__name__}, which has no blocks that repeat; name its modules instead"
+            )
+        first, last = (math.ceil(n * len(names)) if n < 1 else min(int(n), len(names)) for n in (self.first, self.last))
+        return [*names[:first], *names[len(names) - last :]]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The first and the last linear layer of a model, for `keep` among others: what keep=None means by itself."""
+
+    def names_in(self, model: nn.Module) -> list[str]:
+        """Return their names in `model`; a model that is a linear layer itself has none."""
+        names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        return [name for name in dict.fromkeys([*names[:1], *names[-1:]]) if name]
+
+
+KeepFP32 = type | str | Callable[[str, nn.Module], bool] | Blocks | Ends
 
 AUTO = "auto"
 """The entry of keep_fp32 that has modules pinned during the run; see `FP16TorchMixedPrecision`."""
@@ -33,7 +80,8 @@ class KeptModules:
     """Which modules of `model` stay in float32 by `keep_fp32`, for a strategy that swaps or casts modules itself.
 
     keep_fp32: one or several of: a module type; a name or glob pattern matched against the whole qualified name, where
-    `*` matches within one part and `**` across parts ("blocks.*.norm1"); a predicate `(name, module) -> bool`.
+    `*` matches within one part and `**` across parts ("blocks.*.norm1"); a predicate `(name, module) -> bool`; `Blocks` and
+    `Ends`, by their place.
     names: of those that it selects; a module inside a selected one is not listed again. option: what a strategy calls its
     argument, for messages.
     Raises ValueError for a type or pattern that selects nothing: a typo would change the precision silently.
@@ -46,6 +94,9 @@ class KeptModules:
         arguments.text("option", option, "the name of the option, for messages")
         names: set[str] = set()
         for entry in normalise_keep_fp32(keep_fp32, option):
+            if isinstance(entry, (Blocks, Ends)):
+                names |= set(entry.names_in(model))
+                continue
             selects = _selects(entry)
             chosen = {name for name, module in model.named_modules() if name and selects(name, module)}
             if not chosen and (isinstance(entry, (str, type))):
@@ -74,7 +125,8 @@ def normalise_keep_fp32(
     for entry in entries:
         if isinstance(entry, type) and not issubclass(entry, nn.Module):
             raise TypeError(f"{option} names the type {entry.__name__}, which is not a torch.nn.Module")
-        if isinstance(entry, nn.Module) or not (isinstance(entry, (type, str)) or callable(entry)):
+        legal = isinstance(entry, (type, str, Blocks, Ends)) or callable(entry)
+        if isinstance(entry, nn.Module) or not legal:
             raise TypeError(
                 f"{option} holds {arguments.shown(entry)}; each entry must be a module type, a name pattern or a predicate "
                 "(name, module) -> bool"
@@ -177,7 +229,7 @@ def check_untied(model: nn.Module, names: Iterable[str]) -> None:
             )
 
 
-def _selects(entry: KeepFP32) -> Callable[[str, nn.Module], bool]:
+def _selects(entry: type | str | Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
     if isinstance(entry, type):
         return lambda name, module: isinstance(module, entry)
     if isinstance(entry, str):

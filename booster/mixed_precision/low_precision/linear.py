@@ -5,14 +5,14 @@ One product of two matrices in a low precision: rounded, then multiplied by a ke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from booster.mixed_precision.low_precision.kernels import multiply
-from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
+from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe, Wide
 from booster.model.modules import LinearStandIn
 from booster.number_formats import Scaled, noise_of, scale_to
 
@@ -25,25 +25,39 @@ _ROTATION = [
 ]
 
 
+class Watcher(Protocol):
+    """Who is told of every product of a layer: the role ("forward", "input_grad" or "weight_grad"), the matrices and how they
+    were multiplied, and the result. It changes nothing."""
+
+    def __call__(
+        self, role: str, a: torch.Tensor, b: torch.Tensor, how: Product | Wide, result: torch.Tensor
+    ) -> None: ...
+
+
 def product(
-    a: torch.Tensor, b: torch.Tensor, how: Product | None, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
+    a: torch.Tensor, b: torch.Tensor, how: Product | Wide, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
 ) -> torch.Tensor:
-    """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`; None multiplies in `dtype`.
+    """Return `a @ b.t()` in `dtype`, of m x k and n x k matrices, in the formats of `how`, or in a wide dtype.
 
     kernels: run the kernel of `recipe`; otherwise the same in a wide dtype, which differs by the rounding of the output.
     """
-    if how is None:
-        return a.to(dtype) @ b.to(dtype).t()
+    if isinstance(how, Wide):
+        wide = how.dtype or dtype
+        return (a.to(wide) @ b.to(wide).t()).to(dtype)
     if not (a.numel() and b.numel()):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
     a, b = a.contiguous().float(), b.contiguous().float()
+    a, b = laid_out(a, b, how, recipe)
+    if kernels:
+        return multiply(low, a, b, how, recipe).to(dtype)
+    return emulate(low(a, how.left), low(b, how.right), dtype)
+
+
+def laid_out(a: torch.Tensor, b: torch.Tensor, how: Product, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two float32 matrices as they are rounded for a product: filled up with zeros, and rotated."""
     if a.shape[1] % recipe.multiple:
         a, b = (F.pad(each, (0, -each.shape[1] % recipe.multiple)) for each in (a, b))
-    if how.hadamard:
-        a, b = rotated(a), rotated(b)
-    if kernels:
-        return multiply(_low, a, b, how, recipe).to(dtype)
-    return emulate(_low(a, how.left), _low(b, how.right), dtype)
+    return (rotated(a), rotated(b)) if how.hadamard else (a, b)
 
 
 def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +85,8 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- inside
 
 
-def _low(x: torch.Tensor, operand: Operand) -> Scaled:
+def low(x: torch.Tensor, operand: Operand) -> Scaled:
+    """Return the matrix `x` in the format of `operand`."""
     return scale_to(x, operand.format, operand.scaling, noise=noise_of(x) if operand.stochastic else None)
 
 
@@ -105,6 +120,8 @@ class LowPrecisionLinear(LinearStandIn):
 
     recipe: Recipe
     kernels: bool
+    watchers: tuple[Watcher, ...] = ()
+    """Told of products in training, those of forward passes that a backward may follow."""
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Recipe, *, kernels: bool) -> LowPrecisionLinear:
@@ -118,14 +135,15 @@ class LowPrecisionLinear(LinearStandIn):
         """Return the layer that this one was made of, or one like it, with what both have been given since."""
         linear = nn.Linear.__new__(nn.Linear)
         linear.__dict__.update(
-            {name: value for name, value in self.__dict__.items() if name not in ("recipe", "kernels")}
+            {name: value for name, value in self.__dict__.items() if name not in ("recipe", "kernels", "watchers")}
         )
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        y = _Linear.apply(x.to(dtype), self.weight, self.recipe, self.kernels)
+        watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
+        y = _Linear.apply(x.to(dtype), self.weight, self.recipe, self.kernels, watchers)
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def extra_repr(self) -> str:
@@ -134,12 +152,16 @@ class LowPrecisionLinear(LinearStandIn):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, kernels: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, kernels: bool, watchers: tuple[Watcher, ...]
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.kernels = recipe, kernels
+        ctx.recipe, ctx.kernels, ctx.watchers = recipe, kernels, watchers
         with torch.autocast(x.device.type, enabled=False):  # which would round scales to half
             tokens = x.reshape(-1, weight.shape[1])
             y = product(tokens, weight, recipe.output, recipe, dtype=x.dtype, kernels=kernels)
+            for watcher in watchers:
+                watcher("forward", tokens, weight, recipe.output, y)
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
@@ -155,7 +177,13 @@ class _Linear(torch.autograd.Function):
         of_x = of_weight = None
         with torch.autocast(x.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                of_x = product(g, weight.t(), recipe.input_gradient, recipe, **options).view(x.shape)
+                of_x = product(g, weight.t(), recipe.input_gradient, recipe, **options)
+                for watcher in ctx.watchers:
+                    watcher("input_grad", g, weight.t(), recipe.input_gradient, of_x)
+                of_x = of_x.view(x.shape)
             if ctx.needs_input_grad[1]:
-                of_weight = product(g.t(), tokens.t(), recipe.weight_gradient, recipe, **options).to(weight.dtype)
-        return of_x, of_weight, None, None
+                of_weight = product(g.t(), tokens.t(), recipe.weight_gradient, recipe, **options)
+                for watcher in ctx.watchers:
+                    watcher("weight_grad", g.t(), tokens.t(), recipe.weight_gradient, of_weight)
+                of_weight = of_weight.to(weight.dtype)
+        return of_x, of_weight, None, None, None

@@ -6,8 +6,10 @@ output = x @ weight.t(), gradient of x = g @ weight.t().t(), gradient of weight 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, Scaling
 
@@ -31,25 +33,61 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Wide:
+    """A product of which neither matrix is rounded: in `dtype`; None is that of the layer's input."""
+
+    dtype: torch.dtype | None = None
+
+
+Role = Literal["recipe", "bf16", "fp32"]
+ROLES = ("forward", "input_grad", "weight_grad")
+_WIDE = {"bf16": Wide(torch.bfloat16), "fp32": Wide(torch.float32)}
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The products of a layer, and what they need.
 
-    weight_gradient: None leaves it in the wide dtype. multiple: what both features of a layer must be a multiple of, and what
+    multiple: what both features of a layer must be a multiple of, and what
     the summed dimension is filled up to with zeros. kernel: which one runs it. capability: the least one of a CUDA device, of
     the generations `generations`. on_cpu: whether the CPU has the kernel. bounds: of the relative errors of output, gradient
     of the input and gradient of the weight on normally distributed numbers, in the root of squares; twice what is expected.
     """
 
     name: str
-    output: Product
-    input_gradient: Product
-    weight_gradient: Product | None
+    output: Product | Wide
+    input_gradient: Product | Wide
+    weight_gradient: Product | Wide
     multiple: int
     kernel: Literal["fp8", "mxfp8", "nvfp4", "int8", "int8 in float32"]
     capability: tuple[int, int]
     generations: str
     bounds: tuple[float, float, float]
     on_cpu: bool = False
+
+    def in_roles(self, *roles: Role) -> Recipe:
+        """Return the recipe of which forward, gradient of the input and gradient of the weight, in this order, are so.
+
+        "recipe" leaves a product as it is, the others have it in that dtype.
+        """
+        own = (self.output, self.input_gradient, self.weight_gradient)
+        products = [each if role == "recipe" else _WIDE[role] for each, role in zip(own, roles, strict=True)]
+        wide = ", ".join(f"{name} {role}" for name, role in zip(ROLES, roles, strict=True) if role != "recipe")
+        bounds = [
+            _WIDE_BOUND if isinstance(each, Wide) else bound for each, bound in zip(products, self.bounds, strict=True)
+        ]
+        output, of_input, of_weight = products
+        return replace(
+            self,
+            name=f"{self.name} ({wide})" if wide else self.name,
+            output=output,
+            input_gradient=of_input,
+            weight_gradient=of_weight,
+            bounds=(bounds[0], bounds[1], bounds[2]),
+        )
+
+
+_WIDE_BOUND = 0.01  # of a product in bfloat16
 
 
 def _both(operand: Operand, *, hadamard: bool = False) -> Product:
@@ -88,8 +126,8 @@ FP8_RECIPES = {
         name="fp8 rowwise_with_gw_hp",
         output=_both(_ROW),
         input_gradient=Product(_ROW, Operand(E4M3, Scaling("tensor", "power_of_two"))),
-        weight_gradient=None,
-        bounds=(0.075, 0.075, 0.01),
+        weight_gradient=Wide(),
+        bounds=(0.075, 0.075, _WIDE_BOUND),
         **_ADA,  # type: ignore[arg-type]
     ),
 }

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.recipes import Product
 
 _TOKENS = 64
 _PRODUCTS = ("output", "gradient of the input", "gradient of the weight")
@@ -72,7 +73,7 @@ def _differs(layer: LowPrecisionLinear, low: Mapping[str, Any], wide: Mapping[st
         rounding = 2.0**-7  # of sums in bfloat16, for the bias, whose gradient no recipe rounds
         if error > bounds.get(name, rounding):
             return f"the {name}{how} is off by {error:.2g}, and at most {bounds.get(name, rounding):.2g} is right"
-        if low_ones.get(name) is not None and error == 0:
+        if isinstance(low_ones.get(name), Product) and error == 0:
             return f"the {name}{how} is not rounded at all"
     return ""
 

@@ -16,10 +16,18 @@ from booster.ground.torch_internals import compiled_like
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products import HalfProducts
-from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules, is_batch_norm, normalise_keep_fp32
+from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeepFP32, KeptModules, is_batch_norm, normalise_keep_fp32
 from booster.mixed_precision.low_precision.kernels import for_device, lacks
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, Recipe, nvfp4_recipe
+from booster.mixed_precision.low_precision.recipes import (
+    FP8_RECIPES,
+    INT8_RECIPE,
+    MXFP8,
+    ROLES,
+    Recipe,
+    Role,
+    nvfp4_recipe,
+)
 from booster.mixed_precision.low_precision.self_check import Forward, complaint
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
@@ -172,7 +180,7 @@ def _written(selected: Iterable[KeepFP32] | None) -> str:
     """What selects modules, as it is written; of a type or a function its name."""
     if selected is None:
         return "None"
-    names = [repr(each) if isinstance(each, str) else getattr(each, "__name__", repr(each)) for each in selected]
+    names = [repr(each) if isinstance(each, str) else str(getattr(each, "__name__", each)) for each in selected]
     return f"({', '.join(names)}{',' * (len(names) == 1)})"
 
 
@@ -192,12 +200,15 @@ class LowPrecision(HalfPrecision):
 
     emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
     numbers in a wide dtype on any device, slower than that dtype, to rehearse; "auto" rehearses where it must.
-    keep: linear layers that stay in the wide dtype, by type, name pattern or predicate (see `KeptModules`); None means the
-    first and the last one, () none. Layers whose features are no multiple of what the kernels want stay wide too, and so do
-    subclasses of `nn.Linear`; one INFO line names them.
+    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
+    the first and the last one, `Ends()`, () none. `keep=(Ends(), Blocks(last=0.15))` also keeps those of the last blocks.
+    Layers whose features are no multiple of what the kernels want stay wide too, and so do subclasses of `nn.Linear`; one INFO
+    line names them.
     weights: "fp32" is the precision `bf16` around these layers, "bf16" `bf16_naive`, whose masters the optimizer steps.
     compute_dtype: of everything else, and of what layers take and return; torch.float32 is for rehearsals with "fp32" weights.
     keep_fp32: modules that compute in float32, with the linear layers in them, as in these; None means their default.
+    forward, input_grad, weight_grad: how the three products of a layer are made: its output, the gradient of its input and
+    that of its weight. "recipe" is in low precision, "bf16" and "fp32" are in that dtype, whatever else is.
 
     `boost` checks each kind of layer against a plain one (`self_check.complaint`), and raises RuntimeError where they differ
     by more than the recipe may. Raises ValueError for a model of which no layer can be converted. Backward with
@@ -216,6 +227,9 @@ class LowPrecision(HalfPrecision):
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
+        forward: Role = "recipe",
+        input_grad: Role = "recipe",
+        weight_grad: Role = "recipe",
     ) -> None:
         arguments.choice("emulate", emulate, (True, False, "auto"))
         kept = None if keep is None else normalise_keep_fp32(keep, "keep")
@@ -238,8 +252,22 @@ class LowPrecision(HalfPrecision):
             raise TypeError(
                 f"{type(self).__name__} has no recipe; use one of its subclasses, such as FP8MixedPrecision"
             )
+        roles = forward, input_grad, weight_grad
+        for name, role in zip(ROLES, roles, strict=True):
+            arguments.choice(name, role, ("recipe", "bf16", "fp32"))
+        if "recipe" not in roles:
+            raise ValueError(
+                f"forward={forward!r}, input_grad={input_grad!r} and weight_grad={weight_grad!r} leave no product in "
+                f"{self.recipe.name}; use mixed_precision='bf16' or 'fp32'"
+            )
+        if self._gathers and (forward, input_grad) != ("recipe", "recipe"):
+            raise ValueError(
+                "gather_in_fp8=True rounds weights on their way between ranks, also for products that are to be wide; leave "
+                "forward and input_grad 'recipe', or gather_in_fp8 False"
+            )
+        self._roles = roles
         self.conversion = LinearConversion(
-            self.recipe, emulate, kept, compute_dtype, self._gathers, type(self).__name__
+            self.recipe.in_roles(*roles), emulate, kept, compute_dtype, self._gathers, type(self).__name__
         )
 
     def shown_options(self) -> dict[str, str]:
@@ -250,6 +278,7 @@ class LowPrecision(HalfPrecision):
             "weights": ("'bf16'" if half_weights else "'fp32'", "'fp32'"),
             "compute_dtype": (str(self.conversion.dtype), "torch.bfloat16"),
             "keep_fp32": (_written(self._keep_fp32), _written([is_batch_norm] if half_weights else [])),
+            **{name: (repr(role), "'recipe'") for name, role in zip(ROLES, self._roles, strict=True)},
         }
         return {name: value for name, (value, default) in given.items() if value != default}
 
@@ -287,6 +316,9 @@ class FP8MixedPrecision(LowPrecision):
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
+        forward: Role = "recipe",
+        input_grad: Role = "recipe",
+        weight_grad: Role = "recipe",
     ) -> None:
         self.recipe = FP8_RECIPES[arguments.choice("recipe", recipe, tuple(FP8_RECIPES))]
         self._gathers = arguments.flag("gather_in_fp8", gather_in_fp8)
@@ -295,7 +327,16 @@ class FP8MixedPrecision(LowPrecision):
                 f"gather_in_fp8=True goes with recipe='tensorwise': {recipe!r} rounds a weight under other scales in backward "
                 "than in forward, so no one byte a number serves both; leave it False, or use that recipe"
             )
-        super().__init__(emulate=emulate, keep=keep, weights=weights, compute_dtype=compute_dtype, keep_fp32=keep_fp32)
+        super().__init__(
+            emulate=emulate,
+            keep=keep,
+            weights=weights,
+            compute_dtype=compute_dtype,
+            keep_fp32=keep_fp32,
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+        )
 
     def shown_options(self) -> dict[str, str]:
         recipe = next(name for name, recipe in FP8_RECIPES.items() if recipe == self.recipe)
@@ -327,15 +368,38 @@ class NVFP4MixedPrecision(LowPrecision):
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
+        forward: Role = "recipe",
+        input_grad: Role = "recipe",
+        weight_grad: Role = "recipe",
     ) -> None:
         self._stochastic_rounding = arguments.flag("stochastic_rounding", stochastic_rounding)
         self._hadamard = arguments.flag("hadamard", hadamard)
         self.recipe = nvfp4_recipe(stochastic_rounding=self._stochastic_rounding, hadamard=self._hadamard)
-        super().__init__(emulate=emulate, keep=keep, weights=weights, compute_dtype=compute_dtype, keep_fp32=keep_fp32)
+        super().__init__(
+            emulate=emulate,
+            keep=keep,
+            weights=weights,
+            compute_dtype=compute_dtype,
+            keep_fp32=keep_fp32,
+            forward=forward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+        )
 
     def shown_options(self) -> dict[str, str]:
         devices = {"stochastic_rounding": self._stochastic_rounding, "hadamard": self._hadamard}
         return {**{name: "False" for name, on in devices.items() if not on}, **super().shown_options()}
+
+    @classmethod
+    def preset(cls, name: Literal["nvidia-2025"], **options: Any) -> NVFP4MixedPrecision:
+        """The options that a publication trained with; others, or other values, by keyword.
+
+        "nvidia-2025": NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149): gradients rounded
+        stochastically, the weight gradient rotated, and in bfloat16 the ends and the last 15 % of the blocks. It also ends runs
+        with a forward in bfloat16: `preset(name, forward="bf16")` in the last phase of a `PrecisionSchedule`.
+        """
+        arguments.choice("name", name, ("nvidia-2025",))
+        return cls(**{"stochastic_rounding": True, "hadamard": True, "keep": (Ends(), Blocks(last=0.15)), **options})
 
 
 class Int8MixedPrecision(LowPrecision):

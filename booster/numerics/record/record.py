@@ -24,6 +24,7 @@ from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.record.activations import Activations, Taken, check_patterns
+from booster.numerics.record.low_layers import LowLayers, TakenLow
 from booster.numerics.record.run import SCHEMA, LineFile
 from booster.numerics.record.samples import Sample
 from booster.plugin import Plugin
@@ -60,6 +61,7 @@ class Record:
         self.folder = folder
         self.every = every
         self.activations = Activations(activations) if activations and every is not None else None
+        self.low_layers = None if every is None else LowLayers()
         self._sampled_next: dict[str, bool] = {}
         self._policy = precision.policy
         self._group = plugin.group
@@ -68,6 +70,7 @@ class Record:
         self._file.write([_header(ranks, precision, plugin, device)])
         self._tracker = tracker
         self._number = 0
+        self._last = 0  # step of any optimizer
         self._waiting: deque[_Waiting] = deque()
         self.latest: dict[str, float] = {}
         """The numbers of the last step written, by name, as a tracker gets them."""
@@ -81,14 +84,33 @@ class Record:
 
     def attach_model(self, model: ModelWrapper) -> None:
         """Count what the modules of `model` that were asked for return from now on."""
-        if self.activations is not None:
-            self.activations.attach(model)
+        for looking in self._looking:
+            looking.attach(model)
+
+    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], why: str) -> None:
+        """Write down that the run goes on in `precision`, and look at the layers of `models` that there are now. Waits for the
+        device."""
+        self._policy = precision.policy
+        for looking in self._looking:
+            looking.close()
+            for model in models:
+                looking.attach(model)
+        if self.closed:
+            return
+        self.flush()
+        line = {"kind": "switch", "step": self._last, "time": time.time(), "precision": repr(precision), "why": why}
+        self._file.write([line])
 
     def expect(self, name: str, sampled: bool) -> None:
         """Whether the next step of the optimizer `name` is sampled."""
         self._sampled_next[name] = sampled
-        if self.activations is not None:
-            self.activations.on = any(self._sampled_next.values())
+        for looking in self._looking:
+            looking.on = any(self._sampled_next.values())
+
+    def take(self, loss_scale: Any) -> list[Taken | TakenLow]:
+        """Return what was counted in layers since the last call. loss_scale: of the backward pass."""
+        found: list[Taken | TakenLow] = [] if self.activations is None else [self.activations.take(loss_scale)]
+        return found if self.low_layers is None else [*found, self.low_layers.take()]
 
     def looks_at(self, update: Update, number: int, first: bool) -> bool:
         """Whether gradients and weights are sampled in this step. Where all ranks hold the same, one of them does it."""
@@ -110,6 +132,11 @@ class Record:
         return torch.float16 if update.gradients.scaler.enabled else param.dtype
 
     @property
+    def _looking(self) -> list[Activations | LowLayers]:
+        """What looks at layers in sampled steps."""
+        return [each for each in (self.activations, self.low_layers) if each is not None]
+
+    @property
     def closed(self) -> bool:
         return not self._close.alive
 
@@ -122,8 +149,8 @@ class Record:
         if not self.closed:
             self.flush()
             self._close()
-        if self.activations is not None:
-            self.activations.close()
+        for looking in self._looking:
+            looking.close()
 
     def __enter__(self) -> Record:
         return self
@@ -148,6 +175,7 @@ class Record:
                 return
             for line in lines:
                 if line["kind"] == "step":
+                    self._last = max(self._last, line["step"])
                     self.latest = flat(line)
                     if self._tracker is not None:
                         self._tracker(dict(self.latest), line["step"])
@@ -158,8 +186,8 @@ class Record:
         self._close.detach()
         self._waiting.clear()
         self._file.close()
-        if self.activations is not None:
-            self.activations.close()
+        for looking in self._looking:
+            looking.close()
 
 
 class _Waiting:
@@ -205,13 +233,13 @@ class _Sampled(NamedTuple):
     """What was looked at in one step."""
 
     gradients: Sample
-    activations: Taken | None
+    layers: Sequence[Taken | TakenLow]
 
     def ready(self) -> bool:
-        return self.gradients.ready() and (self.activations is None or self.activations.ready())
+        return self.gradients.ready() and all(each.ready() for each in self.layers)
 
     def lines(self, applied: bool) -> list[Line]:
-        return self.gradients.lines(applied) + ([] if self.activations is None else self.activations.lines())
+        return [*self.gradients.lines(applied), *(line for each in self.layers for line in each.lines())]
 
 
 class _Track:
@@ -239,8 +267,7 @@ class _Track:
         record = self._record
         if record.looks_at(update, number, self._first):
             sample = Sample(update, lambda param: record.format_of(update, param))
-            taken = None if record.activations is None else record.activations.take(update.gradients.carried[2])
-            self._sample = _Sampled(sample, taken)
+            self._sample = _Sampled(sample, record.take(update.gradients.carried[2]))
         self._first = False
 
     def after_step(self, update: Update, number: int, result: StepResult) -> None:
@@ -332,6 +359,13 @@ class Records:
     def __init__(self, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> None:
         self._precision, self._plugin, self._device = precision, plugin, device
         self._open: list[Record] = []
+
+    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], why: str) -> None:
+        """Write down in every open record that the run goes on in `precision`."""
+        self._precision = precision
+        for record in self._open:
+            if not record.closed:
+                record.go_over(precision, models, why)
 
     def open(
         self,

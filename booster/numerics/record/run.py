@@ -8,6 +8,8 @@ Each line has a `kind`:
 - `step`: one optimizer step. `optimizer`, `step` (from 1), `time` (seconds since 1970), `applied`, `loss_scale`, and where
   known `loss`, `grad_norm`, `clip` (the factor of a clip, where it was not 1), `lr` of each group, and of a skip `reason`
   and `culprit`.
+- `switch`: the run went over to another `precision` after the step `step`; `why` says by what.
+- `low`: one operand of a low-precision layer, looked at in one step; see `booster.numerics.record.low_layers`.
 - `sample`: one tensor, looked at in one step; see `booster.numerics.record.samples`.
 
 Readers pass over kinds and keys that they do not know. `schema` counts up where old readers would misread a file.
@@ -120,6 +122,15 @@ _FORMS: dict[str, tuple[dict[str, tuple[Check, str]], dict[str, tuple[Check, str
             "reason": _TEXT,
             "culprit": _TEXTS,
         },
+    ),
+    "switch": ({"step": _STEP, "precision": _TEXT}, {"time": _TIME, "why": _TEXT}),
+    "low": (
+        {
+            **dict.fromkeys(("optimizer", "name", "product", "operand", "format"), _TEXT),
+            "step": _STEP,
+            **dict.fromkeys(("total", "underflow", "saturated", "top"), _COUNT),
+        },
+        {},
     ),
     "sample": (
         {
@@ -303,6 +314,28 @@ class Step:
     culprit: tuple[str, ...]
 
 
+class Switched(NamedTuple):
+    """After the step `step` the run went on in another precision. why: by what, in words."""
+
+    step: int
+    precision: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """How one operand of a low-precision layer was rounded in one step: shares of numbers; see `record.low_layers`."""
+
+    step: int
+    name: str
+    product: str
+    operand: str
+    format: str
+    underflow: float
+    saturated: float
+    top: float
+
+
 @dataclass
 class Run:
     """What `read_run` found.
@@ -310,6 +343,8 @@ class Run:
     steps, samples: by optimizer, in order.
     about: of the last process that wrote.
     notes: what is not as it should be, such as a line that a kill cut short, as sentences.
+    switches: to other precisions, in order.
+    rounded: of low-precision layers, all ranks together.
     """
 
     folder: Path
@@ -317,6 +352,8 @@ class Run:
     steps: dict[str, list[Step]] = field(default_factory=dict)
     samples: dict[str, list[Underflow]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    switches: list[Switched] = field(default_factory=list)
+    rounded: list[Rounded] = field(default_factory=list)
 
 
 def read_run(folder: Any) -> Run:
@@ -332,6 +369,7 @@ def read_run(folder: Any) -> Run:
     ranks = [_RankFile(path) for path in files]
     about = ranks[0].about
     run = Run(root, about)
+    run.switches = [ranks[0].switches[step] for step in sorted(ranks[0].switches)]
     for rank in ranks:
         run.notes += rank.notes
     num_ranks, here = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
@@ -346,6 +384,14 @@ def read_run(folder: Any) -> Run:
             for number, line in rank.steps.get(name, {}).items():
                 lines.setdefault(number, []).append(line)
         run.steps[name] = [_merged(number, lines[number]) for number in sorted(lines)]
+    counts: dict[tuple[Any, ...], list[int]] = {}
+    for rank in ranks:
+        for key, own in rank.rounded.items():
+            counts[key] = [a + b for a, b in zip(counts.get(key, (0, 0, 0, 0)), own, strict=True)]
+    run.rounded = [
+        Rounded(*key, *(count / max(1, total) for count in found)) for key, (total, *found) in counts.items()
+    ]
+    run.rounded.sort(key=lambda each: each.step)
     parts: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for rank in ranks:
         for key, line in rank.samples.items():
@@ -363,6 +409,8 @@ class _RankFile:
         self.steps: dict[str, dict[int, dict[str, Any]]] = {}
         self.samples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self.notes: list[str] = []
+        self.switches: dict[int, Switched] = {}
+        self.rounded: dict[tuple[Any, ...], list[int]] = {}
         again = processes = 0
         name = printable(path.name)
         for line in read_lines(path):
@@ -377,6 +425,11 @@ class _RankFile:
                 of[line["step"]] = line
                 if len(self.steps) > _MOST_OPTIMIZERS:
                     raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
+            elif line["kind"] == "low":
+                key = tuple(line[name] for name in ("step", "name", "product", "operand", "format"))
+                self.rounded[key] = [line[name] for name in ("total", "underflow", "saturated", "top")]
+            elif line["kind"] == "switch":
+                self.switches[line["step"]] = Switched(line["step"], line["precision"], line.get("why", ""))
             elif line["kind"] == "sample":
                 self.samples[line["optimizer"], line["step"], line["of"], line["name"]] = line
         if not self.about:

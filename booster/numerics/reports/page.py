@@ -60,6 +60,10 @@ def page(run: Run) -> str:
         f"<p>{escape(', '.join(str(part) for part in told if part))}; began {began}</p>",
     ]
     body += [f'<p class="note">{escape(note)}</p>' for note in summary.notes]
+    body += [
+        f"<p>After step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}</p>"
+        for switch in summary.switches
+    ]
     for each in summary.optimizers:
         if len(summary.optimizers) > 1:
             body.append(f"<h2>Optimizer {escape(each.name)}</h2>")

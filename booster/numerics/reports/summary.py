@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from booster.numerics.record.run import Run, Step
+from booster.numerics.record.run import Rounded, Run, Step
 from booster.numerics.record.underflow import Underflow, best_scale
 
 
@@ -64,12 +64,15 @@ class TensorSummary:
 
 @dataclass
 class Summary:
-    """What `summarise` returns; `as_dict` is what `booster report --json` prints."""
+    """What `summarise` returns; switches: to another precision, with step, precision and why; rounded: see
+    `_rounded`; `as_dict` is what `booster report --json` prints."""
 
     folder: str
     about: dict[str, Any]
     optimizers: list[OptimizerSummary]
     notes: list[str] = field(default_factory=list)
+    switches: list[dict[str, Any]] = field(default_factory=list)
+    rounded: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain containers."""
@@ -79,7 +82,27 @@ class Summary:
 def summarise(run: Run) -> Summary:
     """Summarise a record that was read back."""
     optimizers = [_of_optimizer(name, steps, run.samples.get(name, [])) for name, steps in run.steps.items() if steps]
-    return Summary(str(run.folder), run.about, optimizers, list(run.notes))
+    return Summary(
+        str(run.folder),
+        run.about,
+        optimizers,
+        list(run.notes),
+        [each._asdict() for each in run.switches],
+        _rounded(run),
+    )
+
+
+def _rounded(run: Run) -> list[dict[str, Any]]:
+    """Shares of each operand of each low-precision layer, means over the samples, those with most in the top bin first."""
+    found: dict[tuple[str, str, str, str], list[Rounded]] = {}
+    for each in run.rounded:
+        found.setdefault((each.name, each.product, each.operand, each.format), []).append(each)
+    rows = [
+        dict(zip(("name", "product", "operand", "format"), key, strict=True))
+        | {share: sum(getattr(each, share) for each in own) / len(own) for share in ("underflow", "saturated", "top")}
+        for key, own in found.items()
+    ]
+    return sorted(rows, key=lambda row: (-row["top"], -row["underflow"]))
 
 
 def by_tensor(samples: Sequence[Underflow]) -> dict[tuple[str, str], list[Underflow]]:

@@ -44,10 +44,32 @@ def show(run: Run, console: Any = None) -> None:
     console.print(escape(", ".join(str(part) for part in told if part)), style="dim", highlight=False)
     for note in summary.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
+    for switch in summary.switches:
+        console.print(
+            f"after step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}", highlight=False
+        )
     for each in summary.optimizers:
         _show_optimizer(console, each, run.steps[each.name], several=len(summary.optimizers) > 1)
+    if summary.rounded:
+        _show_rounded(console, summary.rounded)
     if not summary.optimizers:
         console.print("no optimizer step was recorded")
+
+
+def _show_rounded(console: Any, rows: Sequence[dict[str, Any]]) -> None:
+    """What low precisions do to the operands of layers, those with most in the top bin of their blocks first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("low precision", "product", "operand", "format", "top bin", "underflow", "saturated"):
+        table.add_column(heading, justify="right" if heading in ("top bin", "underflow", "saturated") else "left")
+    for row in rows[:_MOST_ROWS]:
+        texts = (Text(row[name]) for name in ("name", "product", "operand", "format"))
+        table.add_row(*texts, *(f"{row[name]:.2%}" for name in ("top", "underflow", "saturated")))
+    console.print()
+    console.print(table)
+    _rest(console, len(rows))
 
 
 def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Step], *, several: bool) -> None:

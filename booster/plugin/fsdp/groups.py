@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from booster.ground import arguments
+from booster.model.blocks import NEVER_CALLED, repeated_blocks
 from booster.model.modules import matcher
 from booster.model.tied import places_of
 
@@ -229,7 +230,6 @@ def _has(module: nn.Module) -> bool:
 WrapPolicy = type[nn.Module] | str | int | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str] | None
 
 # Containers are not called themselves, and torch's attention reads the parameters of its children without calling them.
-_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _INDIVISIBLE = (nn.MultiheadAttention,)
 
 
@@ -271,7 +271,7 @@ def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
     """
     if wrap_policy is None:
         return repeated_blocks(model)
-    named = [(name, module) for name, module in model.named_modules() if name and not isinstance(module, _NEVER_CALLED)]
+    named = [(name, module) for name, module in model.named_modules() if name and not isinstance(module, NEVER_CALLED)]
     if isinstance(wrap_policy, int):
         return _large_modules(model, wrap_policy)
     if isinstance(wrap_policy, (type, str)):
@@ -294,35 +294,6 @@ def block_names(model: nn.Module, wrap_policy: WrapPolicy) -> list[str]:
     return [name for name, _ in named if name in chosen]
 
 
-def repeated_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the repeated blocks of `model`.
-
-    Those are what a transformers model lists as indivisible; of other models the outermost modules with children and
-    parameters that stand in a Sequential, ModuleList or ModuleDict beside another of their class.
-    """
-    listed = set(getattr(model, "_no_split_modules", None) or ())
-    names = [name for name, module in model.named_modules() if name and type(module).__name__ in listed]
-    return names or list(_repeated(model, ""))
-
-
-def _repeated(parent: nn.Module, path: str) -> Iterator[str]:
-    for name, child in parent.named_children():
-        here = f"{path}{name}"
-        is_listed = isinstance(parent, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and _is_block(child)
-        if is_listed and sum(type(other) is type(child) for other in parent._modules.values()) > 1:
-            yield here
-        else:
-            yield from _repeated(child, f"{here}.")
-
-
-def _is_block(module: nn.Module) -> bool:
-    return (
-        not isinstance(module, _NEVER_CALLED)
-        and next(module.children(), None) is not None
-        and next(module.parameters(), None) is not None
-    )
-
-
 def _large_modules(model: nn.Module, minimum: int) -> list[str]:
     """Return the modules with at least `minimum` parameters that are in no block inside them, innermost first."""
     chosen: list[str] = []
@@ -338,7 +309,7 @@ def _large_modules(model: nn.Module, minimum: int) -> list[str]:
             children = module.named_children()
             left = sum(param.numel() for param in own)
             left += sum(uncovered(child, f"{name}.{part}" if name else part) for part, child in children)
-        if name and left >= minimum and not isinstance(module, _NEVER_CALLED):
+        if name and left >= minimum and not isinstance(module, NEVER_CALLED):
             chosen.append(name)
             return 0
         return left

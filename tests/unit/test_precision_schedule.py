@@ -1,0 +1,146 @@
+"""A run whose precision is a schedule: the same as switching by hand, also when it is resumed."""
+
+import copy
+
+import pytest
+import torch
+from switching import PRECISIONS, Job, Net, differences
+from torch import nn
+
+from booster import Booster
+from booster.mixed_precision import FP16ApexMixedPrecision, PrecisionSchedule
+from booster.numerics.record.run import read_run
+from booster.numerics.reports.page import page
+from booster.numerics.reports.summary import summarise
+
+
+def schedule():
+    phases = {0: PRECISIONS["mxfp8"](), 0.3: PRECISIONS["bf16_naive"](), 6: PRECISIONS["fp32"]()}
+    return PrecisionSchedule(phases, total_steps=10)
+
+
+def test_a_schedule_is_a_switch_by_hand_after_those_steps():
+    planned, by_hand = Job(schedule()), Job("mxfp8")
+    torch.manual_seed(1)
+    losses = planned.steps(0, 8)
+    torch.manual_seed(1)
+    expected = by_hand.steps(0, 3)
+    by_hand.booster.switch(PRECISIONS["bf16_naive"]())
+    expected += by_hand.steps(3, 6)
+    by_hand.booster.switch(PRECISIONS["fp32"]())
+    assert losses == expected + by_hand.steps(6, 8)
+    assert differences(planned.state(), by_hand.state()) == []
+
+
+@pytest.mark.parametrize("stop", [2, 3, 5, 7])
+def test_a_resumed_run_is_in_the_phase_that_its_step_is_in(stop, tmp_path):
+    whole = Job(schedule())
+    torch.manual_seed(1)
+    whole.steps(0, stop)
+    whole.booster.save(tmp_path, *whole.parts)
+    expected = whole.steps(stop, 9)
+    resumed = Job(schedule())
+    resumed.booster.load(tmp_path, *resumed.parts)
+    assert resumed.steps(stop, 9) == expected
+    assert differences(resumed.state(), whole.state()) == []
+
+
+def test_a_phase_does_not_end_between_backward_and_step():
+    job = Job(PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
+    x, y = torch.randn(8, 32), torch.zeros(8, dtype=torch.long)
+    for dtype in (torch.float32, torch.bfloat16):
+        with job.booster.accumulate(job.model, job.optimizer, 2):
+            for _ in range(2):
+                job.booster.backward(job.criterion(job.model(x), y), job.optimizer)
+                assert job.model.out.weight.dtype == dtype
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+
+def test_of_several_optimizers_the_one_counts_that_made_fewest_steps():
+    booster = Booster("cpu", PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
+    pairs = []
+    for _ in range(2):
+        model = Net(nn.LayerNorm)
+        pairs.append(booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2])
+    for number, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16]):
+        model, optimizer = pairs[number % 2]
+        booster.backward(model(torch.randn(4, 32)).square().mean(), optimizer)
+        assert model.out.weight.dtype == dtype
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_copies_of_the_model_and_evaluation_leave_the_schedule_alone():
+    job = Job(PrecisionSchedule({0: "fp32", 5: "bf16"}))
+    clone = copy.deepcopy(job.model)
+    with torch.no_grad():
+        clone(torch.randn(4, 32))
+    job.steps(0, 1)
+
+
+def test_the_record_says_when_and_why(tmp_path):
+    job = Job(schedule())
+    with job.booster.record(tmp_path, activations="blocks.0.up"):
+        job.steps(0, 8)
+    run = read_run(tmp_path)
+    assert [(each.step, each.precision.split("(")[0]) for each in run.switches] == [
+        (3, "BF16NaiveMixedPrecision"),
+        (6, "FP32"),
+    ]
+    assert "the schedule, after step 3" in page(run)
+    assert [each["step"] for each in summarise(run).as_dict()["switches"]] == [3, 6]
+
+
+def test_activations_are_looked_at_after_a_switch_too(tmp_path):
+    job = Job("mxfp8")
+    with job.booster.record(tmp_path, every=1, activations="blocks.0.up"):
+        job.steps(0, 1)
+        job.booster.switch("bf16")
+        job.steps(1, 2)
+    looked = {(sample.step, sample.name) for sample in read_run(tmp_path).samples["0"] if sample.of == "activation"}
+    assert looked == {(1, "blocks.0.up"), (2, "blocks.0.up")}
+
+
+def test_the_estimate_is_that_of_the_phase_that_takes_most():
+    batch = (torch.randn(8, 32), torch.zeros(8, dtype=torch.long))
+
+    def peak(precision):
+        model = Net(nn.LayerNorm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return Booster("cpu", precision).estimate_memory(model, optimizer, batch, nn.CrossEntropyLoss()).peak
+
+    peaks = {name: peak(name) for name in ("fp32", "bf16_naive")}
+    assert peak(PrecisionSchedule({0: "bf16_naive", 5: "fp32"})) == max(peaks.values()) != min(peaks.values())
+
+
+@pytest.mark.parametrize(
+    ("phases", "options", "match"),
+    [
+        ({0.5: "bf16"}, {"total_steps": 10}, "none at 0"),
+        ({0: "fp32", 0.5: "bf16"}, {}, "pass total_steps"),
+        ({0: "fp32", 0.5: "bf16", 5: "fp16"}, {"total_steps": 10}, "two phases begin at step 5"),
+        ({0: "fp32", 1.5: "bf16"}, {}, "a whole number of steps, or a share"),
+        ({0: "fp32", 12: "bf16"}, {"total_steps": 10}, "total_steps=10"),
+        ({0: "fp32", -1: "bf16"}, {}, "a place in phases"),
+    ],
+)
+def test_phases_that_are_none_are_refused(phases, options, match):
+    with pytest.raises(ValueError, match=match):
+        PrecisionSchedule(phases, **options)
+
+
+def test_what_a_later_phase_cannot_do_is_refused_at_boost():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    booster = Booster("cpu", PrecisionSchedule({0: "fp32", 5: FP16ApexMixedPrecision("O2", verbosity=0)}))
+    with pytest.raises(ValueError, match="because the levels of apex"):
+        booster.boost(model, optimizer)
+    with pytest.raises(ValueError, match="is unknown"):
+        Booster("cpu", PrecisionSchedule({0: "fp32", 5: "fp99"}))
+
+
+def test_a_switch_by_hand_beside_a_schedule_is_refused():
+    job = Job(PrecisionSchedule({0: "fp32", 5: "bf16"}))
+    with pytest.raises(RuntimeError, match="beside a PrecisionSchedule"):
+        job.booster.switch("bf16")
