@@ -31,10 +31,11 @@ from booster.ground import arguments
 from booster.ground.device import resolve_device
 from booster.ground.roll_call import PATIENCE, watch
 from booster.ground.torch_internals import leave_guards
-from booster.interface.model import CriterionWrapper, boosted_wrapper, leave_raw_calls, watch_raw_calls
+from booster.interface.model import CriterionWrapper, boosted_wrapper, keep_pins, leave_raw_calls, watch_raw_calls
 from booster.interface.optimizer import OptimizerWrapper, gradients_of
 from booster.interface.scheduler import LRSchedulerWrapper
-from booster.mixed_precision import MixedPrecision, PrecisionSchedule, make
+from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
+from booster.mixed_precision.low_precision.autopilot import Change, Pilot
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -61,7 +62,7 @@ class Booster:
     device: "cpu", "cuda", "cuda:N" or a torch.device; None means the current CUDA device if there is one and the process group,
         if any, can use it, otherwise the CPU.
     mixed_precision: a name (see `booster.mixed_precision.available`), a `MixedPrecision`, a
-        `PrecisionSchedule` of them, or None for float32.
+        `PrecisionSchedule` of them, an `Autopilot`, or None for float32.
     plugin: a `Plugin`, or None for a single device.
 
     fused_optimizer: True lets torch optimizers that have a fused kernel use it; "triton" steps by Triton kernels of this
@@ -104,7 +105,7 @@ class Booster:
     def __init__(
         self,
         device: str | torch.device | None = None,
-        mixed_precision: str | MixedPrecision | PrecisionSchedule | None = None,
+        mixed_precision: str | MixedPrecision | PrecisionSchedule | Autopilot | None = None,
         plugin: Plugin | None = None,
         *,
         fused_optimizer: bool | Literal["compile", "triton"] = True,
@@ -132,7 +133,10 @@ class Booster:
         watch(patience)
         self.plugin.bind(self.device)
         self._course: Course | None = None
-        if isinstance(mixed_precision, PrecisionSchedule):
+        self._autopilot = mixed_precision if isinstance(mixed_precision, Autopilot) else None
+        if isinstance(mixed_precision, Autopilot):
+            self.precision = mixed_precision.made(lambda each: self._ready(make(each)))
+        elif isinstance(mixed_precision, PrecisionSchedule):
             self._course = Course(
                 mixed_precision.made(lambda each: self._ready(make(each))),
                 optimizers=lambda: list(self._boosted.optimizers.values()),
@@ -266,6 +270,12 @@ class Booster:
                 if phase is not self.precision:
                     self._switch_to(phase).check(self._boosted.boostings()[-1])  # what cannot be is refused now
             boosted.register_forward_pre_hook(self._course)
+        if self._autopilot is not None:
+            pilot = Pilot(self._autopilot, boosted.unwrap(), self.plugin.group, self._tell)
+            keep_pins(boosted, pilot)
+            for wrapper in wrappers[:1]:
+                wrapper.listen(pilot)
+                pilot.begin(wrapper.num_steps)
         if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
             watch_raw_calls(boosted, several_ranks=self.plugin.group is not None)
         if loader is not None:
@@ -435,6 +445,10 @@ class Booster:
             raise RuntimeError(
                 "switch() beside a PrecisionSchedule, which would go back at its next forward pass; put the precision into the "
                 "schedule, or give Booster the first one alone"
+            )
+        if self._autopilot is not None:
+            raise RuntimeError(
+                "switch() beside an Autopilot, which changes layers by itself; give Booster its precision instead"
             )
         new = self._ready(make(mixed_precision))
         checks.check_release(self._options, new, self.plugin)
@@ -944,6 +958,10 @@ class Booster:
         precision.choose_half_products(half_products, self.device)
         precision.bind(self.device)
         return precision
+
+    def _tell(self, changes: list[Change]) -> None:
+        if self._records is not None:
+            self._records.tell(changes)
 
     def _switch_to(self, new: MixedPrecision) -> Switch:
         return Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)

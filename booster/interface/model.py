@@ -174,7 +174,8 @@ def _hint_of_shards(error: Exception, name: str) -> str | None:
 class Pinned(Protocol):
     """What a checkpoint needs of modules that were pinned to float32 during the run; see `mixed_precision.run_pins`."""
 
-    names: list[str]
+    @property
+    def names(self) -> list[str]: ...
 
     def note(self, name: str, step: int) -> bool: ...
     def missing(self, state: Mapping[str, Any]) -> list[str]: ...

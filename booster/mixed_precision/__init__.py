@@ -9,6 +9,7 @@ from booster.mixed_precision.apex import FP16ApexMixedPrecision
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeptModules, is_batch_norm, set_fp32_attr_to_module
+from booster.mixed_precision.low_precision.autopilot import Autopilot
 from booster.mixed_precision.low_precision.strategy import (
     FP8MixedPrecision,
     Int8MixedPrecision,
@@ -24,6 +25,7 @@ from booster.mixed_precision.tf32 import TF32MixedPrecision
 
 __all__ = [
     "AutocastMixedPrecision",
+    "Autopilot",
     "BF16MixedPrecision",
     "BF16NaiveMixedPrecision",
     "Blocks",

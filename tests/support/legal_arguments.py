@@ -507,6 +507,7 @@ _half = types.SimpleNamespace(__name__="a_module", work=lambda x: x)
 
 EXAMPLES: dict[str, Examples] = {
     "Booster.save": [lambda w: {"folder": "run", "model": w.model, "optimizer": w.optimizer}],
+    "Autopilot": [lambda w: {"low": "nvfp4"}],
     "PrecisionSchedule": [lambda w: {"phases": {0: "fp32", 0.5: "bf16"}, "total_steps": 10}],
     "Blocks": [lambda w: {"first": 1, "last": 0.5}],
     "NVFP4MixedPrecision.preset": [lambda w: {"name": "nvidia-2025"}],

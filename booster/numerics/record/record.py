@@ -101,6 +101,11 @@ class Record:
         line = {"kind": "switch", "step": self._last, "time": time.time(), "precision": repr(precision), "why": why}
         self._file.write([line])
 
+    def write(self, lines: Sequence[Line]) -> None:
+        """Write lines that are of no optimizer's step."""
+        if not self.closed:
+            self._file.write(lines)
+
     def expect(self, name: str, sampled: bool) -> None:
         """Whether the next step of the optimizer `name` is sampled."""
         self._sampled_next[name] = sampled
@@ -359,6 +364,12 @@ class Records:
     def __init__(self, precision: MixedPrecision, plugin: Plugin, device: torch.device) -> None:
         self._precision, self._plugin, self._device = precision, plugin, device
         self._open: list[Record] = []
+
+    def tell(self, changes: Sequence[Any]) -> None:
+        """Write down in every open record what an autopilot changed; see `Change`."""
+        lines = [{"kind": "pilot", "time": time.time(), **change._asdict()} for change in changes]
+        for record in self._open:
+            record.write(lines)
 
     def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], why: str) -> None:
         """Write down in every open record that the run goes on in `precision`."""

@@ -9,6 +9,8 @@ Each line has a `kind`:
   known `loss`, `grad_norm`, `clip` (the factor of a clip, where it was not 1), `lr` of each group, and of a skip `reason`
   and `culprit`.
 - `switch`: the run went over to another `precision` after the step `step`; `why` says by what.
+- `pilot`: an autopilot made the product `role` of the layer `name` wide after the step `step`, or low again; see
+  `booster.mixed_precision.low_precision.autopilot.Change`.
 - `low`: one operand of a low-precision layer, looked at in one step; see `booster.numerics.record.low_layers`.
 - `sample`: one tensor, looked at in one step; see `booster.numerics.record.samples`.
 
@@ -124,6 +126,15 @@ _FORMS: dict[str, tuple[dict[str, tuple[Check, str]], dict[str, tuple[Check, str
         },
     ),
     "switch": ({"step": _STEP, "precision": _TEXT}, {"time": _TIME, "why": _TEXT}),
+    "pilot": (
+        {
+            **dict.fromkeys(("name", "role"), _TEXT),
+            "step": _STEP,
+            "noise": _NUMBER,
+            "wide": (lambda value: type(value) is bool, "a boolean"),
+        },
+        {"time": _TIME},
+    ),
     "low": (
         {
             **dict.fromkeys(("optimizer", "name", "product", "operand", "format"), _TEXT),
@@ -156,7 +167,7 @@ SCHEMA = 1
 _LONGEST = 2**23  # bytes of a line
 _NONFINITE = {math.inf: "inf", -math.inf: "-inf"}
 _FROM_TEXT = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-NUMBERS = ("loss", "loss_scale", "grad_norm", "clip", "norm", "largest", "scale", "update_norm", "weight_norm")
+NUMBERS = ("loss", "loss_scale", "grad_norm", "clip", "norm", "largest", "scale", "update_norm", "weight_norm", "noise")
 """Keys whose value is a number, and a text where it is not finite, which JSON cannot say."""
 
 
@@ -322,6 +333,16 @@ class Switched(NamedTuple):
     why: str
 
 
+class Piloted(NamedTuple):
+    """After the step `step` an autopilot made a product of a layer wide, or low again. noise: over signal."""
+
+    step: int
+    name: str
+    role: str
+    wide: bool
+    noise: float
+
+
 @dataclass(frozen=True)
 class Rounded:
     """How one operand of a low-precision layer was rounded in one step: shares of numbers; see `record.low_layers`."""
@@ -354,6 +375,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
     switches: list[Switched] = field(default_factory=list)
     rounded: list[Rounded] = field(default_factory=list)
+    piloted: list[Piloted] = field(default_factory=list)
 
 
 def read_run(folder: Any) -> Run:
@@ -369,6 +391,7 @@ def read_run(folder: Any) -> Run:
     ranks = [_RankFile(path) for path in files]
     about = ranks[0].about
     run = Run(root, about)
+    run.piloted = list(ranks[0].piloted.values())
     run.switches = [ranks[0].switches[step] for step in sorted(ranks[0].switches)]
     for rank in ranks:
         run.notes += rank.notes
@@ -411,6 +434,7 @@ class _RankFile:
         self.notes: list[str] = []
         self.switches: dict[int, Switched] = {}
         self.rounded: dict[tuple[Any, ...], list[int]] = {}
+        self.piloted: dict[tuple[Any, ...], Piloted] = {}
         again = processes = 0
         name = printable(path.name)
         for line in read_lines(path):
@@ -425,6 +449,9 @@ class _RankFile:
                 of[line["step"]] = line
                 if len(self.steps) > _MOST_OPTIMIZERS:
                     raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
+            elif line["kind"] == "pilot":
+                change = Piloted(*(line[name] for name in Piloted._fields))
+                self.piloted[change[:3]] = change
             elif line["kind"] == "low":
                 key = tuple(line[name] for name in ("step", "name", "product", "operand", "format"))
                 self.rounded[key] = [line[name] for name in ("total", "underflow", "saturated", "top")]

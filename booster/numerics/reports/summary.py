@@ -73,6 +73,7 @@ class Summary:
     notes: list[str] = field(default_factory=list)
     switches: list[dict[str, Any]] = field(default_factory=list)
     rounded: list[dict[str, Any]] = field(default_factory=list)
+    piloted: list[dict[str, Any]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain containers."""
@@ -89,6 +90,7 @@ def summarise(run: Run) -> Summary:
         list(run.notes),
         [each._asdict() for each in run.switches],
         _rounded(run),
+        [each._asdict() for each in run.piloted],
     )
 
 

@@ -48,6 +48,12 @@ def show(run: Run, console: Any = None) -> None:
         console.print(
             f"after step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}", highlight=False
         )
+    for change in summary.piloted:
+        console.print(
+            f"after step {change['step']}: {change['role']} of {escape(change['name'])} "
+            f"{'wide' if change['wide'] else 'low again'}, noise {change['noise']:.2f} of the signal",
+            highlight=False,
+        )
     for each in summary.optimizers:
         _show_optimizer(console, each, run.steps[each.name], several=len(summary.optimizers) > 1)
     if summary.rounded:

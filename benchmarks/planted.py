@@ -1,0 +1,238 @@
+"""Runs with a flaw planted in them, which a low precision does not survive, flown by an autopilot.
+
+    python -m benchmarks.planted --seeds 3 --out docs/figures/planted.json
+
+Each flaw is a number that is huge and multiplied with zero, as channels of large models carry them: in a wide dtype it does
+nothing, and the numbers that share its scale in a low one are rounded to zero. Beside the autopilot run
+bfloat16, the low precision throughout, and a schedule that ends in bfloat16. Data are made by rules, not downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from booster import Booster
+from booster.interface.model import pins_of
+from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
+
+DIM, LENGTH, BATCH, VOCABULARY = 64, 16, 16, 32
+STEPS = 120
+EVERY = 10
+RATE = 3e-3
+OUTLIERS = slice(0, DIM, 16)  # one channel of each block of 16
+
+
+class Block(nn.Module):
+    """A transformer block of relu, which a positive factor passes through."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.norm2(x))))
+
+
+_TABLE = torch.randint(VOCABULARY, (8, 8), generator=torch.Generator().manual_seed(0))
+
+
+class GPT(nn.Module):
+    """Two blocks; what follows is read from a table by this token and the one before, which attention has to find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, DIM), nn.Embedding(LENGTH, DIM)
+        self.blocks = nn.ModuleList(Block(causal=True) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.tokens(x) + self.places.weight
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h)).flatten(0, 1)
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randint(_TABLE.shape[0], (BATCH, LENGTH), generator=generator)
+        return x, _TABLE[x, x.roll(1, 1)].flatten()
+
+
+_PATTERNS = torch.randn(8, 32, generator=torch.Generator().manual_seed(0)) * 1.5
+
+
+class ViT(nn.Module):
+    """Two blocks over patches; one of eight patterns is added to a patch of noise, or subtracted: no linear map tells which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.places = nn.Linear(32, DIM), nn.Parameter(torch.randn(LENGTH, DIM) * 0.1)
+        self.blocks = nn.ModuleList(Block(causal=False) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, len(_PATTERNS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.patches(x) + self.places
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h).mean(1))
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(2 * BATCH, LENGTH, 32, generator=generator)
+        place = torch.randint(LENGTH, (len(x),), generator=generator)
+        kind = torch.randint(len(_PATTERNS), (len(x),), generator=generator)
+        sign = torch.randint(2, (len(x), 1), generator=generator) * 2 - 1
+        x[torch.arange(len(x)), place] += sign * _PATTERNS[kind]
+        return x, kind
+
+
+MODELS: dict[str, type[Any]] = {"gpt": GPT, "vit": ViT}
+
+
+# ---------------------------------------------------------------------- flaws
+
+Flaw = Callable[[Any, int], None]
+HUGE = 300.0
+
+
+@torch.no_grad()
+def plant_outliers(block: Any, size: float) -> None:
+    """Have some channels behind the second norm carry a constant that the next layer multiplies with zero."""
+    block.norm2.bias[OUTLIERS] = size
+    block.up.weight[:, OUTLIERS] = 0.0
+
+
+def outlier(model: Any, step: int) -> None:
+    for block in model.blocks:
+        plant_outliers(block, HUGE)
+
+
+def drift(model: Any, step: int) -> None:
+    for block in model.blocks:
+        plant_outliers(block, HUGE ** min(1.0, 3 * step / STEPS) - 1.0)
+
+
+@torch.no_grad()
+def bad_weights(model: Any, step: int) -> None:
+    """Have some columns of a weight be huge, and what they are multiplied with zero."""
+    for block in model.blocks:
+        block.up.weight[OUTLIERS], block.up.bias[OUTLIERS] = 0.0, 0.0
+        block.down.weight[:, OUTLIERS] = HUGE
+
+
+def none(model: Any, step: int) -> None:
+    pass
+
+
+FLAWS: dict[str, tuple[Flaw, set[str]]] = {
+    "outlier channel": (outlier, {"blocks.0.up", "blocks.1.up"}),
+    "norm that drifts": (drift, {"blocks.0.up", "blocks.1.up"}),
+    "bad weights": (bad_weights, {"blocks.0.down", "blocks.1.down"}),
+    "decay of lr": (none, set()),
+    "none": (none, set()),
+}
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def low(**options: Any) -> NVFP4MixedPrecision:
+    return NVFP4MixedPrecision(emulate=True, **options)
+
+
+def precisions() -> dict[str, Callable[[], Any]]:
+    """Ways to run: what each gives to Booster."""
+    return {
+        "bf16": lambda: "bf16",
+        "low": low,
+        "autopilot": lambda: Autopilot(low(), "bf16", every=EVERY),
+        "schedule": lambda: PrecisionSchedule({0: low(), 0.85: "bf16"}, total_steps=STEPS),
+    }
+
+
+def train(kind: str, flaw: str, precision: Any, seed: int, steps: int = STEPS) -> dict[str, Any]:
+    """One run; returns its last loss, a mean over the last tenth, and of an autopilot what it made wide and how much."""
+    torch.manual_seed(seed)
+    own = MODELS[kind]()
+    booster = Booster("cpu", precision)
+    optimizer = torch.optim.AdamW(own.parameters(), lr=RATE, weight_decay=0.0)
+    schedule = None
+    if flaw == "decay of lr":
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps) ** 2)
+    model, optimizer, _, _, schedule = booster.boost(own, optimizer, None, None, schedule)
+    plant, _ = FLAWS[flaw]
+    generator, losses, shares = torch.Generator().manual_seed(seed), [], []
+    pilot: Any = pins_of(model)
+    for step in range(steps):
+        plant(own, step)
+        x, y = own.batch(generator)
+        loss = F.cross_entropy(model(x), y)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        losses.append(loss.item())
+        if pilot is not None:
+            shares.append(pilot.share)
+    last = statistics.fmean(losses[-steps // 10 :])
+    found: dict[str, Any] = {"loss": last if math.isfinite(last) else None, "losses": losses[:: max(1, steps // 40)]}
+    if pilot is not None:
+        found |= {"share": statistics.fmean(shares), "most": max(shares), "named": sorted(set(pilot.ever))}
+    return found
+
+
+def runs(seeds: int, kinds: list[str], flaws: list[str], ways: list[str]) -> Iterator[dict[str, Any]]:
+    for kind in kinds:
+        for flaw in flaws:
+            for way in ways:
+                for seed in range(seeds):
+                    began = time.process_time()
+                    found = train(kind, flaw, precisions()[way](), seed)
+                    yield {"model": kind, "flaw": flaw, "way": way, "seed": seed, **found} | {
+                        "seconds": round(time.process_time() - began, 1)
+                    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--flaws", nargs="+", default=list(FLAWS), choices=list(FLAWS))
+    parser.add_argument("--ways", nargs="+", default=list(precisions()), choices=list(precisions()))
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    logging.getLogger("booster").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    rows = []
+    for row in runs(given.seeds, given.models, given.flaws, given.ways):
+        rows.append(row)
+        loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
+        more = f"  wide {row['share']:.0%} (at most {row['most']:.0%}) {row['named']}" if "share" in row else ""
+        print(
+            f"{row['model']} {row['flaw']:17} {row['way']:9} {row['seed']}  loss {loss}  {row['seconds']} s{more}",
+            flush=True,
+        )
+        if given.out:
+            given.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
