@@ -12,7 +12,7 @@ from torch import nn
 
 from booster.ground import arguments
 from booster.interface.model import ModelWrapper, boosted_wrapper
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, update_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _outline(value: Any) -> str:
 def check_no_gradients_wait(objects: Objects) -> None:
     """Raise RuntimeError if an optimizer has gradients that no step has used: a checkpoint would lose them."""
     for name, optimizer in objects.optimizers.items():
-        if waiting := optimizer.num_waiting_backwards:
+        if waiting := update_of(optimizer).gradients.num_backwards:
             passes = "pass" if waiting == 1 else "passes"
             raise RuntimeError(
                 f"save() between backward and step: the gradients of {waiting} backward {passes} of optimizer {name!r} wait "

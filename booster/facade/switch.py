@@ -94,14 +94,14 @@ class Switch:
             (update,) = updates_of([optimizer])
             if update.gradients.release is not None:
                 update.gradients.release.check_weights()
-            if waiting := optimizer.num_waiting_backwards:
+            if waiting := update.gradients.num_backwards:
                 raise RuntimeError(
                     f"switch() between backward and step: the gradients of {waiting} backward pass(es) wait for a step, and "
                     "belong to the old precision; call optimizer.step() first, or optimizer.zero_grad() to drop them"
                 )
             scale = self._new.make_scaler()
-            if scale.state_dict().keys() == optimizer.scaler_state().keys():
-                scale.load_state_dict(optimizer.scaler_state())
+            if scale.state_dict().keys() == update.gradients.scaler.state_dict().keys():
+                scale.load_state_dict(update.gradients.scaler.state_dict())
         if (why := boosting.built.why_not_bare(placed)) is not None:
             raise RuntimeError(self._refusal(why))
         with boosting.built.shown(placed, self._old):
@@ -201,7 +201,7 @@ class _Carried:
     def __init__(self, optimizer: OptimizerWrapper) -> None:
         (update,) = updates_of([optimizer])
         self.shards = update.shards
-        self._scale, self._rounding = optimizer.scaler_state(), update.kept.rounding_state()
+        self._scale, self._rounding = update.gradients.scaler.state_dict(), update.kept.rounding_state()
         self._previous = None if update.gradients.release is None else update.gradients.release.previous
 
     def give(self, optimizer: OptimizerWrapper) -> None:

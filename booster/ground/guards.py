@@ -17,7 +17,7 @@ _logger = logging.getLogger(__name__)
 _CALLS = 100  # of the user's model in training; who calls the wrong one calls it in the first of them
 _BOOSTED_MODELS = "booster.interface.model"
 _COMPUTES = {"_run", "run_method", "_stream"}  # of models; a criterion's models are not synchronised
-_MAKES_STATES = "torch.distributed.checkpoint.state_dict"  # by a step of zeros at a learning rate of zero
+_OF_TORCH_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 
 
 class OwnStep:
@@ -36,7 +36,7 @@ class OwnStep:
         # First, because the compiler traces it, and then nothing else.
         if torch.compiler.is_compiling() or self.stepping or self._owner is None or self._owner() is None:
             return
-        if _called_by(_MAKES_STATES):
+        if is_of_torch_checkpoint(6):
             return
         name = type(optimizer).__name__
         raise RuntimeError(
@@ -108,13 +108,14 @@ class RawCalls:
         return {**self.__dict__, "_watched": False, "_handle": None}
 
 
-def _called_by(module: str) -> bool:
-    """Return whether a function of `module` is among the nearest callers, with torch's own and a scheduler's between."""
+def is_of_torch_checkpoint(depth: int) -> bool:
+    """Return whether the caller of the caller, or who called that, up to `depth` frames, is torch's module that makes states of
+    optimizers by a step of zeros, and keeps torch's keys alone. Schedulers of torch, and its own hooks, stand between."""
     frame: Any = sys._getframe(2)
-    for _ in range(6):
+    for _ in range(depth):
         if frame is None:
             return False
-        if frame.f_globals.get("__name__") == module:
+        if frame.f_globals.get("__name__") == _OF_TORCH_CHECKPOINT:
             return True
         frame = frame.f_back
     return False

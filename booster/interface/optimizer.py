@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -14,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.ground import arguments
-from booster.ground.guards import OwnStep
+from booster.ground.guards import OwnStep, is_of_torch_checkpoint
 from booster.ground.torch_internals import leave_guards, told_found_inf
 from booster.interface.signature import takes
 from booster.update.backward import run_backward
@@ -23,11 +22,10 @@ from booster.update.choice import choose_update
 from booster.update.gradients import Gradients
 from booster.update.job import Job
 from booster.update.loading import Reading, read_state
-from booster.update.outcome import StepHistory, StepListener, StepResult
+from booster.update.outcome import StepHistory, StepResult
 from booster.update.update import Update
 
 _UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
-_DROPS_OUR_KEY = "torch.distributed.checkpoint.state_dict"
 
 
 @told_found_inf  # `step` refuses who tells
@@ -118,7 +116,7 @@ class OptimizerWrapper(Optimizer):
             gradients.compare_noted()
         self._own_step.stepping = True
         try:
-            if closure is None and not self.optimizer.state and _is_of_torch_checkpoint(3):
+            if closure is None and not self.optimizer.state and is_of_torch_checkpoint(3):
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
                 return update.step()
             if history.unsettled is not None:
@@ -262,10 +260,6 @@ class OptimizerWrapper(Optimizer):
         """Whether every step looks at its gradients: under a loss scaler, with skip_nonfinite, or with a clip of its own."""
         return bool(self._update.gradients.check or self._clip_grad_norm)
 
-    def listen(self, listener: StepListener) -> None:
-        """Tell `listener` of every backward pass and step from now on. A copy of this optimizer does not."""
-        self._update.gradients.listeners.append(listener)
-
     def settle(self) -> None:
         """Take the last step's outcome into the counters and run what waited for it. Waits for the device at most once.
 
@@ -290,7 +284,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> Any:
-        if _is_of_torch_checkpoint(1):  # before it sets learning rates and gradients to zero
+        if is_of_torch_checkpoint(1):  # before it sets learning rates and gradients to zero
             with self._update.shards.local():
                 self._check_nothing_is_lost(self._update.kept.state_dict()[1])
         return self._update.kept.state
@@ -361,38 +355,6 @@ class OptimizerWrapper(Optimizer):
             for index, group in enumerate(self.param_groups)
         ]
 
-    def has_master(self, param: torch.Tensor) -> bool:
-        """Return whether `param` is half and trained, with float32 numbers of this optimizer's behind it."""
-        return self._update.kept.has_master(param)
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether the state says of float32 numbers behind half weights, and of how they and states are rounded."""
-        return self._update.kept.keeps_masters
-
-    def master_tensors(self) -> list[torch.Tensor]:
-        """What is kept beside half weights, in the form in which it is kept."""
-        return self._update.kept.master_tensors()
-
-    def gradient_tensors(self) -> list[torch.Tensor]:
-        """This rank's part of the gradients that there are, as it is kept; no collective."""
-        with self._update.shards.local():
-            return [param.grad for param in self._update.gradients.params() if param.grad is not None]
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether other ranks step layers that this one lacks."""
-        return self._update.shards.kept is not None
-
-    @property
-    def num_waiting_backwards(self) -> int:
-        """How many backward passes have added to gradients that no step has used and no `zero_grad` has dropped."""
-        return self._update.gradients.num_backwards
-
-    def scaler_state(self) -> dict[str, Any]:
-        """The state of the loss scaler, as `state_dict` has it; waits for the device."""
-        return self._update.gradients.scaler.state_dict()
-
     def unwrap(self) -> Optimizer:
         """The user's optimizer."""
         return self.optimizer
@@ -406,7 +368,7 @@ class OptimizerWrapper(Optimizer):
         self.settle()
         self.wait_for_weights()
         state, own = state_of(self._update)
-        if _is_of_torch_checkpoint(1):
+        if is_of_torch_checkpoint(1):
             self._check_nothing_is_lost(own)
         state[STATE_KEY] = {
             **own,
@@ -518,17 +480,9 @@ class OptimizerWrapper(Optimizer):
         return self._update.step_with_closure(checked)
 
 
-def _is_of_torch_checkpoint(depth: int) -> bool:
-    """Return whether the caller of the caller, or who called that, up to `depth` frames, is torch's module that knows
-    torch's keys alone. A scheduler of torch stands between it and `step`."""
-    frame = sys._getframe(2)
-    for _ in range(depth):
-        if frame.f_globals.get("__name__") == _DROPS_OUR_KEY:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+def update_of(optimizer: OptimizerWrapper) -> Update:
+    """Return what steps `optimizer`."""
+    return optimizer._update
 
 
 def updates_of(optimizers: Iterable[OptimizerWrapper]) -> list[Update]:

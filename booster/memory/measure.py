@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.packed import Packed
 
 
@@ -44,12 +44,14 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     seen: set[int] = set()
     weights = _bytes([*params, *model.buffers()], seen)
     gradients = _bytes([param.grad for param in params if param.grad is not None], seen)
-    gradients += _bytes(optimizer.gradient_tensors(), seen)
+    update = update_of(optimizer)
+    with update.shards.local():
+        gradients += _bytes([param.grad for param in update.gradients.params() if param.grad is not None], seen)
     device = next((param.device for param in params), torch.device("cpu"))
     values = [value for own in optimizer.unwrap().state.values() for value in own.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     tensors += [tensor for value in values if isinstance(value, Packed) for tensor in value.tensors]
-    masters = optimizer.master_tensors()
+    masters = update.kept.master_tensors()
     away = [t for t in (*masters, *tensors) if t.dim() and t.device.type != device.type]
     host = _bytes(away, seen)
     kept, states = _bytes(masters, seen), _bytes(tensors, seen)

@@ -367,7 +367,8 @@ class MixedPrecision:
         may_switch = bool(options.fused_optimizer) and not compiled and self.may_fuse(optimizer)
         switched = may_switch and switch_to_fused(optimizer, boosted)
         with shards.local():
-            shards.names = named = {**names, **rebound.named_parts()}
+            named = {**names, **rebound.named_parts()}
+            shards.name(named)
             own = rebound.take(weights)
             if options.release_gradients:
                 make_update = self._on_masters(optimizer, named, own, released=True)

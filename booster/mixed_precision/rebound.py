@@ -47,7 +47,7 @@ def rebind_all(
     all_shards = [placement.make_shards(each) for each in optimizers]
     rebound = []
     for optimizer, shards, of_rank in zip(optimizers, all_shards, kept, strict=True):
-        shards.kept = of_rank
+        shards.keep(of_rank)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         own = frozenset(name for name, param in params.items() if param in held)
         rebound.append(Rebound(optimizer, shards, params, own))

@@ -40,6 +40,14 @@ class Shards:
         self.shares = type(self) is not Shards
         """Whether other ranks have any part in these parameters; where not, nothing here does anything, and none need ask."""
 
+    def name(self, names: Mapping[Any, str]) -> None:
+        """Call parameters and parts by `names` in messages."""
+        self.names = names
+
+    def keep(self, kept: Kept | None) -> None:
+        """Take note of which parameters of the whole optimizer are here, where layers are divided among ranks."""
+        self.kept = kept
+
     def local(self) -> AbstractContextManager[Any]:
         """Return a context in which the optimizer's groups hold this rank's parts, in the same order, each with its gradient.
 

@@ -138,6 +138,10 @@ class Gradients:
         """Have passes step on them, as `release` says."""
         self.release = release
 
+    def listen(self, listener: StepListener) -> None:
+        """Tell `listener` of every backward pass and step from now on. A copy does not."""
+        self.listeners.append(listener)
+
     def listen_as(self, other: Gradients) -> None:
         """Have who listens to `other` listen to these."""
         self.listeners = other.listeners

@@ -415,12 +415,10 @@ RANGES: dict[str, Predicate] = {
 EXEMPT: dict[str, str] = {
     "(batch)": "any tree; the user's model judges it",
     "(extra)": "a tree of any depth, in which the place of what cannot be kept is named; has tests of its own",
-    "OptimizerWrapper.has_master()": "asked by checkpoints of a model's own parameters",
     "OptimizerWrapper.watch()": "called by boost",
     "ModelWrapper.become()": "called by Booster.switch, with what boost would return",
     "OptimizerWrapper.become()": "called by Booster.switch, with what boost would return",
     "CriterionWrapper.become()": "called by Booster.switch, with what boost would return",
-    "OptimizerWrapper.listen()": "called by Booster.record",
     "DataLoaderWrapper.load_state_dict()": "has tests of its own, with damaged states",
     "cast_parameters()": "called by plugins, with what they are given",
     "install_keep_fp32()": "called by plugins, with what they are given",

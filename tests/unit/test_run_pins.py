@@ -99,7 +99,9 @@ def test_a_pinned_run_is_that_of_a_run_with_these_pins_from_the_start():
     for run in (found, given):
         run.overflow(1)
     assert found.steps(4) == [False, False, True, True]
-    given.optimizer._update.gradients.scaler.load_state_dict({**given.optimizer.scaler_state(), "scale": 32.0})
+    given.optimizer._update.gradients.scaler.load_state_dict(
+        {**given.optimizer._update.gradients.scaler.state_dict(), "scale": 32.0}
+    )
     given.steps(2)
     assert all(torch.equal(a, b) for a, b in zip(found.raw.parameters(), given.raw.parameters(), strict=True))
 
@@ -114,7 +116,9 @@ def test_others_may_be_kept_from_the_start_beside_auto():
 
 def test_a_loss_scale_that_is_too_large_pins_nothing():
     run = Run()
-    run.optimizer._update.gradients.scaler.load_state_dict({**run.optimizer.scaler_state(), "scale": 2.0**28})
+    run.optimizer._update.gradients.scaler.load_state_dict(
+        {**run.optimizer._update.gradients.scaler.state_dict(), "scale": 2.0**28}
+    )
     applied = run.steps(30)
     assert applied.count(False) >= 2
     assert applied[-1]

@@ -62,7 +62,12 @@ def test_what_would_be_lost_is_named(precision, get):
 def everything(model, optimizer):
     """Weights, counters, scale and learning rate, as one would see that something moved."""
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    numbers = (optimizer.num_applied, optimizer.num_skipped, optimizer.progress, str(optimizer.scaler_state()))
+    numbers = (
+        optimizer.num_applied,
+        optimizer.num_skipped,
+        optimizer.progress,
+        str(optimizer._update.gradients.scaler.state_dict()),
+    )
     return weights, (*numbers, optimizer.param_groups[0]["lr"], all(p.grad is None for p in model.parameters()))
 
 

@@ -16,7 +16,7 @@ from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
 from booster.checkpoint.saved import Saved, listed
 from booster.interface.model import ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.model.modules import bare
 from booster.shards.divided import Divided
 from booster.update.checkpoint import IN_MODEL, PARAMETERS, STATE_KEY
@@ -102,7 +102,7 @@ class _Entry:
         for param_name, param in params.items():
             for value in (saved["state"].get(param_name) or {}).values():
                 self._saved.want_part(reference(value), param, optimizer)
-            if optimizer.has_master(param):
+            if update_of(optimizer).kept.has_master(param):
                 self._saved.want_part(self._saved.widest(param_name, name, self._homes.get(param)), param, optimizer)
         for key, value in saved[STATE_KEY].items():
             if key != "masters":
@@ -129,18 +129,20 @@ class _Entry:
         own = {key: self._saved.value(value) for key, value in saved[STATE_KEY].items() if key != "masters"}
         if not isinstance(own["loss_scaler"], Mapping):
             raise ValueError(f"the loss scale of optimizers {name!r} is {own['loss_scaler']!r}")
-        if set(own["loss_scaler"]) != set(optimizer.scaler_state()):
+        update = update_of(optimizer)
+        kept, scale = update.kept, update.gradients.scaler.state_dict()
+        if set(own["loss_scaler"]) != set(scale):
             self._saved.notes.append(
                 f"{self.what}: the loss scale is left as it is, because the precision that saved has another kind"
             )
-            own["loss_scaler"] = optimizer.scaler_state()
+            own["loss_scaler"] = scale
         rounding = self._saved.masters(name).get("rounding")
-        if any(map(optimizer.has_master, _params(optimizer))) or (rounding and optimizer.keeps_masters):
+        if any(map(kept.has_master, _params(optimizer))) or (rounding and kept.keeps_masters):
             held = dict(zip(numbers, _params(optimizer), strict=True))
             weights = {
                 key: self._saved.widest(key, name, self._homes.get(param))
                 for key, param in held.items()
-                if optimizer.has_master(param)
+                if kept.has_master(param)
             }
             own["masters"] = {
                 "weights": {
@@ -148,7 +150,7 @@ class _Entry:
                 },
                 **({"rounding": self._saved.value(rounding)} if rounding else {}),
             }
-        if optimizer.is_partial:
+        if update.shards.kept is not None:
             own[PARAMETERS] = list(numbers)
         return {"state": state, "param_groups": param_groups, STATE_KEY: own}
 
@@ -186,7 +188,7 @@ def _loadable(name: str, optimizer: OptimizerWrapper) -> dict[str, Any]:
     params = (param for group in optimizer.param_groups for param in group["params"])
     named = zip((own for names in optimizer.parameter_names() for own, _ in names), params, strict=True)
     # A load makes masters of half weights that have none.
-    weights = {key: param for key, param in named if optimizer.has_master(param)} | kept["weights"]
+    weights = {key: param for key, param in named if update_of(optimizer).kept.has_master(param)} | kept["weights"]
     try:
         check_own({STATE_KEY: {**state[STATE_KEY], "masters": {**kept, "weights": weights}}})
     except ValueError as error:

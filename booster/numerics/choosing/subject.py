@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
-from booster.interface.optimizer import updates_of
+from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
 from booster.memory.tracker import StorageTracker
 from booster.mixed_precision import MixedPrecision
@@ -105,7 +105,7 @@ class Subject:
 
         Under a loss scaler, steps that overflow are made, which change nothing but the scale, until none does.
         """
-        (update,) = updates_of([self.optimizer])
+        update = update_of(self.optimizer)
         for _ in range(_MOST_SCALES):
             self._task.begin(self._task.seed + 1)
             loss, scale = float(self.backward()), self.optimizer.loss_scale
@@ -127,7 +127,7 @@ class Subject:
 
         The highest point is counted by storages, as operations make and free them; see `StorageTracker`.
         """
-        known = [*self.model.parameters(), *self.model.buffers(), *self.optimizer.master_tensors()]
+        known = [*self.model.parameters(), *self.model.buffers(), *update_of(self.optimizer).kept.master_tensors()]
         known += [tensor for state in self.optimizer.unwrap().state.values() for tensor in tensors(state)]
         known += list(tensors((self._batch.args, self._batch.kwargs, self._batch.target)))
         before = sum({(s := tensor.untyped_storage()).data_ptr(): s.nbytes() for tensor in known}.values())

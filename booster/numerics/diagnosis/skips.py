@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from booster.ground import arguments
 from booster.interface.model import CriterionWrapper, ModelWrapper, pins_of
-from booster.interface.optimizer import OptimizerWrapper, gradients_of
+from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
 from booster.interface.tape import Call, Pass, Tape
 from booster.logging import get_dist_logger
 from booster.mixed_precision.keep_fp32 import SKIPS, WINDOW
@@ -63,7 +63,7 @@ class SkipWatcher:
             if isinstance(each, (ModelWrapper, CriterionWrapper)):
                 each.keep_calls(self.tape)
         for optimizer in optimizers:
-            optimizer.listen(_Steps(self, optimizer))
+            update_of(optimizer).gradients.listen(_Steps(self, optimizer))
             if not optimizer.always_looks:
                 _logger.warning(
                     "diagnose replays steps that are skipped, and without a loss scaler a step is skipped only where "

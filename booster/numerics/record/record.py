@@ -21,7 +21,7 @@ from booster.ground import arguments
 from booster.ground.device import HostCopy
 from booster.ground.installed import version_of
 from booster.interface.model import ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.record.activations import Activations, Taken, check_patterns
 from booster.numerics.record.low_layers import LowLayers, TakenLow
@@ -78,7 +78,7 @@ class Record:
 
     def attach(self, optimizer: OptimizerWrapper) -> None:
         """Write down what `optimizer` does from now on, under its number, from 0."""
-        optimizer.listen(_Track(self, str(self._number)))
+        update_of(optimizer).gradients.listen(_Track(self, str(self._number)))
         self.expect(str(self._number), self.every is not None)
         self._number += 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from booster.ground import arguments
-from booster.interface.optimizer import OptimizerWrapper, updates_of
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.numerics.record.run import Run, read_run
 from booster.numerics.record.samples import Sample
 from booster.numerics.record.underflow import Underflow, best_scale, merge
@@ -75,7 +75,7 @@ def report(source: Any, *, format: torch.dtype | None = None) -> Report:
 
 def _of_optimizer(optimizer: OptimizerWrapper, format: torch.dtype | None) -> Sequence[Underflow]:
     given = None if format is None else arguments.floating_dtype("format", format)
-    (update,) = updates_of([optimizer])
+    update = update_of(optimizer)
     implied = given or (torch.float16 if update.gradients.scaler.enabled else None)
     sample = Sample(update, lambda param: param.dtype if implied is None or param.dtype != torch.float32 else implied)
     return [merge([{**line, "optimizer": "0", "step": 0}]) for line in sample.lines(applied=False)]
