@@ -36,7 +36,7 @@ WHOLE = {
     "fp32": ("fp32", 41, 13),
     "bf16": ("bf16", 45, 14),
     "fp16": ("fp16", 51, 16),
-    "bf16_naive, split": (lambda: BF16NaiveMixedPrecision(master_weights="split"), 84, 23),
+    "bf16_naive, split": (lambda: BF16NaiveMixedPrecision(master_weights="split"), 87, 23),
 }
 
 
@@ -69,8 +69,8 @@ STEP = {
     "fp32": (11, 7, 5),
     "bf16": (11, 7, 5),
     "fp16": (23, 10, 9),
-    "fp16_naive": (62, 18, 12),
-    "bf16_naive": (49, 15, 12),
+    "fp16_naive": (65, 18, 12),
+    "bf16_naive": (52, 15, 12),
 }
 
 
