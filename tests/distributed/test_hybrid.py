@@ -425,7 +425,7 @@ def taken(rank, world_size, tp_size, pp_size):
         kept[1].step()
 
     def build():
-        net = Transformer(64, 4)
+        net = Transformer(320, 4)  # of which a bucket is an eighth, and not the least that is worth a call
         kept.extend(booster.boost(net, torch.optim.AdamW(net.parameters()), loss_of)[:3])
         step()
         kept[1].zero_grad()

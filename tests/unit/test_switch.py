@@ -115,12 +115,14 @@ def test_what_the_checkpoint_says_of_the_run_is_the_precision_of_now(tmp_path):
 def test_states_and_masters_are_at_no_time_there_twice(old, new):
     """AdamW's states are 8 bytes a parameter. A bucket is an eighth of the parameters."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(16)))
+    model = nn.Sequential(
+        *(nn.Linear(512, 512) for _ in range(8))
+    )  # so many that a bucket is not the least that is worth a call
     optimizer = torch.optim.AdamW(model.parameters())
     size = sum(param.numel() for param in model.parameters())
     booster = Booster("cpu", old)
     model, optimizer, *_ = booster.boost(model, optimizer)
-    booster.backward(model(torch.randn(4, 128)).square().mean(), optimizer)
+    booster.backward(model(torch.randn(4, 512)).square().mean(), optimizer)
     optimizer.step()
     optimizer.zero_grad()
     known = [*model.parameters(), *optimizer._update.kept.master_tensors()]
