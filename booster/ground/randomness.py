@@ -62,6 +62,8 @@ def of_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what `random.setstate` is to be given; raises TypeError or ValueError for what no generator was in."""
     if not isinstance(state["gauss"], (float, type(None))):  # python takes anything, and numpy any position
         raise TypeError(f"python's next normal number is {state['gauss']!r}")
+    if state["version"] != random.getstate()[0]:  # an earlier one python would make something else of
+        raise ValueError(f"python's version is {state['version']!r}")
     return state["version"], tuple(_words(state["words"])), state["gauss"]
 
 

@@ -52,6 +52,8 @@ class Autopilot:
             raise TypeError(
                 arguments.refusal("low", low, "the name of a low precision, or one such as NVFP4MixedPrecision()")
             )
+        if isinstance(low, str):
+            arguments.text("low", low, "the name of a low precision, such as 'nvfp4'")
         self.low = low
         self.high: Role = arguments.choice("high", high, ("bf16", "fp32"))
         self.every = arguments.count("every", every, what="of steps")
