@@ -394,9 +394,9 @@ class Booster:
         the tokens of the whole group over all micro-batches and data-parallel ranks.
 
             for group in groups:
-                with booster.accumulate(model, optimizer, num_micro_batches=len(group)):
+                with b.accumulate(model, optimizer, num_micro_batches=len(group)):
                     for x, y in group:
-                        booster.backward(criterion(model(x), y), optimizer)
+                        b.backward(criterion(model(x), y), optimizer)
                 optimizer.step()
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
@@ -550,7 +550,7 @@ class Booster:
     def capture(self, train_step: Callable[..., Any], *example_batch: Any, max_graphs: int = 8) -> Callable[..., Any]:
         """Return `train_step` as a CUDA graph: one launch for a whole step, where launches are the price.
 
-            step = booster.capture(train_step, x, y)
+            step = b.capture(train_step, x, y)
             for x, y in loader:
                 loss = step(x, y)
 
@@ -743,11 +743,11 @@ class Booster:
 
         From here on SIGTERM and SIGUSR1 do not end the process: `stop_requested` says that one came.
 
-            run = booster.resume_or_start(folder, model, optimizer, criterion, loader, schedule)
+            run = b.resume_or_start(folder, model, optimizer, criterion, loader, schedule)
             for step in range(run.step, total):
                 ...
-                if booster.stop_requested():
-                    booster.save(folder, model, optimizer, criterion, loader, schedule, step=step + 1)
+                if b.stop_requested():
+                    b.save(folder, model, optimizer, criterion, loader, schedule, step=step + 1)
                     break
 
         A collective. Raises as `load` does, also where all checkpoints of `folder` are damaged.
@@ -802,7 +802,7 @@ class Booster:
     def sync_weights(self, model: nn.Module, *, merge: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and value of every weight and buffer that a sampler needs, whole, to the bit as the forward reads it.
 
-            sampler.load_state_dict(dict(booster.sync_weights(model)))
+            sampler.load_state_dict(dict(b.sync_weights(model)))
 
         Half weights are yielded as they are, and what autocast or a plugin rounds before a product, rounded; norms, embeddings
         and modules of keep_fp32 that are read in float32, in float32. Under formats of 8 bits weights are yielded before they
@@ -938,7 +938,7 @@ class Booster:
     ) -> AbstractContextManager[Any]:
         """Context in which torch's profiler records `steps` steps after the first `skip`, on every rank.
 
-            with booster.profile("trace") as profile:
+            with b.profile("trace") as profile:
                 for x, y in loader:
                     ...
                     profile.step()

@@ -34,7 +34,7 @@ def check_merges(model: nn.Module) -> None:
     if unfit:
         raise ValueError(
             f"merge=True adds products of two matrices to a weight, which these are not: {unfit}; merge them on one device, by "
-            "merge_and_unload() of the model that booster.unwrap gives, and write the result with save_pretrained"
+            "merge_and_unload() of the model that b.unwrap gives, and write the result with save_pretrained"
         )
 
 

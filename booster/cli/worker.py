@@ -25,7 +25,7 @@ _CUT_OFF = ("Connection closed by peer", "Connection reset by peer", "Broken pip
 
 _ADVICE = (
     "Another rank had left the job when this one wanted to exchange data with it. If none failed, one ended its loop earlier: "
-    "all ranks need equally many batches and steps. booster.prepare_dataloader sees to that, drop_last=True in loaders of "
+    "all ranks need equally many batches and steps. b.prepare_dataloader sees to that, drop_last=True in loaders of "
     "your own; a rank must not leave a loop by a condition that others do not meet."
 )
 

@@ -154,7 +154,7 @@ class DataLoaderWrapper:
     def _no_way_back(self, inside: Progress | None) -> str | None:
         """Why a new process would not come to what follows here."""
         loader: Any = self._loader
-        instead = "Or leave the dataloader out of what is saved, or train with one of booster.prepare_dataloader"
+        instead = "Or leave the dataloader out of what is saved, or train with one of b.prepare_dataloader"
         if (
             inside is not None
             and inside.count

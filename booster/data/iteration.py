@@ -41,7 +41,7 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
         raise ValueError(
             f"this {type(loader).__name__} reads {width} samples in a step over all ranks, and {samples // seen} "
             "when the state was taken; load on as many ranks and with the same batch size, or train with a loader of "
-            "booster.prepare_dataloader, whose rest of the epoch is dealt to any number of ranks"
+            "b.prepare_dataloader, whose rest of the epoch is dealt to any number of ranks"
         )
     if skips(loader) and samples > loader.num_samples:
         raise ValueError(

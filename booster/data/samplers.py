@@ -24,7 +24,7 @@ def check_sharded(loader: Iterable[Any], world_size: int) -> None:
         if sampler.num_replicas != world_size:
             raise ValueError(
                 f"the dataloader's {type(sampler).__name__} has num_replicas={sampler.num_replicas}, but {world_size} ranks "
-                "see different data; make the loader with booster.prepare_dataloader(dataset, batch_size)"
+                "see different data; make the loader with b.prepare_dataloader(dataset, batch_size)"
             )
         return
     opaque = not hasattr(loader, "sampler") and not isinstance(loader, Sequence)
@@ -37,7 +37,7 @@ def check_sharded(loader: Iterable[Any], world_size: int) -> None:
         return
     raise ValueError(
         f"this {type(loader).__name__} has no distributed sampler, so all {world_size} ranks would train on the same "
-        "samples; make it with booster.prepare_dataloader(dataset, batch_size), or give it a DistributedSampler"
+        "samples; make it with b.prepare_dataloader(dataset, batch_size), or give it a DistributedSampler"
     )
 
 

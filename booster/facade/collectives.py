@@ -237,7 +237,7 @@ def _share_of(loader: DataLoaderWrapper | None, world_size: int) -> Share | None
             return None
         raise ValueError(
             "the order of this dataloader's samples over ranks is not known, because its sampler is not a torch "
-            "DistributedSampler; gather without the dataloader, or make it with booster.prepare_dataloader"
+            "DistributedSampler; gather without the dataloader, or make it with b.prepare_dataloader"
         )
     if share.num_replicas != world_size:
         raise ValueError(f"the dataloader deals to {share.num_replicas} ranks, but this gathers over {world_size}")

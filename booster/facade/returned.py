@@ -23,14 +23,14 @@ class Returned(tuple[Any, ...]):
             left = ", ".join(names if code[at + 1] < len(self) else ("model", "optimizer"))
             raise TypeError(
                 f"boost() returns {len(self)} objects: model, optimizer, criterion, dataloader and lr_scheduler, None for what "
-                f"it was not given; unpacked to {code[at + 1]}. Write {left}, *_ = booster.boost({left})"
+                f"it was not given; unpacked to {code[at + 1]}. Write {left}, *_ = b.boost({left})"
             )
         return super().__iter__()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"boost() returns {len(self)} objects, not a model, and together they have no attribute {name!r}. Write "
-            "model, optimizer, *_ = booster.boost(model, optimizer)"
+            "model, optimizer, *_ = b.boost(model, optimizer)"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

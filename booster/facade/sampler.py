@@ -27,7 +27,7 @@ def synced_weights(
     if getattr(model.module, "is_partial", False):
         raise RuntimeError(
             "sync_weights gathers what ranks hold in parts, and stages of a pipeline hold layers that others lack; write them "
-            "with booster.save_model(model, folder, shard=True), which a sampler opens"
+            "with b.save_model(model, folder, shard=True), which a sampler opens"
         )
     own, state = bare(model.module), {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     dtypes = dtypes_read(own, half, weights=halves)

@@ -42,8 +42,8 @@ class OwnStep:
         raise RuntimeError(
             f"this {name} was given to boost(), and its step() was called instead of that of the boosted one: it would take "
             "gradients as they are, under a loss scale thousands of times too large, and miss float32 masters. Keep what "
-            "boost() returned, and step that: model, optimizer, *_ = booster.boost(model, optimizer). To step this one when "
-            "training under the booster is over, take it from booster.unwrap(optimizer)"
+            "boost() returned, and step that: model, optimizer, *_ = b.boost(model, optimizer). To step this one when "
+            "training under the booster is over, take it from b.unwrap(optimizer)"
         )
 
     def leave(self) -> None:
@@ -89,7 +89,7 @@ class RawCalls:
             return
         name = type(module).__name__
         what = f"the {name} that was given to boost() was called in training, instead of what boost() returned"
-        fix = "call the boosted one: model, optimizer, *_ = booster.boost(model, optimizer)"
+        fix = "call the boosted one: model, optimizer, *_ = b.boost(model, optimizer)"
         if self._several_ranks:
             raise RuntimeError(
                 f"{what}: its gradients would not be synchronised among ranks, whose weights would drift apart; {fix}"

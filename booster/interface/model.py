@@ -150,7 +150,7 @@ class PrecisionModule(TransparentModule):
 def _refuse_trace() -> None:
     raise RuntimeError(
         "torch.jit.trace does not follow a boosted model; use torch.export.export(model, inputs), which keeps the precision, "
-        "or trace the user's model in the dtype of its weights: torch.jit.trace(booster.unwrap(model).eval(), inputs)"
+        "or trace the user's model in the dtype of its weights: torch.jit.trace(b.unwrap(model).eval(), inputs)"
     )
 
 
@@ -160,13 +160,13 @@ def _hint_of_shards(error: Exception, name: str) -> str | None:
     if "invalid python storage" in said:
         return (
             f"model.{name}() read the memory of weights that are divided among ranks, of which each holds a part; write them "
-            "with booster.save_model(model, folder, shard=True), which all ranks call and from_pretrained opens"
+            "with b.save_model(model, folder, shard=True), which all ranks call and from_pretrained opens"
         )
     if "mixed torch.Tensor and DTensor" in said:
         return (
             f"model.{name}() computed with weights that are divided among ranks and were not gathered, since its forward does "
             "not start at the model itself. Tell torch of it after boost, on all ranks, and call it on all: "
-            f"torch.distributed.fsdp.register_fsdp_forward_method(booster.unwrap(model), {name!r})"
+            f"torch.distributed.fsdp.register_fsdp_forward_method(b.unwrap(model), {name!r})"
         )
     return None
 

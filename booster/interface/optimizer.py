@@ -85,7 +85,7 @@ class OptimizerWrapper(Optimizer):
     ) -> None:
         """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`, which `accumulate` needs."""
         if self.accumulating:
-            raise RuntimeError("inside accumulate() call booster.backward(loss, optimizer), which counts and divides")
+            raise RuntimeError("inside accumulate() call b.backward(loss, optimizer), which counts and divides")
         run_backward(
             loss,
             gradients_of([self]),
@@ -447,7 +447,7 @@ class OptimizerWrapper(Optimizer):
             self.__dict__.pop(name, None)
         raise RuntimeError(
             "a GradScaler stepped the boosted optimizer, which has the loss scale of its precision already, if that needs "
-            "one: the update would be scaled twice. Delete the GradScaler: write booster.backward(loss, optimizer) for "
+            "one: the update would be scaled twice. Delete the GradScaler: write b.backward(loss, optimizer) for "
             "scaler.scale(loss).backward(), optimizer.step() for scaler.step(optimizer), optimizer.clip_grad_by_norm(max_norm) "
             "for scaler.unscale_(optimizer) and the clip, and nothing for scaler.update(); GradScaler(enabled=False) may stay"
         )

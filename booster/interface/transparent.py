@@ -53,8 +53,8 @@ class TransparentModule(nn.Module):
             self.__dict__["_told_parts"] = True
             _logger.warning(
                 "state_dict() of a model that is divided among ranks has this rank's part of each weight: a torch.save of it "
-                "on one rank would write that part alone. Write whole weights with booster.save_model(model, path), or a "
-                "checkpoint with booster.save, which all ranks call; get_model_state_dict of "
+                "on one rank would write that part alone. Write whole weights with b.save_model(model, path), or a "
+                "checkpoint with b.save, which all ranks call; get_model_state_dict of "
                 "torch.distributed.checkpoint.state_dict makes whole tensors"
             )
         return state
@@ -219,7 +219,7 @@ def _refuse_rewriting() -> NoReturn:
         "a boosted model was given to a function of torch.nn.utils that puts other parameters in the place of its own; the "
         "optimizer, master weights and checkpoints know them as they were when it was boosted. Do it to your own model, before "
         "its optimizer is made and before boost: weight_norm(net); optimizer = AdamW(net.parameters()); "
-        "booster.boost(net, optimizer)"
+        "b.boost(net, optimizer)"
     )
 
 

@@ -24,7 +24,7 @@ class FP32(MixedPrecision):
     where it does so (of x86 those with AMX), and raises ValueError elsewhere; one product is looked at. Sums, and all else,
     stay in float32. torch's own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and
     restored after it. It is one for the process: what other threads multiply in the meantime is rounded too. torch multiplies
-    small matrices by itself, in float32. Call `booster.backward`, as always: a bare `loss.backward()` is outside of it.
+    small matrices by itself, in float32. Call `b.backward`, as always: a bare `loss.backward()` is outside of it.
     """
 
     _products: Literal["float32", "bfloat16"] = "float32"

@@ -29,7 +29,7 @@ class TF32MixedPrecision(FP32):
     emulate: False needs a CUDA device of compute capability 8.0 (Ampere) or above, and raises ValueError elsewhere; True rounds
     what products read to TF32 on any device, to rehearse, and is slower than float32; "auto" rehearses where it must. Emulated
     are linear layers, products, convolutions and attention, not recurrent layers; a compiled model runs uncompiled. Call
-    `booster.backward`, as always: a bare `loss.backward()` is outside of it.
+    `b.backward`, as always: a bare `loss.backward()` is outside of it.
     """
 
     def __init__(self, *, emulate: bool | Literal["auto"] = False) -> None:

@@ -55,7 +55,7 @@ class HybridParallelPlugin(ShardingPlugin):
         torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
         `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is
         1 nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
-    num_microbatches, microbatch_size: how `booster.execute_pipeline` divides a batch; give one of them, or neither for one
+    num_microbatches, microbatch_size: how `b.execute_pipeline` divides a batch; give one of them, or neither for one
         micro-batch, or as many as stages in a pipeline.
     num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
     pp_style: the schedule.

@@ -230,7 +230,7 @@ class Shards:
 
 UNSYNCHRONISED = (
     "the gradients of this optimizer are not averaged over the ranks, because passes ran inside no_sync() and none outside of "
-    "it after them; before step(), run the last forward and backward pass outside of no_sync(), or use booster.accumulate()"
+    "it after them; before step(), run the last forward and backward pass outside of no_sync(), or use b.accumulate()"
 )
 FROZEN = (
     "{name} has a gradient, but was frozen when the model was boosted, so ranks do not share it and would drift apart; call "

@@ -2,7 +2,7 @@
 
 Two things cast: `torch.autocast`, and torch function modes of this library, which are thread-local too. What else a context
 changes, such as what products read, it says by `surrounding`. A model computes in its own precision wherever it is called:
-inside another model, a criterion, `booster.autocast()` or a session of `apex_amp`. So whoever calls a precision's contexts
+inside another model, a criterion, `b.autocast()` or a session of `apex_amp`. So whoever calls a precision's contexts
 does it through `region`, and a precision need not know that there are others.
 
 What goes in and comes out there is cast by `cast_floats`, whatever container it comes in.

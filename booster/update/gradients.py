@@ -195,10 +195,10 @@ class Gradients:
         if params:
             self._told_touched = True
             _logger.warning(
-                "the gradient of %s%s was changed between booster.backward and step() while it was multiplied by the loss "
+                "the gradient of %s%s was changed between b.backward and step() while it was multiplied by the loss "
                 "scale, as by torch's clip_grad_norm_, by a loss.backward() of its own, or by hand: what is added or compared "
                 "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
-                "every loss to booster.backward, and call optimizer.unscale_grads() before writing to .grad",
+                "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
                 self.name_of(params[0]),
                 f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
             )
@@ -417,7 +417,7 @@ class Gradients:
         return (
             f"{type(self.optimizer).__name__}.step(closure) cannot run under a loss scaler: the decision to skip falls after "
             "backward, inside the closure. Use mixed_precision='fp32' or 'bf16', or, if the optimizer does not need a closure, "
-            "call booster.backward(loss, optimizer) and then step()"
+            "call b.backward(loss, optimizer) and then step()"
         )
 
     def check_known(self, params: Sequence[torch.Tensor]) -> None:
@@ -447,7 +447,7 @@ class Gradients:
         """Raise RuntimeError where the user clips and no backward pass has brought gradients since the last step."""
         if not self.num_backwards:
             raise RuntimeError(
-                f"{method}() came before booster.backward(loss, optimizer), or after step() and zero_grad(): there are no "
+                f"{method}() came before b.backward(loss, optimizer), or after step() and zero_grad(): there are no "
                 "gradients, so nothing would be clipped. Call it between backward and step(); Booster(clip_grad_norm=...) "
                 "clips in every step by itself"
             )
@@ -456,10 +456,10 @@ class Gradients:
         """Raise RuntimeError for gradients that no pass of ours has brought."""
         if self.scaler.enabled and self.num_backwards == 0:
             raise RuntimeError(
-                "there are gradients, but no booster.backward(loss, optimizer) since the last step: under a loss scaler those "
+                "there are gradients, but no b.backward(loss, optimizer) since the last step: under a loss scaler those "
                 "of a bare loss.backward() are not scaled, and those of the last step have been used. Call "
-                "booster.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
-                "booster.backward(loss, [optimizer_a, optimizer_b])"
+                "b.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
+                "b.backward(loss, [optimizer_a, optimizer_b])"
             )
 
     def all_or_none(self, what: str) -> AbstractContextManager[None]:

@@ -41,7 +41,7 @@ class Release:
             raise RuntimeError(
                 "a second backward pass before optimizer.step(): release_gradients has stepped on the gradients of the first, "
                 "so they cannot be added up. Call step() after each backward pass, or put the passes of one step in "
-                "booster.accumulate(model, optimizer, num_micro_batches)"
+                "b.accumulate(model, optimizer, num_micro_batches)"
             )
         if create_graph:
             raise ValueError(

@@ -108,14 +108,12 @@ class Update:
         if gradients.release is not None:
             raise RuntimeError(
                 f"{name} would use gradients after their backward pass, and release_gradients={gradients.release.mode!r} frees "
-                "them within it; call booster.backward and step() without a closure, or use release_gradients=False"
+                "them within it; call b.backward and step() without a closure, or use release_gradients=False"
             )
         if self.shards.sharded:
-            raise RuntimeError(
-                f"{name} cannot run on shards of the parameters; call booster.backward and step() without it"
-            )
+            raise RuntimeError(f"{name} cannot run on shards of the parameters; call b.backward and step() without it")
         if gradients.skip_nonfinite:
             raise RuntimeError(
                 f"{name} computes and uses its gradients in one go, so skip_nonfinite=True cannot look at them; call "
-                "booster.backward and step() without a closure, or use Booster(skip_nonfinite=False)"
+                "b.backward and step() without a closure, or use Booster(skip_nonfinite=False)"
             )

@@ -135,7 +135,7 @@ def refusals(rank, world_size):
 def test_sums_of_which_each_rank_has_a_part_cannot_be_shown_nor_changed(ranks2):
     for told in ranks2(refusals):
         assert len(told) == 2
-        assert all("booster.accumulate()" in text for text in told)
+        assert all("b.accumulate()" in text for text in told)
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

@@ -249,7 +249,7 @@ def test_uneven_data_is_named_where_the_connection_breaks(tmp_path):
     assert "rank(s) [0] had ended before, without an error" in last
     assert "Another rank had left the job" in last
     assert "equally many batches and steps" in last
-    assert "booster.prepare_dataloader" in last.splitlines()[-1]
+    assert "b.prepare_dataloader" in last.splitlines()[-1]
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")

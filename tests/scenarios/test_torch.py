@@ -234,7 +234,7 @@ def test_a_bare_backward_is_an_error_under_a_scale(precision):
     if precision == "bf16":
         assert optimizer.step().applied
         return
-    with pytest.raises(RuntimeError, match=r"booster\.backward"):
+    with pytest.raises(RuntimeError, match=r"b\.backward"):
         optimizer.step()
 
 

@@ -521,8 +521,6 @@ EXAMPLES: dict[str, Examples] = {
     "PrecisionSchedule": [lambda w: {"phases": {0: "fp32", 0.5: "bf16"}, "total_steps": 10}],
     "Blocks": [lambda w: {"first": 1, "last": 0.5}],
     "NVFP4MixedPrecision.preset": [lambda w: {"name": "nvidia-2025"}],
-    "Blocks": [lambda w: {"first": 1}],
-    "PrecisionSchedule": [lambda w: {"phases": {0: "bf16"}}],
     "Booster.switch": [lambda w: {"mixed_precision": "bf16"}],
     **{f"Booster.{call}": [lambda w: {"train_step": lambda: None}] for call in ("capturable", "capture")},
     "Booster.record": [lambda w: {"folder": f"record {w.model and random.random()}"}],

@@ -276,7 +276,7 @@ MISTAKES = [
     Mistake(
         "a bare `loss.backward()`, fp16",
         "RuntimeError",
-        "there are gradients, but no booster.backward(loss, optimizer)",
+        "there are gradients, but no b.backward(loss, optimizer)",
         "`b.backward(loss, optimizer)`",
         lambda: bare_backward("fp16"),
     ),
@@ -290,7 +290,7 @@ MISTAKES = [
     Mistake(
         "a bare `loss.backward()` beside `b.backward`, fp16",
         "WARNING",
-        "was changed between booster.backward and step()",
+        "was changed between b.backward and step()",
         "every loss to `b.backward`",
         beside,
     ),
@@ -446,7 +446,7 @@ MISTAKES = [
     Mistake(
         "torch's `clip_grad_norm_` under fp16",
         "WARNING",
-        "was changed between booster.backward and step()",
+        "was changed between b.backward and step()",
         "`optimizer.clip_grad_by_norm(max_norm)`",
         torchs_clip,
     ),
@@ -460,14 +460,14 @@ MISTAKES = [
     Mistake(
         "a clip before backward, or after the step",
         "RuntimeError",
-        "clip_grad_by_norm() came before booster.backward",
+        "clip_grad_by_norm() came before b.backward",
         "between `b.backward` and `optimizer.step()`",
         early_clip,
     ),
     Mistake(
         "two steps after one backward, fp16",
         "RuntimeError",
-        "no booster.backward(loss, optimizer) since the last step",
+        "no b.backward(loss, optimizer) since the last step",
         "one step for each group of backward passes",
         twice_stepped,
     ),
@@ -515,7 +515,7 @@ MISTAKES = [
     Mistake(
         "`torch.save(model.state_dict())` on one rank under FSDP",
         "WARNING",
-        "booster.save_model(model, path)",
+        "b.save_model(model, path)",
         "`b.save_model` on all ranks",
         "tests/distributed/test_guards_ranks.py::test_parts_of_weights_are_told_and_methods_that_meet_them_say_what_to_call",
     ),

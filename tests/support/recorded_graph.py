@@ -19,7 +19,7 @@ _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_stri
 
 
 class RecordedGraphs:
-    """A `booster.capture.graph.Recorder` of operations on a CPU. num_recordings, num_replays: so far."""
+    """A `b.capture.graph.Recorder` of operations on a CPU. num_recordings, num_replays: so far."""
 
     def __init__(self) -> None:
         self.num_recordings = self.num_replays = 0

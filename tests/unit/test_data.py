@@ -146,7 +146,7 @@ def test_a_sharded_loader_passes(loader):
 )
 def test_a_loader_that_is_not_sharded_raises_only_where_ranks_share_data(loader):
     check_sharded(loader, 1)
-    with pytest.raises(ValueError, match=r"has no distributed sampler, so all 2 ranks.*booster.prepare_dataloader"):
+    with pytest.raises(ValueError, match=r"has no distributed sampler, so all 2 ranks.*b.prepare_dataloader"):
         check_sharded(loader, 2)
 
 

@@ -212,7 +212,7 @@ def test_gradients_that_no_backward_brought_move_the_weights_or_raise(precision,
     for param in model.parameters():
         param.grad = torch.full_like(param, HAND)
     if optimizer.loss_scale != 1.0 and precision not in TRUE_AT_REST or precision.startswith("O2"):
-        with pytest.raises(RuntimeError, match="there are gradients, but no booster.backward"):
+        with pytest.raises(RuntimeError, match="there are gradients, but no b.backward"):
             optimizer.step()
         assert torch.equal(flat(model), before)
     else:

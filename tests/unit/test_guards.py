@@ -174,7 +174,7 @@ def test_the_users_own_model_called_in_training_is_told_once(caplog):
     assert record.levelname == "WARNING"
     assert record.name.startswith("booster")
     assert "the Sequential that was given to boost() was called in training" in record.message
-    assert "model, optimizer, *_ = booster.boost(model, optimizer)" in record.message
+    assert "model, optimizer, *_ = b.boost(model, optimizer)" in record.message
 
 
 def test_the_users_own_model_is_free_in_evaluation_without_gradients_and_inside_the_boosted_one(caplog):
@@ -345,7 +345,7 @@ def test_scaled_gradients_are_compared_in_the_first_two_steps_and_in_every_hundr
 @pytest.mark.parametrize("clip", ["clip_grad_by_norm", "clip_grad_by_value"])
 def test_a_clip_where_there_are_no_gradients_says_where_it_belongs(precision, clip):
     b, model, optimizer, _, _, x = run(precision)
-    with pytest.raises(RuntimeError, match=rf"{clip}\(\) came before booster.backward.*between backward and step"):
+    with pytest.raises(RuntimeError, match=rf"{clip}\(\) came before b.backward.*between backward and step"):
         getattr(optimizer, clip)(1.0)
     train(b, model, optimizer, x)
     with pytest.raises(RuntimeError, match=rf"{clip}\(\) came before"):

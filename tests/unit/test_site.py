@@ -72,8 +72,7 @@ def test_what_a_page_calls_is_there(page: Path) -> None:
         fields = {"precision", "plugin", "device"} | set(getattr(owner, "__dataclass_fields__", ()))
         called = re.findall(rf"(?<![\w.]){name}\.([a-z_]+)", text)
         assert [each for each in called if each not in fields and not hasattr(owner, each)] == []
-    if page.name != "troubleshooting.md":  # which quotes messages
-        assert [each for each in re.findall(r"(?<![\w./])booster\.([a-z_]+)\(", text) if each in BOOSTERS_OWN] == []
+    assert [each for each in re.findall(r"(?<![\w./])booster\.([a-z_]+)\(", text) if each in BOOSTERS_OWN] == []
 
 
 def test_the_tables_name_every_error_variable_and_logger() -> None:

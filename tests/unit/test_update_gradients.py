@@ -120,7 +120,7 @@ def test_a_bare_backward_under_a_scale_is_detected_with_the_fix(decides):
     optimizer = sgd(params, decides, 2.0**8)
     loss_with(params, [1.0]).backward()
     for call in (optimizer.step, optimizer.unscale_grads, lambda: optimizer.clip_grad_by_norm(1.0)):
-        with pytest.raises(RuntimeError, match=r"Call booster.backward\(loss, optimizer\) instead"):
+        with pytest.raises(RuntimeError, match=r"Call b.backward\(loss, optimizer\) instead"):
             call()
     assert torch.equal(params[0], torch.ones(4))
 

@@ -26,13 +26,13 @@ def pair():
 
 
 def test_unpacking_to_two_names_says_the_line_to_write():
-    with pytest.raises(TypeError, match=re.escape("model, optimizer, *_ = booster.boost(model, optimizer)")):
+    with pytest.raises(TypeError, match=re.escape("model, optimizer, *_ = b.boost(model, optimizer)")):
         model, optimizer = Booster("cpu").boost(*pair())
 
 
 def test_unpacking_to_three_and_to_six_names_likewise():
     b = Booster("cpu")
-    with pytest.raises(TypeError, match=re.escape("model, optimizer, criterion, *_ = booster.boost(model, ")):
+    with pytest.raises(TypeError, match=re.escape("model, optimizer, criterion, *_ = b.boost(model, ")):
         model, optimizer, criterion = b.boost(*pair(), nn.MSELoss())
     with pytest.raises(TypeError, match="boost.. returns 5 objects.*unpacked to 6"):
         one, two, three, four, five, six = b.boost(*pair())
@@ -105,11 +105,11 @@ def test_precision_as_a_keyword_names_mixed_precision():
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("prepare", "model, optimizer, *_ = booster.boost(model, optimizer)"),
-        ("setup", "model, optimizer, *_ = booster.boost(model, optimizer)"),
+        ("prepare", "model, optimizer, *_ = b.boost(model, optimizer)"),
+        ("setup", "model, optimizer, *_ = b.boost(model, optimizer)"),
         ("clip_grad_norm_", "optimizer.clip_grad_by_norm(max_norm)"),
-        ("unwrap_model", "booster.unwrap(model)"),
-        ("save_state", "booster.save(folder, model, optimizer)"),
+        ("unwrap_model", "b.unwrap(model)"),
+        ("save_state", "b.save(folder, model, optimizer)"),
     ],
 )
 def test_methods_of_accelerate_and_fabric_are_answered_with_ours(theirs, ours):
@@ -200,7 +200,7 @@ def test_a_trace_by_torch_jit_says_what_to_trace():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)  # what torch 2.15 makes of it
-        with pytest.raises(RuntimeError, match=r"torch.jit.trace\(booster.unwrap\(model\).eval\(\), inputs\)"):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace\(b.unwrap\(model\).eval\(\), inputs\)"):
             torch.jit.trace(model, (x,))
         assert torch.equal(torch.jit.trace(b.unwrap(model).eval(), (x,))(x), net(x))
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))

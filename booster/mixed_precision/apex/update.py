@@ -375,7 +375,7 @@ class ApexMasterGradients(ApexGradients):
                 raise RuntimeError(
                     "unscale_grads() cannot show the gradients of half parameters here: several backward passes were added up "
                     "in float32, on each rank its part, and `.grad` is whole and holds the last pass. Run the passes inside "
-                    "booster.accumulate(), which adds them up in `.grad`"
+                    "b.accumulate(), which adds them up in `.grad`"
                 )
             whole = [param for param in written if param.dtype == torch.float16]
             own_memory(whole)
@@ -422,7 +422,7 @@ class ApexMasterGradients(ApexGradients):
                 raise RuntimeError(
                     f"the gradient of {self.name_of(param)} was changed by hand after several backward passes, of which "
                     "`.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, which "
-                    "puts their sum there, or run the passes inside booster.accumulate()"
+                    "puts their sum there, or run the passes inside b.accumulate()"
                 )
             self._left[param] = now
             value = local_part(param.grad).to_dense().to(torch.float32, copy=True)

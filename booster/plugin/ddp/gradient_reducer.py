@@ -21,7 +21,7 @@ MOST_IN_FLIGHT = 2
 
 ALONE = (
     "the loss reaches {name}, which none of its optimizers holds, and release_gradients goes through the graph twice, which "
-    "would count its gradient twice; name every optimizer of the loss, booster.backward(loss, [optimizer_a, optimizer_b]), or "
+    "would count its gradient twice; name every optimizer of the loss, b.backward(loss, [optimizer_a, optimizer_b]), or "
     "freeze it by requires_grad_(False)"
 )
 

@@ -42,7 +42,7 @@ How it comes about, file by file, in the order in which a model passes them:
     layers_loaded.py when weights are loaded: take this rank's layers out of the state of a whole model.
     pipeline.py      `Pipeline`, what the plugin gives back for the model: `run(micro_batches, criterion, seed=...)`.
 
-Who calls whom: `HybridParallelPlugin.place` plans, cuts and makes the `Pipeline`; `booster.execute_pipeline` divides a batch
+Who calls whom: `HybridParallelPlugin.place` plans, cuts and makes the `Pipeline`; `b.execute_pipeline` divides a batch
 and calls `Pipeline.run`, which rehearses if the shapes are new and lets the schedule call `Stage.compute` for each micro-batch.
 """
 

@@ -70,7 +70,7 @@ class Pipeline(PlacedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "the model lies on several pipeline stages, and no rank can compute it alone; write "
-            "booster.execute_pipeline(data_iter, model, criterion, optimizer), with optimizer=None to evaluate"
+            "b.execute_pipeline(data_iter, model, criterion, optimizer), with optimizer=None to evaluate"
         )
 
     def run(

@@ -73,7 +73,7 @@ class Stage:
         if self._route is None:
             raise RuntimeError(
                 f"the model lies on several pipeline stages, and this is stage {self.index}; "
-                "run it by booster.execute_pipeline(...)"
+                "run it by b.execute_pipeline(...)"
             )
         mode = self._skeleton.mode
         self._running = True
@@ -124,7 +124,7 @@ class Stage:
             return known
         if self._route is None:
             raise RuntimeError(
-                f"{self._split.name_of(position)} is on another pipeline stage; run the model by booster.execute_pipeline(...)"
+                f"{self._split.name_of(position)} is on another pipeline stage; run the model by b.execute_pipeline(...)"
             )
         if self._split.stage_of(position) < self.index:
             if position not in self._route.replays:
