@@ -32,7 +32,7 @@ from booster.ground.device import resolve_device
 from booster.ground.roll_call import PATIENCE, watch
 from booster.ground.torch_internals import leave_guards
 from booster.interface.model import CriterionWrapper, boosted_wrapper, keep_pins, leave_raw_calls, watch_raw_calls
-from booster.interface.optimizer import OptimizerWrapper, gradients_of
+from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.mixed_precision.low_precision.autopilot import Change, Pilot
@@ -274,7 +274,7 @@ class Booster:
             pilot = Pilot(self._autopilot, boosted.unwrap(), self.plugin.group, self._tell)
             keep_pins(boosted, pilot)
             for wrapper in wrappers[:1]:
-                wrapper.listen(pilot)
+                update_of(wrapper).gradients.listen(pilot)
                 pilot.begin(wrapper.num_steps)
         if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
             watch_raw_calls(boosted, several_ranks=self.plugin.group is not None)
@@ -689,10 +689,12 @@ class Booster:
         of every rank, and `extra`: numbers, strings, tensors, containers of them, objects with state_dict().
 
         step: the number in its name; None counts on from the newest. A checkpoint of the same step stays until the new one
-        is complete. keep_last: remove all but so many of the newest afterwards. async_save: return as soon as the state is
-        copied to host memory, and write while training goes on; the next save, a load and the end of the process wait, and
-        a failure surfaces there. frozen: False leaves out parameters of models that do not train, such as those under adapters;
-        a load leaves those that the model has, which are to be the same.
+            is complete.
+        keep_last: remove all but so many of the newest afterwards.
+        async_save: return as soon as the state is copied to host memory, and write while training goes on; the next save, a
+            load and the end of the process wait, and a failure surfaces there.
+        frozen: False leaves out parameters of models that do not train, such as those under adapters; a load leaves those
+            that the model has, which are to be the same.
         Raises `booster.checkpoint.CheckpointError` on all ranks if any fails, with `folder` as it was; RuntimeError between
         backward and step, as within a group of `accumulate`, since gradients are not kept.
         """

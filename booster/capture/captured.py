@@ -20,7 +20,7 @@ from booster.capture.refusals import check_optimizers
 from booster.data.boosted import to_device
 from booster.ground import arguments
 from booster.ground.torch_internals import version
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
 from booster.tensors.trees import form, leaves, map_tensors, tensors, with_leaves
@@ -468,7 +468,7 @@ class _Layout:
         weights = [tensor for each in own for name in _TENSORS for tensor in each[name].values() if tensor is not None]
         held = [child for each in own for child in each["_modules"].values()]
         for optimizer in optimizers:
-            held += optimizer.master_tensors()
+            held += update_of(optimizer).kept.master_tensors()
             for state in optimizer.unwrap().state.values():
                 held += [value for value in state.values() if isinstance(value, torch.Tensor)]
             for group in optimizer.param_groups:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.schedule import due
 
@@ -46,7 +46,11 @@ class Course:
             return
         step = min(optimizer.num_steps for optimizer in optimizers)
         wanted = due(self.phases, step)
-        if wanted is self.now or any(each.num_waiting_backwards for each in optimizers) or not self._may_go():
+        if (
+            wanted is self.now
+            or any(update_of(each).gradients.num_backwards for each in optimizers)
+            or not self._may_go()
+        ):
             return
         self._go(wanted, f"the schedule, after step {step}")
         self.now = wanted

@@ -83,7 +83,7 @@ class Masters:
         self._names = names
         self._options = options
         self._compiled = compiled
-        self._released = released
+        self.released = released
         self.dither = Dither()
         self.packing = options.make_packing(optimizer, self.dither)
         self.hosts: dict[torch.device, HostMemory] = {}
@@ -468,9 +468,9 @@ class Masters:
             for (device, _, whole, _), several in alike.items():
                 host = None if whole else self._host(device)
                 packed = self.packing is not None or host is not None
-                size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self._released)
+                size = bucket_size(total, device, compiled=self._compiled, packed=packed, released=self.released)
                 size = total if self.kind == "whole" else size
-                lay = pack if whole else cut_apart if self._released else cut
+                lay = pack if whole else cut_apart if self.released else cut
                 laid += [(index, pieces, whole, host) for pieces in _laid(lay, several, size)]
         last = {piece.param: place for place, (_, pieces, _, _) in enumerate(laid) for piece in pieces}
         buckets = []

@@ -184,7 +184,7 @@ class MasterStep:
         system takes as long as all the rest of a step."""
         if self._scratch is None or not self._scratch.fits(buckets):
             scratch = _Scratch(buckets)
-            if not scratch.is_small:
+            if not scratch.is_small or self.masters.released:
                 return scratch
             self._scratch = scratch
         return self._scratch
