@@ -13,7 +13,7 @@
 
 PYTHON ?= python3
 NPROC ?= 2
-WORKERS ?= 2
+WORKERS ?= 4
 DEMO := .venv-demo
 TEST := .venv-test
 DOCS := .venv-docs
@@ -28,7 +28,7 @@ demo: $(DEMO)/.installed
 compare: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16,bf16_naive $(ARGS)
 
-# Files of tests are dealt to WORKERS processes.
+# Files of tests are dealt to WORKERS processes: more than cores, since ranks and launched jobs wait for each other much of the time.
 test: $(TEST)/.installed
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
