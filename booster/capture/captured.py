@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -14,13 +14,14 @@ from torch import nn
 from torch.optim import SGD
 
 from booster.capture.graph import Recorder
+from booster.capture.layout import Layout, difference, options_of
 from booster.capture.posture import Cells, Posture
+from booster.capture.rates import Rates
 from booster.capture.reads import origin_of
 from booster.capture.refusals import check_optimizers
 from booster.data.boosted import to_device
 from booster.ground import arguments
-from booster.ground.torch_internals import version
-from booster.interface.optimizer import OptimizerWrapper, update_of
+from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
 from booster.tensors.trees import form, leaves, map_tensors, tensors, with_leaves
@@ -29,9 +30,7 @@ from booster.update.outcome import StepResult
 _logger = logging.getLogger(__name__)
 _UPDATE = attrgetter("_update")
 _MOMENTUM = methodcaller("get", "momentum")
-_TRAINING, _WANTED, _ADDRESS = attrgetter("training"), attrgetter("requires_grad"), torch.Tensor.data_ptr
-_TENSORS = ("_parameters", "_buffers")
-_READ = ("lr", "initial_lr")
+_TRAINING, _WANTED = attrgetter("training"), attrgetter("requires_grad")
 _WORD = 8  # bytes, at a multiple of which numbers lie
 _TIMES = 3  # that a graph is given up in a row before a WARNING says that it brings nothing
 
@@ -70,7 +69,7 @@ class CapturedStep:
         self._device = device
         self._recorder = recorder
         self._max_graphs = max_graphs
-        self._rates = _Rates(self._optimizers, device)
+        self._rates = Rates(self._optimizers, device)
         self._given_up = 0
         self._told: set[str] = set()
         if recorder is not None:
@@ -86,7 +85,7 @@ class CapturedStep:
         self._cells = Cells(self._optimizers)
         applications = [update.decision.application for update in self._updates]
         self._draws = [_Draws(each.masters) for each in applications if isinstance(each, MasterApplication)]
-        self._layout, self._options = _Layout.of(self._modules, self._optimizers), _options(self._optimizers)
+        self._layout, self._options = Layout.of(self._modules, self._optimizers), options_of(self._optimizers)
 
     @property
     def num_graphs(self) -> int:
@@ -97,7 +96,7 @@ class CapturedStep:
         """Make the next step, on `batch`: what `train_step` returns, its tensors without a graph of autograd, as copies."""
         if self._recorder is None:
             return _detached(self._train_step(*batch))
-        if not all(map(_is, map(_UPDATE, self._optimizers), self._updates)):
+        if not all(map(is_, map(_UPDATE, self._optimizers), self._updates)):
             self._begin()  # the precision was switched
         why = self._unfit()
         if why is not None:
@@ -105,7 +104,7 @@ class CapturedStep:
         fits = why is None
         if fits:
             posture = Posture(self._optimizers)
-            self._follow(_Layout.of(self._modules, self._optimizers), self._options)
+            self._follow(Layout.of(self._modules, self._optimizers), self._options)
             key = (*_kind(batch), posture.key(), self._situation())
             graph = self._graphs.get(key)
             if graph is not None:
@@ -115,7 +114,7 @@ class CapturedStep:
             optimizer.settle()
         if not fits or not posture.unread:
             return self._eager(to_device(batch, self._device))
-        self._follow(self._layout, _options(self._optimizers))
+        self._follow(self._layout, options_of(self._optimizers))
         return self._step(key, batch, posture)
 
     def _step(self, key: Any, batch: Any, posture: Posture) -> Any:
@@ -126,7 +125,7 @@ class CapturedStep:
         if key in self._graphs:
             graph = self._record(batch, posture)
             # What makes states, as for a parameter that had no gradient before, is a graph of this step alone.
-            moved = self._follow(_Layout.of(self._modules, self._optimizers), self._options)
+            moved = self._follow(Layout.of(self._modules, self._optimizers), self._options)
             self._graphs[key] = None if moved else graph
             return self._launch(graph)
         if len(self._graphs) < self._max_graphs:
@@ -147,7 +146,7 @@ class CapturedStep:
         with self._rates.read_as_tensors():
             result = self._recorder.warm(lambda: self._train_step(*batch))
         _check_returned(result, self._train_step)
-        self._layout, self._options = _Layout.of(self._modules, self._optimizers), _options(self._optimizers)
+        self._layout, self._options = Layout.of(self._modules, self._optimizers), options_of(self._optimizers)
         return _detached(result)
 
     def _has_begun(self) -> bool:
@@ -186,12 +185,12 @@ class CapturedStep:
             self._passes.situation(self._optimizers),
         )
 
-    def _follow(self, layout: _Layout, options: list[tuple[str, Any]]) -> bool:
+    def _follow(self, layout: Layout, options: list[tuple[str, Any]]) -> bool:
         """Drop all graphs if tensors that they read or write lie elsewhere now, or if options have changed that they hold.
 
         Returns whether that is so."""
         before, self._layout, self._options = (self._layout, self._options), layout, options
-        changed = _difference(before, (layout, options))
+        changed = difference(before, (layout, options))
         if changed is None:
             return False
         self._graphs.clear()
@@ -358,65 +357,6 @@ class _Graph:
         return with_leaves(self.returned, map(leaf, leaves(self.returned))), results
 
 
-class _Rates:
-    """Learning rates of all groups as tensors, which a graph reads; outside of it groups hold their numbers."""
-
-    def __init__(self, optimizers: Sequence[OptimizerWrapper], device: torch.device) -> None:
-        self._optimizers = [optimizer.unwrap() for optimizer in optimizers]
-        self._device = device
-        # Fused kernels of CUDA read float32; those of a CPU any.
-        self._dtype = torch.float32 if device.type == "cuda" else torch.float64
-        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-        self._values: dict[tuple[int, int], float] = {}
-
-    def follow(self) -> None:
-        """Write what groups hold now to where graphs read it. Nobody waits."""
-        for key, group in self._groups():
-            rate = group["lr"]
-            if isinstance(rate, torch.Tensor) or self._values.get(key) == rate:
-                continue
-            if key not in self._tensors:
-                self._tensors[key] = torch.zeros((), dtype=self._dtype, device=self._device)
-            self._values[key] = rate
-            self._tensors[key].fill_(rate)
-
-    @contextmanager
-    def read_as_tensors(self, *, recorded: bool = False) -> Iterator[None]:
-        """Inside, the rates of the groups are tensors. Raises RuntimeError if somebody wrote one meanwhile.
-
-        recorded: torch's optimizers let themselves be recorded, which they refuse unless they were told of it. Their fused
-        kernels count steps on the device, and so compute the same."""
-        self.follow()
-        held = []
-        for key, group in self._groups():
-            if not isinstance(group["lr"], torch.Tensor):
-                held.append((group, group["lr"], self._tensors[key], version(self._tensors[key])))
-                group["lr"] = self._tensors[key]
-        told = [(group, group["capturable"]) for _, group in self._groups() if recorded and "capturable" in group]
-        for group, _ in told:
-            group["capturable"] = True
-        try:
-            yield
-        finally:
-            for group, before in told:
-                group["capturable"] = before
-            written = [group for group, _, rate, count in held if group["lr"] is not rate or version(rate) != count]
-            for group, number, _, _ in held:
-                group["lr"] = number
-        if written:
-            raise RuntimeError(
-                "train_step writes a learning rate itself, as by a scheduler that was not given to boost(), or is stepped "
-                "before the optimizer: a graph would go on with the number of its recording. Give the scheduler to boost(), "
-                "and step it after optimizer.step()"
-            )
-
-    def _groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-        for index, optimizer in enumerate(self._optimizers):
-            for number, group in enumerate(optimizer.param_groups):
-                if "lr" in group:
-                    yield (index, number), group
-
-
 class _Draws:
     """Random numbers that masters and states are rounded with: the host draws them, and brings them to where graphs read."""
 
@@ -453,63 +393,6 @@ class _Draws:
         """Bring the numbers of this step there. Nobody waits."""
         for (name, device), lanes in self._lanes.items():
             lanes.copy_(self._dither.draw(name, device), non_blocking=True)
-
-
-class _Layout:
-    """Where everything lies that graphs read and write by address."""
-
-    def __init__(self, addresses: list[int], held: list[Any]) -> None:
-        self._addresses, self._held = addresses, held
-
-    @classmethod
-    def of(cls, modules: Sequence[nn.Module], optimizers: Sequence[OptimizerWrapper]) -> _Layout:
-        """That of tensors in `modules`, each by itself, and in `optimizers`."""
-        own = [vars(module) for module in modules]
-        weights = [tensor for each in own for name in _TENSORS for tensor in each[name].values() if tensor is not None]
-        held = [child for each in own for child in each["_modules"].values()]
-        for optimizer in optimizers:
-            held += update_of(optimizer).kept.master_tensors()
-            for state in optimizer.unwrap().state.values():
-                held += [value for value in state.values() if isinstance(value, torch.Tensor)]
-            for group in optimizer.param_groups:
-                held += group["params"]
-        return cls(list(map(_ADDRESS, weights)), held)
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Layout)
-            and self._addresses == other._addresses
-            and len(self._held) == len(other._held)
-            and all(map(_is, self._held, other._held))
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _options(optimizers: Sequence[OptimizerWrapper]) -> list[tuple[str, Any]]:
-    """Return what graphs hold of groups of parameters as it was: all options but learning rates that are numbers."""
-    return [
-        (name, value)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for name, value in group.items()
-        if name != "params" and (name not in _READ or isinstance(value, torch.Tensor))
-    ]
-
-
-def _difference(before: Any, now: Any) -> str | None:
-    """Return what is another in the second of two pairs of a layout and options; None where all is the same."""
-    if before == now:
-        return None
-    if before[0] != now[0]:
-        return "weights or states were put elsewhere, as by loading them,"
-    texts = [{(name, repr(value)) for name, value in options} for _, options in (before, now)]
-    names = sorted({name for name, _ in texts[0] ^ texts[1]})
-    return f"{', '.join(names) or 'groups'} of a group of parameters changed, which graphs hold as numbers,"
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _placed(tensor: torch.Tensor) -> torch.Tensor:
