@@ -57,7 +57,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Booster:
-    """Runs the user's training loop in a precision on a parallelism.
+    """Wraps model, optimizer and data loader for mixed-precision and distributed training, by one precision and one plugin.
 
     device: "cpu", "cuda", "cuda:N" or a torch.device; None means the current CUDA device if there is one and the process group,
         if any, can use it, otherwise the CPU.
@@ -72,15 +72,15 @@ class Booster:
     skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and without clipping.
     max_consecutive_skips: so many skipped steps in a row raise `LossScaleError`; None never does.
 
-    release_gradients: step each parameter within `backward`, as soon as its gradient is complete, and free the gradient.
-        "exact": to the same bits as without; under a loss scale, a clip or skip_nonfinite, `backward` goes through the graph
-        twice, first for the norm alone. "previous_norm": in one pass, clipping by the norm of the step before. See
-        docs/memory.md.
+    release_gradients: optimizer step in backward: each parameter is stepped as soon as its gradient is complete, and the
+        gradient is freed. False does not. "exact": to the same bits as without; under a loss scale, a clip or skip_nonfinite,
+        `backward` goes through the graph twice, first for the norm alone. "previous_norm": in one pass, clipping by the norm of
+        the step before. See docs/memory.md.
 
-    diagnose: replay skipped steps, the "first", "every" one or so many, and log what `diagnose` finds as one WARNING;
-        `diagnoses` has it too. Without a loss scaler, a clip or skip_nonfinite no step is skipped, and one WARNING says so.
-        Until a step is over, what models and criteria were given in it is kept, by reference, and the gradients of what they
-        returned.
+    diagnose: replay skipped steps, the "first", "every" one or so many, None of them, and log what `diagnose` finds as one
+        WARNING; `diagnoses` has it too. Without a loss scaler, a clip or skip_nonfinite no step is skipped, and one WARNING
+        says so. Until a step is over, what models and criteria were given in it is kept, by reference, and the gradients of
+        what they returned.
     states: how the states of elementwise optimizers are kept between steps, in every precision but fp16_apex: "fp32" as they
         are, "bf16" in 2 bytes an element, "8bit" in 1.0625, rounded by chance; None is what the precision says, "fp32" unless
         it was told otherwise.
@@ -183,6 +183,9 @@ class Booster:
     ) -> Booster:
         """A Booster from the dict of the older interface: `fp16=dict(mode=AMP_TYPE.NAIVE, ...)`, see `config.translate`.
 
+        fp16: that dict; None is float32.
+        clip_grad_norm: as for `Booster`; None does not clip.
+        device, plugin: as for `Booster`; None likewise.
         options: the keyword-only arguments of `Booster`. Raises as those two do.
         """
         precision, clip = translate(fp16, clip_grad_norm)
@@ -228,13 +231,16 @@ class Booster:
     ) -> tuple[Any, Any, Any, Any, Any]:
         """Prepare the five for training; returns (model, optimizer, criterion, dataloader, lr_scheduler), None for None.
 
-        To type checkers the model is of its own class, whose attributes it has; it is a `ModelWrapper` of it.
-        Model and criterion move to `device`, the plugin places the model, the optimizer follows its parameters, batches of the
-        loader arrive on `device` (a loader of `prepare_dataloader` is returned as it is). Call it again for further models,
-        as a GAN does. The user's model and optimizer are edited in place; a plugin may broadcast the model's weights.
+        model: moves to `device`, and the plugin places it; to type checkers it stays of its own class, whose attributes it has.
+            It is a `ModelWrapper` of it.
+        optimizer: follows the parameters of the model. One, or a list of several that share them, which come back as a list;
+            then `backward(loss, optimizers)`, and each is stepped, clipped and saved by itself.
+        criterion: the loss, a module or a function; a module moves to `device`.
+        dataloader: its batches arrive on `device`; a loader of `prepare_dataloader` is returned as it is.
+        lr_scheduler: one, or a list; advances after steps that were applied alone.
 
-        optimizer: one, or a list of several that share the model's parameters, which come back as a list; then
-        `backward(loss, optimizers)`, and each is stepped, clipped and saved by itself. lr_scheduler: one, or a list.
+        Call it again for further models, as a GAN does. The user's model and optimizer are edited in place; a plugin may
+        broadcast the model's weights.
 
         Raises before anything is changed: TypeError for a wrong object, RuntimeError for one that was boosted before,
         ValueError for an optimizer without parameters of the model, a parameter in two optimizers of the list, a loader
@@ -311,9 +317,10 @@ class Booster:
         optimizer: the boosted optimizer that will step on it, or several: then the smallest of their scales is used and they
             step together or not at all.
         loss_id: which of the precision's loss scalers, for those that keep several.
-        inputs, retain_graph, create_graph: those of `torch.autograd.backward`. Under `accumulate` the loss is divided as given
-            there.
-        Side effect: the plugin's gradient collectives, except inside `no_sync`.
+        inputs, retain_graph, create_graph: those of `torch.autograd.backward`; inputs=None is every leaf.
+
+        Under `accumulate` the loss is divided as given there. Side effect: the plugin's gradient collectives, except inside
+        `no_sync`.
         """
         if isinstance(optimizer, OptimizerWrapper):
             optimizers = [optimizer]
@@ -355,10 +362,16 @@ class Booster:
     ) -> dict[str, Any]:
         """Forward and backward of the next batch of `data_iter`, in the micro-batches of the plugin; a pipeline needs it.
 
-        A batch is (inputs..., target): `criterion(model(*inputs), target)`; or a mapping: `criterion(model(**batch), batch)`.
-        All ranks of a pipeline read the same batch. The loss is the mean over micro-batches. optimizer: as for `backward`;
-        None evaluates. Returns {"loss": detached, 0-dim, unscaled, of this rank's batch, on every rank of a pipeline;
-        "outputs": what the model returned, on the last stage}, None for what was not asked for or is elsewhere.
+        data_iter: batches, (inputs..., target): `criterion(model(*inputs), target)`; or mappings: `criterion(model(**batch),
+            batch)`. All ranks of a pipeline read the same ones.
+        model: the boosted model.
+        criterion: a function of output and target; the loss is the mean over micro-batches.
+        optimizer: as for `backward`; None evaluates.
+        return_loss: whether the loss is returned.
+        return_outputs: whether what the model returned is.
+
+        Returns {"loss": detached, 0-dim, unscaled, of this rank's batch, on every rank of a pipeline; "outputs": what the model
+        returned, on the last stage}, None for what was not asked for or is elsewhere.
         """
         optimizers = [] if optimizer is None else checks.check_boosted_optimizers(optimizer, "execute_pipeline")
         arguments.function("criterion", criterion, "a function of output and target")
@@ -387,11 +400,13 @@ class Booster:
     def accumulate(
         self, model: nn.Module, optimizer: Optimizers, num_micro_batches: int, num_tokens: float | None = None
     ) -> AbstractContextManager[Any]:
-        """Context around one group of micro-batches whose gradients are summed before a step.
+        """Context around one group of micro-batches whose gradients are summed before a step (gradient accumulation).
 
+        model, optimizer: those that the group trains.
         num_micro_batches: how many backward passes the group has; each is divided by it, and only the last synchronises,
-        so a short last group passes its own length. num_tokens: divide by this instead, for losses summed over tokens:
-        the tokens of the whole group over all micro-batches and data-parallel ranks.
+            so a short last group passes its own length.
+        num_tokens: divide by this instead, for losses summed over tokens: the tokens of the whole group over all micro-batches
+            and data-parallel ranks. None divides by num_micro_batches.
 
             for group in groups:
                 with b.accumulate(model, optimizer, num_micro_batches=len(group)):
@@ -420,7 +435,7 @@ class Booster:
     def no_sync(self, model: nn.Module, optimizer: Optimizers | None = None) -> AbstractContextManager[Any]:
         """Context in which forward and backward of `model` leave gradients unsynchronised among ranks.
 
-        optimizer: the boosted optimizer of the model, or several, for plugins that hold gradients in it.
+        optimizer: the boosted optimizer of the model, or several, for plugins that hold gradients in it; None where none does.
         """
         optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._boosted.own(model, "no_sync")
@@ -474,15 +489,17 @@ class Booster:
     ) -> Record:
         """Write down every optimizer step from now on, in `folder`: losses, scales, norms, clips, and skips with culprits.
 
+        folder: is made; each rank appends to a file of its own there, so ranks exchange nothing, and a kill loses no line that
+            was written.
         every: in the first step and in every so many, gradients and weights are looked at too, parameter by parameter: how
-        their magnitudes are spread, what underflows, which weights stand still; None never looks. activations: names of
-        modules whose outputs, and the gradients of them, are looked at in these steps too, by forward hooks; `*` stands for
-        anything within one part of a name, `**` across parts.
-
-        Each rank appends to a file of its own there, so ranks exchange nothing, and a kill loses no line that was written.
-        Nothing in a step waits for a device: there, lines follow some steps later. `booster report FOLDER` shows it.
+            their magnitudes are spread, what underflows, which weights stand still; None never looks.
+        activations: names of modules whose outputs, and the gradients of them, are looked at in these steps too, by forward
+            hooks; `*` stands for anything within one part of a name, `**` across parts.
         tracker: also called with the numbers of each step by name, and the number of the step; a tracker's own
-        `log(values, step)` will do. Returns the record, whose `close()` ends it; the end of the process does too.
+            `log(values, step)` will do. None calls nothing.
+
+        Nothing in a step waits for a device: there, lines follow some steps later. `booster report FOLDER` shows it. Returns
+        the record, whose `close()` ends it; the end of the process does too.
 
         Raises ValueError for a folder that this Booster writes to already, and unless every=None under release_gradients, where
         no gradients are left to look at; OSError where it cannot write.
@@ -507,8 +524,9 @@ class Booster:
         """Replay a step that went bad, and say which operation made the first inf or NaN, why, and what helps.
 
         forward: computes the loss and returns it, `lambda: criterion(model(x), y)`; or runs a whole step but for
-        `optimizer.step()`, by `backward` or `execute_pipeline`, and returns the loss. It is called several times, with
-        the random states of now. The loss scale is that of the last step where it was skipped, else the present one.
+            `optimizer.step()`, by `backward` or `execute_pipeline`, and returns the loss. It is called several times, with
+            the random states of now.
+        optimizer: as for `backward`. The loss scale is that of its last step where that was skipped, else the present one.
 
         Nothing changes: weights, buffers, gradients, loss scale and random states are as before, and nothing is hooked.
         What `forward` does besides, such as reading the next batch or printing, is done each time. A collective: all ranks
@@ -533,7 +551,8 @@ class Booster:
         capture: options of a group written by Python, as by a scheduler that was not boosted, and copies of numbers to the
         device. Tensors that are made without naming a device lie on the host, and cost nothing to read.
 
-        train_step: called with the batch, on the device: forward, `backward`, clip, `optimizer.step()`, `scheduler.step()`,
+        train_step: called with `example_batch`, on the device: forward, `backward`, clip, `optimizer.step()`,
+            `scheduler.step()`,
         `zero_grad`. It runs twice, of which the second is looked at. Weights, states, gradients, loss scales, schedules and
         random states are afterwards what they were, also where it raises; what it does besides, such as appending to a list,
         it does. No line is written to a record. Costs a copy of all that training changes.
@@ -560,6 +579,7 @@ class Booster:
         Python's numbers, and draws from Python's random ones, is the same in every replay. Numbers in the batch tell one kind
         of call from another, as do shapes, dtypes, modules in training or not, and gradients that wait. The first call of a
         kind runs `train_step`, the second is recorded, those after it are replayed; both run it for what it does besides.
+        example_batch: one batch, on which it is looked at what a host would read.
         max_graphs: so many kinds; others run without a graph, to the same bits.
 
         Learning rates are read from tensors, in float32 on a GPU, so schedules go on; other options of a group that change,
@@ -613,12 +633,13 @@ class Booster:
         *,
         storage_dtype: torch.dtype | Literal["int8", "fp8", "nf4"] | None = None,
     ) -> Any:
-        """Freeze `model` and put low-rank adapters of peft around it, in place; returns the PeftModel, which you boost.
+        """LoRA, QLoRA: freeze `model` and put low-rank adapters of peft around it, in place; returns the PeftModel, to boost.
 
-        lora_config: a peft.LoraConfig, for new adapters. pretrained_dir: a folder of `save_lora` or of peft, whose adapters
-        train on; give one of the two. storage_dtype: how the weights of frozen linear layers are stored, as for
-        `load_weights`: "nf4" (QLoRA), "int8", "fp8", torch.bfloat16 or torch.float16, from what they are now; all but those
-        that others share, and what makes the logits. None leaves them. Adapters are float32.
+        pretrained_dir: a folder of `save_lora` or of peft, whose adapters train on; None makes new ones by `lora_config`.
+        lora_config: a peft.LoraConfig, for new adapters; None where there is a folder.
+        storage_dtype: how the weights of frozen linear layers are stored, as for `load_weights`: "nf4" (QLoRA), "int8", "fp8",
+            torch.bfloat16 or torch.float16, from what they are now; all but those that others share, and what makes the logits.
+            None leaves them. Adapters are float32.
 
         Raises ImportError without peft, RuntimeError for a boosted model, and ValueError for a model with adapters and for
         what cannot be on packed weights: DoRA, and adapters that begin with numbers of the base.
@@ -628,10 +649,12 @@ class Booster:
         return put_adapters(model, pretrained_dir, lora_config, storage_dtype)
 
     def save_lora(self, model: nn.Module, folder: str | os.PathLike[str]) -> None:
-        """Write the adapters of a boosted model alone, as peft reads them; a collective. `save_model(merge=True)` merges them.
+        """Write the adapters (LoRA) of the boosted `model` alone, as peft reads them; a collective.
 
         folder: gets adapter_model.safetensors and adapter_config.json, for `enable_lora(pretrained_dir=...)`, for
-        `PeftModel.from_pretrained` and for servers. Raises ValueError for a model without adapters.
+        `PeftModel.from_pretrained` and for servers.
+
+        `save_model(merge=True)` merges them. Raises ValueError for a model without adapters.
         """
         self._checkpoints.save_lora(boosted_wrapper(model, "save_lora"), folder)
 
@@ -640,9 +663,12 @@ class Booster:
     ) -> Estimate:
         """Estimate what a training step takes of memory on this rank, before `boost`; nothing is allocated, nothing changes.
 
+        model, optimizer: not boosted yet; the model may be on the meta device.
         batch: of this rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole; tensors
-        may be on the meta device, as may the model. The precision is this Booster's, of a schedule the phase that takes
-        most; so are plugin, number of ranks and device.
+            may be on the meta device.
+        criterion: a function of output and target.
+
+        The precision is this Booster's, of a schedule the phase that takes most; so are plugin, number of ranks and device.
         No collective. Raises ValueError for what is not known, as pipelines and tensor parallelism, and as `memory.estimate`.
         """
         from booster.memory import estimate_placed
@@ -656,7 +682,7 @@ class Booster:
         return max(each, key=lambda found: found.peak)
 
     def memory(self, model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
-        """Count what a boosted model and its optimizer hold on this rank now; no collective, no copy.
+        """Count what the boosted `model` and its `optimizer` hold on this rank now; no collective, no copy.
 
         After a step, with gradients there, it stands beside what `estimate_memory` said.
         """
@@ -684,19 +710,21 @@ class Booster:
     ) -> Path:
         """Write everything of the run as one checkpoint below `folder`, `folder/step-N`, and return its path; a collective.
 
-        Each of the five is what `boost` returned, or a list or dict of such. Kept are weights, optimizer states and masters
-        by whole name and shape, loss scales and counters, schedules, the order and position of the data, the random states
-        of every rank, and `extra`: numbers, strings, tensors, containers of them, objects with state_dict().
-
+        model, optimizer, criterion, dataloader, lr_scheduler: what `boost` returned, or a list or dict of such; None leaves it
+            out.
+        extra: what else is to be kept: numbers, strings, tensors, containers of them, objects with state_dict(); None is none.
         step: the number in its name; None counts on from the newest. A checkpoint of the same step stays until the new one
             is complete.
-        keep_last: remove all but so many of the newest afterwards.
+        keep_last: remove all but so many of the newest afterwards; None keeps all.
         async_save: return as soon as the state is copied to host memory, and write while training goes on; the next save, a
             load and the end of the process wait, and a failure surfaces there.
         frozen: False leaves out parameters of models that do not train, such as those under adapters; a load leaves those
             that the model has, which are to be the same.
-        Raises `booster.checkpoint.CheckpointError` on all ranks if any fails, with `folder` as it was; RuntimeError between
-        backward and step, as within a group of `accumulate`, since gradients are not kept.
+
+        Kept are weights, optimizer states and masters by whole name and shape, loss scales and counters, schedules, the order
+        and position of the data, the random states of every rank, and `extra`. Raises `booster.checkpoint.CheckpointError` on
+        all ranks if any fails, with `folder` as it was; RuntimeError between backward and step, as within a group of
+        `accumulate`, since gradients are not kept.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
         return self._checkpoints.save(
@@ -721,10 +749,12 @@ class Booster:
     ) -> Loaded:
         """Load a checkpoint of `save`, whatever layout and precision wrote it; returns its `.step`, `.extra` and `.path`.
 
-        folder: a checkpoint, or a folder of checkpoints, of which the newest valid one is taken. extra: objects with
-        load_state_dict(), in the places where `save` was given them. strict: the model's entries must be those of the
-        checkpoint; otherwise what differs is left out and named in a WARNING. A collective.
-        Every byte is verified, and names, shapes and classes compared, before anything is touched. Raises
+        folder: a checkpoint, or a folder of checkpoints, of which the newest valid one is taken.
+        model, optimizer, criterion, dataloader, lr_scheduler: as `save` was given them; None leaves it out.
+        extra: objects with load_state_dict(), in the places where `save` was given them; None gives back what it was given.
+        strict: the model's entries must be those of the checkpoint; otherwise what differs is left out and named in a WARNING.
+
+        A collective. Every byte is verified, and names, shapes and classes compared, before anything is touched. Raises
         `booster.checkpoint.CheckpointError` on all ranks, listing all that differs, with nothing loaded.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
@@ -742,6 +772,8 @@ class Booster:
         extra: Any = None,
     ) -> Loaded:
         """Load the newest valid checkpoint below `folder`, or nothing where there is none yet; then `.step` is 0.
+
+        model, optimizer, criterion, dataloader, lr_scheduler, extra: as for `load`; None leaves it out.
 
         From here on SIGTERM and SIGUSR1 do not end the process: `stop_requested` says that one came.
 
@@ -772,13 +804,14 @@ class Booster:
         weights: Literal["bf16", "fp16", "fp8", "int8"] | None = None,
         merge: bool = False,
     ) -> None:
-        """Write the whole weights of a boosted model for other programs; a collective.
+        """Write the whole weights of the boosted `model` for other programs; a collective.
 
-        path: the file; with `shard` a folder, which gets files of at most `size_per_shard` MB, their names beginning with
-            `prefix`, an index, and the model's own configuration if it has one, so that `from_pretrained` opens it.
-        use_safetensors: False writes files of `torch.save`. Weights that the optimizer keeps in float32 behind half ones are in
-            what `save` writes, not here.
-
+        path: the file; with `shard` a folder.
+        shard: write files of at most `size_per_shard` MB, an index, and the model's own configuration if it has one, so that
+            `from_pretrained` opens it.
+        prefix: what the names of these files begin with; None is the usual one.
+        size_per_shard: in MB.
+        use_safetensors: False writes files of `torch.save`.
         weights: None writes them as the model stores them. "bf16" and "fp16" round all floating parameters. "fp8" and "int8"
             write linear layers in 8 bits, and other floating parameters in float16 where the precision computes in it, else in
             bfloat16. "fp8": e4m3 under a scale for each 128 x 128 numbers, as FineGrainedFP8Config of transformers and vLLM
@@ -787,6 +820,7 @@ class Booster:
             divide ("fp8"), which config.json names.
         merge: write adapters of `enable_lora` as part of what they adapt, under the names of the model without them.
 
+        Weights that the optimizer keeps in float32 behind half ones are in what `save` writes, not here.
         Raises ValueError for what cannot be in 8 bits or merged, and CheckpointError for numbers that the form does not hold.
         """
         self._checkpoints.save_model(
@@ -806,11 +840,13 @@ class Booster:
 
             sampler.load_state_dict(dict(b.sync_weights(model)))
 
+        model: the boosted model.
+        merge: with adapters of `enable_lora` added to what they adapt, under the names of the model without them.
+
         Half weights are yielded as they are, and what autocast or a plugin rounds before a product, rounded; norms, embeddings
         and modules of keep_fp32 that are read in float32, in float32. Under formats of 8 bits weights are yielded before they
         are rounded to these. Tied weights are yielded under each name. What is neither rounded nor gathered is the model's own
-        memory: copy it before the next step. merge: with adapters of `enable_lora` added to what they adapt, under the names of
-        the model without them.
+        memory: copy it before the next step.
 
         A collective where ranks hold parts of weights: each is gathered as it is asked for, so all ranks go through all of
         them. Raises RuntimeError for stages of a pipeline, which `save_model` writes.
@@ -822,30 +858,33 @@ class Booster:
         return synced_weights(wrapper, self.precision.half_dtype, halves=halves, merge=merge)
 
     def load_model(self, model: nn.Module, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Load weights into a boosted model: a file or folder of `save_model`, of `torch.save` or of `save_pretrained`.
+        """Load weights into the boosted `model`: a file or folder of `save_model`, of `torch.save` or of `save_pretrained`.
 
-        Raises CheckpointError that lists all names and shapes that differ, with nothing loaded. strict: False leaves out
-        names that only one side has, with a WARNING. Masters of the optimizer follow the weights.
+        path: that file or folder.
+        strict: False leaves out names that only one side has, with a WARNING.
+
+        Raises CheckpointError that lists all names and shapes that differ, with nothing loaded. Masters of the optimizer follow
+        the weights.
         """
         self._checkpoints.load_model(boosted_wrapper(model, "load_model"), path, strict=strict)
 
     def save_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
-        """Write the states, masters and loss scale of a boosted optimizer as the checkpoint folder `path`; a collective."""
+        """Write states, masters and loss scale of the boosted `optimizer` as the checkpoint folder `path`; a collective."""
         checks.check_boosted_optimizers(optimizer, "save_optimizer")
         self._checkpoints.save_part(path, optimizer=optimizer)
 
     def load_optimizer(self, optimizer: Any, path: str | os.PathLike[str]) -> None:
-        """Load what `save_optimizer` wrote, in any layout; raises as `load` does. A collective."""
+        """Load into `optimizer` what `save_optimizer` wrote at `path`, in any layout; raises as `load` does. A collective."""
         checks.check_boosted_optimizers(optimizer, "load_optimizer")
         self.load(arguments.path("path", path), None, optimizer)
 
     def save_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
-        """Write the state of a scheduler as the checkpoint folder `path`; a collective."""
+        """Write the state of `lr_scheduler` as the checkpoint folder `path`; a collective."""
         checks.check_named("lr_scheduler", lr_scheduler)
         self._checkpoints.save_part(path, lr_scheduler=lr_scheduler)
 
     def load_lr_scheduler(self, lr_scheduler: Any, path: str | os.PathLike[str]) -> None:
-        """Load what `save_lr_scheduler` wrote; raises as `load` does. A collective."""
+        """Load into `lr_scheduler` what `save_lr_scheduler` wrote at `path`; raises as `load` does. A collective."""
         checks.check_named("lr_scheduler", lr_scheduler)
         self.load(arguments.path("path", path), None, lr_scheduler=lr_scheduler)
 
@@ -854,7 +893,7 @@ class Booster:
         return region(self.precision.forward_context)
 
     def unwrap(self, boosted: Any) -> Any:
-        """The user's object inside a boosted model, optimizer, criterion, dataloader or scheduler."""
+        """The user's object inside `boosted`, a boosted model, optimizer, criterion, dataloader or scheduler."""
         if isinstance(boosted, nn.Module):
             wrapper = boosted_wrapper(boosted, "unwrap")
             leave_raw_calls(wrapper)
@@ -877,8 +916,19 @@ class Booster:
         distributed_sampler_cls: type[Sampler[Any]] | None = None,
         **dataloader_options: Any,
     ) -> DataLoaderWrapper:
-        """`plugin.prepare_dataloader`, boosted: batches arrive on `device`. For loaders that need no `boost()`, as in
-        evaluation."""
+        """A boosted DataLoader over this rank's share of `dataset`: batches arrive on `device`, and it needs no `boost()`.
+
+        dataset: with a length, or an `IterableDataset`, which deals to ranks by itself.
+        batch_size: samples of one rank in a step.
+        shuffle: draw the order of each epoch anew.
+        seed: of the shuffling, the same on all ranks, and of the workers, which differ.
+        drop_last: drop the tail that does not fill a batch, or does not divide among ranks; without it the sampler repeats
+            samples to divide.
+        pin_memory: batches in pinned host memory, from which copies to a GPU do not wait.
+        num_workers: processes that read; 0 reads in this one.
+        distributed_sampler_cls: the sampler that deals to several ranks; None is torch's DistributedSampler.
+        dataloader_options: any other argument of `torch.utils.data.DataLoader`.
+        """
         loader = self.plugin.prepare_dataloader(
             dataset,
             batch_size,
@@ -896,13 +946,16 @@ class Booster:
         """Rows of `tensor` from all data-parallel ranks, on every rank; a collective.
 
         dataloader: the boosted loader that the rows were computed from, batch by batch or over a whole epoch: the rows
-        come in the order in which the loader deals them, the dataset's unless it shuffles, without those that the sampler
-        repeated to divide the dataset evenly.
+            come in the order in which the loader deals them, the dataset's unless it shuffles, without those that the sampler
+            repeated to divide the dataset evenly. None leaves these in.
         """
         return collectives.gather(tensor, group=self.plugin.data_parallel_group, padding_from=dataloader)
 
     def reduce(self, tensor: Any, op: Literal["mean", "sum", "max", "min"] = "mean") -> Any:
-        """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective."""
+        """`tensor` (or number, or container of them) reduced over data-parallel ranks, on every rank; a collective.
+
+        op: how: their mean, sum, largest or smallest.
+        """
         return collectives.reduce(tensor, op, group=self.plugin.data_parallel_group)
 
     @property
@@ -911,7 +964,10 @@ class Booster:
         return is_main()
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on rank 0 of the job alone, as `print` does, at once. No collective: ranks need not all call it."""
+        """Print on rank 0 of the job alone, as `print` does, at once. No collective: ranks need not all call it.
+
+        values, sep, end: as for Python's `print`.
+        """
         if is_main():
             print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - printing is what was asked for
 
@@ -922,7 +978,8 @@ class Booster:
     def progress(self, items: Iterable[Any], description: str = "", total: int | None = None) -> Iterator[Any]:
         """`items` as they are, with a bar on rank 0 that counts them; the other ranks draw nothing. No collective.
 
-        total: how many there are, where `len(items)` does not say. The bar is rich's; raises ImportError without it.
+        description: what stands before the bar.
+        total: how many there are; None asks `len(items)`. The bar is rich's; raises ImportError without it.
         """
         from booster.facade.everyday import progress
 
@@ -945,9 +1002,15 @@ class Booster:
                     ...
                     profile.step()
 
-        Each rank writes `folder/rank_N.json`; drop it on https://ui.perfetto.dev. It yields a `torch.profiler.profile`, with
-        tables too. shapes, memory, stacks: also note shapes of inputs, memory, and lines of Python, which slow the steps.
-        No collective. Raises RuntimeError at the end where `.step()` was not called often enough to record a step.
+        folder: each rank writes `folder/rank_N.json`; drop it on https://ui.perfetto.dev.
+        skip: steps before it begins, at least 1.
+        steps: that are recorded.
+        shapes: also note shapes of inputs, which slows the steps, as do the next two.
+        memory: also note memory.
+        stacks: also note lines of Python.
+
+        It yields a `torch.profiler.profile`, with tables too. No collective. Raises RuntimeError at the end where `.step()` was
+        not called often enough to record a step.
         """
         from booster.facade.everyday import profiled
 

@@ -57,11 +57,15 @@ def launch(
 ) -> None:
     """Join the process group at `host:port` as `rank` of `world_size`, pick the device and seed everything.
 
-    host: name, IPv4 or IPv6 address of rank 0's machine (`::1` and `[::1]` both work); port: 1 to 65535, free there.
+    rank: of this process, from 0.
+    world_size: number of processes of the job.
+    host: name, IPv4 or IPv6 address of rank 0's machine (`::1` and `[::1]` both work).
+    port: 1 to 65535, free there.
     backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
     local_rank: index of this process on its machine; on CUDA it selects the device. None: rank modulo the GPU count.
     seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
     timeout: seconds that a collective waits for the others before it fails; None: torch's, 30 minutes, 10 under nccl.
+
     Side effects: the default process group (returns when all ranks have come; closed when the process ends), the current
     CUDA device, the seeds. Raises ValueError or TypeError for a bad argument, RuntimeError if a group exists or on Windows.
     """
@@ -83,8 +87,12 @@ def launch_from_torch(
     """Launch from what `booster run` or torchrun put in the environment; under plain `python`, as a world of one.
 
     config: None or a mapping with the keys `backend`, `seed` and `timeout`; an argument that differs from its default and from
-    the mapping is an error, not a precedence rule. timeout: seconds that a collective waits for the others before it fails;
-    None: that of `booster run --timeout`, else torch's, 30 minutes, 10 under nccl.
+        the mapping is an error, not a precedence rule.
+    backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
+    seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
+    timeout: seconds that a collective waits for the others before it fails; None: that of `booster run --timeout`, else
+        torch's, 30 minutes, 10 under nccl.
+
     Under plain `python` no variable, address or port is needed.
     Side effects and errors as for `launch`; a partly set environment raises RuntimeError naming the missing variable.
     """
@@ -115,7 +123,12 @@ def launch_from_slurm(
 ) -> None:
     """Launch a task started by srun; rank, world size and local rank come from SLURM's variables.
 
-    host: the first node, as in `scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1`; port: free there.
+    host: the first node, as in `scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1`.
+    port: 1 to 65535, free there.
+    backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
+    seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
+    timeout: seconds that a collective waits for the others before it fails; None: torch's, 30 minutes, 10 under nccl.
+
     Side effects and errors as for `launch`; RuntimeError names a missing variable.
     """
     _require(("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"), _SLURM_STARTER, _SLURM_FIX)
@@ -130,7 +143,13 @@ def launch_from_openmpi(
 ) -> None:
     """Launch a process started by Open MPI's mpirun; rank, world size and local rank come from its variables.
 
-    host: the machine of rank 0; port: free there. MPI itself carries no tensors unless backend="mpi" is available.
+    host: the machine of rank 0.
+    port: 1 to 65535, free there.
+    backend: None takes nccl where CUDA is available and gloo elsewhere; any other value is used as given.
+    seed: given to `random`, numpy (if installed) and torch, the same on all ranks.
+    timeout: seconds that a collective waits for the others before it fails; None: torch's, 30 minutes, 10 under nccl.
+
+    MPI itself carries no tensors unless backend="mpi" is available.
     Side effects and errors as for `launch`; RuntimeError names a missing variable.
     """
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -274,10 +293,14 @@ def _select_device(rank: int, local_rank: int | None, backend: str) -> torch.dev
 def seed_everything(seed: int, *, by_rank: bool = False, deterministic: bool = False) -> None:
     """Seed `random`, numpy (if installed) and torch, all devices included. The launch functions seed alike on all ranks.
 
+    seed: from 0 to 2**63 - 1.
     by_rank: add the rank, so that ranks draw different numbers, as for dropout or noise; call it after the model is made,
-    which must begin alike everywhere. deterministic: also let torch use only operations that give the same bits on every run,
-    and raise where an operation has none such, for the rest of the process; cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8
-    in the environment before it starts, and torch's error says so. The order of data is seeded by its loader.
+        which must begin alike everywhere.
+    deterministic: also let torch use only operations that give the same bits on every run, and raise where an operation has
+        none such, for the rest of the process; cuBLAS wants CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment before it
+        starts, and torch's error says so.
+
+    The order of data is seeded by its loader.
     """
     _check_whole("seed", seed, 0, 2**63 - 1, "the seed of all random number generators")
     arguments.flag("by_rank", by_rank)
@@ -395,14 +418,17 @@ def launch_notebook(
     seed: int = DEFAULT_SEED,
     timeout: float | None = None,
 ) -> None:
-    """Call `function(*args)` on `num_processes` ranks of this machine, and return when all of them have.
+    """Call `function` with `args` on `num_processes` ranks of this machine, and return when all of them have.
 
     Each rank is a process forked from this one by torch.multiprocessing, so that `function` may be defined in a cell and
     finds what the cells before it made. It is launched when `function` begins: process group, device and seeds, as by
     `launch_from_torch`, which it does not call. What it changes is gone with its process: save what you want to keep.
     A rank computes with one thread on CPU, since the threads of this process do not live on in it.
 
-    backend, seed, timeout: those of `launch_from_torch`. Raises RuntimeError where this process has used CUDA, which no fork
+    args: what `function` is called with, after a fork, so of any kind.
+    backend, seed, timeout: those of `launch_from_torch`; None likewise.
+
+    Raises RuntimeError where this process has used CUDA, which no fork
     can use again, or has a process group; torch's ProcessRaisedException, with the traceback of the first rank that failed,
     after the others were ended; RuntimeError on Windows.
     """

@@ -17,7 +17,7 @@ __all__ = ["DistLogger", "get_dist_logger"]
 
 
 class DistLogger:
-    """Log on chosen ranks; handlers, levels and formats are those of the standard logger of the same name.
+    """Log on chosen ranks; handlers, levels and formats are those of the standard logger of the same `name`.
 
     The rank is looked up at each call, so a logger made before `booster.launch` is right afterwards. Records carry
     `rank` and `world_size`, for formats such as "%(rank)s/%(world_size)s %(message)s". No collectives.
@@ -58,9 +58,14 @@ class DistLogger:
     ) -> Path:
         """Also write records of at least `level` to `path`/rank_N.log, or rank_N_suffix.log; return that file's path.
 
-        `path` is a directory, made if missing; mode "a" appends, "w" starts anew. Where the logger itself drops
-        records of that level, its own level is lowered to it. Asking twice for one file attaches it once.
-        Errors: RuntimeError in a launched job before `booster.launch`, when all ranks would share one file.
+        path: a directory, made if missing.
+        mode: "a" appends, "w" starts anew.
+        level: a name such as "INFO", or a number of the `logging` module; where the logger itself drops records of that
+            level, its own level is lowered to it.
+        suffix: ends the file's name; None is none.
+
+        Asking twice for one file attaches it once. Errors: RuntimeError in a launched job before `booster.launch`, when all
+        ranks would share one file.
         """
         arguments.choice("mode", mode, ("a", "w"), fix="'a' appends, 'w' starts anew")
         if not isinstance(path, Path):
@@ -97,7 +102,7 @@ class DistLogger:
 
 
 def get_dist_logger(name: str = "booster") -> DistLogger:
-    """Return a rank-aware logger over `logging.getLogger(name)`.
+    """Return a rank-aware logger over the standard logger called `name`.
 
     Nothing is printed until the application configures `logging` (for instance `logging.basicConfig(level="INFO")`)
     or calls `log_to_file`.

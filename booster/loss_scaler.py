@@ -62,9 +62,11 @@ class LossScaler:
         return HostRule(self) if self.enabled else self
 
     def state_dict(self) -> dict[str, Any]:
+        """What is needed to resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave as `state`; raises ValueError for what does not fit."""
         if state:
             raise ValueError(
                 f"the checkpoint holds loss-scaler state {sorted(state)}, but this precision has no loss scaler; "
@@ -123,11 +125,18 @@ class HostRule(LossScaler):
 
 
 class DynamicScale(LossScaler):
-    """A loss scale that backs off on overflow and grows after `growth_interval` clean steps, as host floats.
+    """A loss scale that backs off on overflow and grows after `growth_interval` clean steps, as GradScaler's, as host floats.
+
+    init_scale: the factor on the first loss.
+    growth_factor: what the scale is multiplied by to grow.
+    backoff_factor: what it is multiplied by after an overflow.
+    growth_interval: steps without overflow after which it grows.
+    hysteresis: so many overflows, counted anew when the scale grows, until it backs off; each before skips its step alone.
+    min_scale: the scale stays at or above it; None is 2**-126, where torch's would go on to zero.
+    max_scale: the scale stays at or below it; None is no bound.
 
     Values are rounded to float32 as torch's kernel does. `min_scale == max_scale == init_scale` makes it static: steps
-    that overflow are still skipped. Without a `min_scale` it stops at 2**-126, where torch's would go on to zero. Raises
-    ValueError for an option out of range.
+    that overflow are still skipped. Raises ValueError for an option out of range.
     """
 
     enabled = True
@@ -189,7 +198,7 @@ class DynamicScale(LossScaler):
                 self._scale = scale
 
     def on_device(self, device: torch.device) -> LossScaler:
-        """A `DeviceScale`, unless a subclass has a rule of its own."""
+        """A `DeviceScale` on `device`, unless a subclass has a rule of its own."""
         own = any(name in vars(base) for base in type(self).__mro__[: _index_of(type(self))] for name in _RULE)
         return super().on_device(device) if own else DeviceScale(self, device)
 
@@ -201,7 +210,7 @@ class DynamicScale(LossScaler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore scale and counters; options such as growth_interval stay those of this object.
+        """Restore scale and counters from `state`; options such as growth_interval stay those of this object.
 
         Also reads the state of a `torch.amp.GradScaler`. Raises ValueError, changing nothing, if a value is missing or
         out of range.
@@ -220,7 +229,10 @@ def _index_of(cls: type[DynamicScale]) -> int:
 
 
 class StaticScale(DynamicScale):
-    """A loss scale that never moves; steps whose gradients overflow are still skipped."""
+    """A loss scale that never moves; steps whose gradients overflow are still skipped.
+
+    scale: the factor on every loss.
+    """
 
     def __init__(self, scale: float = 2.0**16) -> None:
         if not (arguments.is_number(scale) and _is_scale(scale)):

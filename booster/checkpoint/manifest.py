@@ -27,7 +27,7 @@ LARGEST_NUMBER = 2**63 - 1  # that a manifest holds, of a step too
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is missing, damaged, or not for these objects; says what differs and what to do.
+    """A checkpoint that is missing, damaged, or not for these objects; its `message` says what differs and what to do.
 
     Names of what a file holds stand in it, so what a terminal would act on is spelled out.
     """

@@ -55,7 +55,7 @@ class Share:
 
 
 class DataLoaderWrapper:
-    """Any iterable of batches, with the batches on `device` and the epochs announced to its samplers.
+    """`loader`, any iterable of batches, with the batches on `device` and the epochs announced to its samplers.
 
     Each `iter()` calls `set_epoch` of the loader, its sampler and its batch sampler, where they have it, with `epoch`,
     and counts on. Who sets `epoch` (as after loading a checkpoint), calls `set_epoch` here, or gives the sampler

@@ -30,6 +30,12 @@ _RESERVED = {
 class SeededDataLoader(DataLoader[Any]):
     """A torch DataLoader whose shuffling and worker seeds follow from (seed, rank, epoch).
 
+    dataset: the whole of it, or this rank's sampler among the options.
+    seed: the same on all ranks.
+    rank: of those that share the dataset, from 0.
+    shuffle: draw the order of each epoch anew.
+    options: any other argument of the DataLoader.
+
     Until `set_epoch` is called they go on from one epoch to the next.
     """
 
@@ -138,11 +144,15 @@ def prepare_dataloader(
     distributed_sampler_cls: type[Sampler[Any]] | None = None,
     **dataloader_options: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader over the share of `dataset` that rank `rank` of `world_size` has; `batch_size` is per rank.
+    """A DataLoader over the share of `dataset` that rank `rank` of `world_size` has.
 
+    batch_size: samples of one rank in a step.
+    shuffle: draw the order of each epoch anew.
     seed: of the shuffling, the same on all ranks; workers are seeded from it, the rank, the epoch and their id.
     drop_last: drop the tail that does not divide among ranks or fill a batch; without it the sampler repeats samples, so that
         all ranks have equally many.
+    pin_memory: batches in pinned host memory, from which copies to a GPU do not wait.
+    num_workers: processes that read; 0 reads in this one.
     distributed_sampler_cls: called as cls(dataset, num_replicas=, rank=, shuffle=, seed=, drop_last=); None means torch's
         DistributedSampler.
     dataloader_options: other arguments of the DataLoader.

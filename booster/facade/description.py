@@ -45,7 +45,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Description:
-    """The modules of a model that hold tensors, in its order; `str()` is a table of them."""
+    """The modules of a model that hold tensors, in its order; `str()` is a table of them.
+
+    model: name of its class.
+    precision: in which it runs.
+    rows: one for each module, see `Row`.
+    """
 
     model: str
     precision: str

@@ -32,20 +32,20 @@ def load_weights(
     """Read the weights in `path` into `model`, in place, in the dtype that they are to be stored in; returns `model`.
 
     path: a safetensors file, or a folder of them with an index, as `save_pretrained` and `Booster.save_model` write it. It is
-    read in pieces of a few MB, and the model gets its weights once all are read. What is on the meta device gets memory on
-    `device`, None as for `Booster`, and is in memory once; all else stays where it is, and keeps its old memory until then.
-    Make the optimizer afterwards.
-
+        read in pieces of a few MB, and the model gets its weights once all are read.
     storage_dtype: None stores parameters in the model's dtypes, which must be those of the file. torch.float32, torch.bfloat16
-    or torch.float16 stores all floating parameters in it. "int8", "fp8" and "nf4" store the weights of linear layers in 8 or 4
-    bits, with a float32 scale for each 128 or 64 numbers of a row; such a layer becomes a `booster.frozen.FrozenLinear`, whose
-    weight does not train and is unpacked in every pass. All else (biases, norms, embeddings) keeps the model's dtype, in which
-    it must lose nothing; so do buffers always.
+        or torch.float16 stores all floating parameters in it. "int8", "fp8" and "nf4" store the weights of linear layers in 8
+        or 4 bits, with a float32 scale for each 128 or 64 numbers of a row; such a layer becomes a
+        `booster.frozen.FrozenLinear`, whose weight does not train and is unpacked in every pass. All else (biases, norms,
+        embeddings) keeps the model's dtype, in which it must lose nothing; so do buffers always.
     compute_dtype: what frozen layers multiply in; None means the dtype of autocast, or of their input. With a floating
-    storage_dtype that is another one, linear layers are frozen as well, and only their weights are stored in it.
+        storage_dtype that is another one, linear layers are frozen as well, and only their weights are stored in it.
     keep: linear layers that are not frozen, by type, name pattern or predicate, as `keep_fp32`. A weight that two modules
-    share, and that of a subclass of `nn.Linear`, is never frozen.
+        share, and that of a subclass of `nn.Linear`, is never frozen.
+    device: where what is on the meta device gets memory, which is in memory once; None as for `Booster`. All else stays where
+        it is, and keeps its old memory until then.
 
+    Make the optimizer afterwards.
     Raises `booster.checkpoint.CheckpointError` that lists all names that one side lacks and all shapes and dtypes that differ,
     with nothing touched; RuntimeError for a model that is boosted. No collective: every rank reads for itself.
     """

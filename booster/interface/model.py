@@ -184,7 +184,12 @@ class Pinned(Protocol):
 
 
 class ModelWrapper(PrecisionModule):
-    """What `boost` returns for a model, and for a criterion that is a module."""
+    """What `boost` returns for a model, and for a criterion that is a module.
+
+    module: the placed model; attributes that are not of the wrapper are those of the user's own inside.
+    precision: under which it runs.
+    input_dtype: what floating inputs are cast to; None leaves them.
+    """
 
     _pins: Pinned | None = None
 

@@ -83,7 +83,10 @@ class OptimizerWrapper(Optimizer):
         retain_graph: bool = False,
         create_graph: bool = False,
     ) -> None:
-        """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`, which `accumulate` needs."""
+        """Scale `loss` (one element) and accumulate its gradients; as `Booster.backward`, which `accumulate` needs.
+
+        inputs, retain_graph, create_graph: those of `torch.autograd.backward`; inputs=None is every leaf.
+        """
         if self.accumulating:
             raise RuntimeError("inside accumulate() call b.backward(loss, optimizer), which counts and divides")
         run_backward(
@@ -97,6 +100,8 @@ class OptimizerWrapper(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Update the parameters, unless the gradients of any rank hold an inf or NaN; then the loss scale.
+
+        closure: computes the loss, with its backward pass, as LBFGS wants; None steps on the gradients there are.
 
         The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise, and with a
         closure, the step is torch's. Side effects: one scalar all-reduce when checking on several ranks, which is that of the
@@ -146,7 +151,7 @@ class OptimizerWrapper(Optimizer):
             self._own_step.stepping = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch; pending clips are forgotten with the gradients. An optimizer without the argument decides by itself."""
+        """Forget the gradients and the clips that wait; `set_to_none` is torch's, of optimizers that take it."""
         if set_to_none is not True:
             arguments.flag("set_to_none", set_to_none)
         gradients = self._update.gradients
@@ -174,10 +179,13 @@ class OptimizerWrapper(Optimizer):
     ) -> torch.Tensor:
         """Clip the unscaled gradients of this optimizer's parameters to a total norm; returns the norm before, 0-dim.
 
+        max_norm: the largest norm that is let through.
+        norm_type: which norm, as of `torch.nn.utils.clip_grad_norm_`; 2 is the Euclidean one, inf the largest element.
+        error_if_nonfinite: a norm that is not finite raises RuntimeError; otherwise it makes the step a skip.
+
         May be called any number of times, before or after the other clip. The factor is torch's,
-        `max_norm / (norm + 1e-6)`, and reaches the gradients in `step()` or `unscale_grads()`. A norm that is not finite
-        makes the step a skip; with `error_if_nonfinite` it raises RuntimeError, as do a clip before any backward pass and one
-        after the step.
+        `max_norm / (norm + 1e-6)`, and reaches the gradients in `step()` or `unscale_grads()`. Raises
+        RuntimeError before any backward pass, and after the step.
         """
         if type(max_norm) is not float or not max_norm >= 0.0:
             max_norm = float(arguments.number("max_norm", arguments.plain(max_norm), least=0, infinite=True))
@@ -193,7 +201,7 @@ class OptimizerWrapper(Optimizer):
 
     @torch.no_grad()
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clamp each unscaled gradient to [-clip_value, clip_value]; gradients that are not finite make a skip.
+        """Clamp each unscaled gradient to `clip_value` and its negative; gradients that are not finite make a skip.
 
         Raises RuntimeError before any backward pass, and after the step.
         """
@@ -307,7 +315,7 @@ class OptimizerWrapper(Optimizer):
         return getattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch. Raises ValueError, on several ranks, for parameters whose gradients are not synchronised."""
+        """Add `param_group`, as torch. Raises ValueError, on several ranks, where gradients of its are not synchronised."""
         if not isinstance(param_group, Mapping) or "params" not in param_group:
             legal = "a dict with the key 'params' and options of the optimizer"
             raise TypeError(arguments.refusal("param_group", param_group, legal))
@@ -399,7 +407,7 @@ class OptimizerWrapper(Optimizer):
         self.read_state_dict(state_dict).take_over()
 
     def read_state_dict(self, state_dict: dict[str, Any]) -> Reading:
-        """The first half of `load_state_dict`, which may raise; the weights may be written before the second."""
+        """The first half of loading `state_dict`, which may raise; the weights may be written before the second."""
         self.settle()
         self.wait_for_weights()
         return read_state(self._update, self._history, state_dict)

@@ -37,9 +37,9 @@ def show(
     """Print `estimates` in MiB, one row for each; columns that are zero everywhere are left out, and in a narrow terminal
     the parts of what is held. What lies in the host's memory is in none of the others.
 
-    limit: bytes; then which fit.
-    batches: the largest batch of each, by its name.
-    batch_size: samples in the batch they are of, for the title.
+    limit: bytes; then which fit is a column. None has no such column.
+    batches: the largest batch of each, by its name; None likewise.
+    batch_size: samples in the batch they are of, for the title; None says nothing of it.
     console: a `rich.console.Console`; None makes one for stdout.
     Raises ImportError, with the line that installs it, where rich is missing.
     """
@@ -88,10 +88,13 @@ def show(
 
 
 def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | None = None) -> None:
-    """Write stacked bars to `path`, in the format of its suffix: what is held, and above it what the peak adds.
+    """Write `estimates` as stacked bars: what is held, and above it what the peak adds.
 
-    limit: bytes, drawn as a line. Raises OSError where a link or what is no file has the name, and ImportError, with the
-    line that installs it, where matplotlib is missing.
+    path: the file; its suffix says the format.
+    limit: bytes, drawn as a line; None draws none.
+
+    Raises OSError where a link or what is no file has the name, and ImportError, with the line that installs it, where
+    matplotlib is missing.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

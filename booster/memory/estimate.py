@@ -39,13 +39,20 @@ _ZERO_BUCKETS = 3  # of whole gradients that ZeRO-2 has at once
 class Estimate:
     """Bytes on one rank.
 
+    precision: its name.
+    plugin: its name, see `Plugin`.
+    world_size: number of ranks.
     weights: with buffers.
+    masters: float32 copies of half weights, or what is kept of them.
+    gradients: of all parameters, as they lie after backward.
+    states: of the optimizer.
     inputs: the batch.
     communication: buffers that stay between steps.
 
     held: what is there after a step, gradients included: the sum of those.
     activations: alive between forward and backward.
-    peak: the highest point of a step. temporaries: by how much that is above what is held.
+    peak: the highest point of a step.
+    temporaries: by how much that is above what is held.
     host: states and masters in the host's memory, which are in none of the others.
     """
 
@@ -98,11 +105,21 @@ def estimate(
 ) -> Estimate:
     """Estimate what a training step takes on one rank, without taking it: no memory, no process group, no step of yours.
 
-    batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole. Weights,
-    states, masters and gradients are counted; activations come from a forward and backward pass on fake tensors. Under
-    "zero1", "zero2" and "fsdp" what is gathered or reduced at a time comes from formulas, see docs/memory.md.
-    release_gradients, offload_states: as of `Booster`. bucket_cap_mb: as of `TorchDDPPlugin` and `LowLevelZeroPlugin`.
+    model, optimizer: not boosted.
+    batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
+    criterion: a function of output and target.
+    precision: as of `Booster`; None is float32.
+    plugin: how ranks share the work.
+    world_size: number of ranks.
+    device: what is estimated for; "cuda" needs a build of torch for CUDA, and no GPU.
+    fused_optimizer: as of `Booster`.
+    release_gradients: optimizer step in backward, as of `Booster`.
     clips: whether gradients are clipped, or looked at otherwise, which may take two passes.
+    offload_states: optimizer states and masters in the host's memory, as of `Booster`.
+    bucket_cap_mb: MiB, as of `TorchDDPPlugin` and `LowLevelZeroPlugin`.
+
+    Weights, states, masters and gradients are counted; activations come from a forward and backward pass on fake tensors. Under
+    "zero1", "zero2" and "fsdp" what is gathered or reduced at a time comes from formulas, see docs/memory.md.
     Memory that a kernel takes for itself while it runs is not seen. Raises ValueError where training would be refused, or
     where the forward reads numbers out of tensors.
     """
@@ -198,7 +215,15 @@ def estimate_placed(
     device: torch.device,
     options: UpdateOptions,
 ) -> Estimate:
-    """Estimate as `estimate` does, for a rank of the plugin's job. Raises ValueError where that one's memory is not known."""
+    """Estimate as `estimate` does, for a rank of the plugin's job. Raises ValueError where that one's memory is not known.
+
+    model, optimizer: not boosted.
+    batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
+    criterion: a function of output and target.
+    precision, plugin: objects.
+    device: of the rank.
+    options: how the optimizer steps, see `UpdateOptions`.
+    """
     known: Any = plugin.divides_as
     if known is None:
         raise ValueError(
@@ -237,7 +262,13 @@ def compare(
 ) -> list[Estimate]:
     """Return the estimates for every precision under every plugin on every number of ranks; "single" counts once.
 
-    The other options are those of `estimate`.
+    model, optimizer: not boosted.
+    batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
+    criterion: a function of output and target.
+    precisions: names or objects.
+    plugins: names, see `Plugin`.
+    world_sizes: numbers of ranks.
+    device, release_gradients, clips, offload_states: those of `estimate`.
     """
     where: dict[str, Any] = {
         "device": device,

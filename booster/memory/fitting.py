@@ -50,9 +50,12 @@ def largest_batch(
 ) -> int:
     """Return the largest batch whose peak is at most `limit` bytes, 0 if not even one sample fits; at most 2**24.
 
-    peak_of: bytes at the peak for a batch size, which grows with it. start: a size to begin with. known: peaks that are
-    known already, by size, which are not asked for again. Cost: some six calls, since peaks grow nearly linearly, and at most
-    twice as many as bisection takes.
+    peak_of: bytes at the peak for a batch size, which grows with it.
+    limit: bytes.
+    start: a size to begin with.
+    known: peaks that are known already, by size, which are not asked for again; None are none.
+
+    Cost: some six calls, since peaks grow nearly linearly, and at most twice as many as bisection takes.
     """
     points: dict[int, int] = {}
     given = dict(known or {})

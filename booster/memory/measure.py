@@ -16,8 +16,15 @@ from booster.masters.packed import Packed
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes on this rank; weights: with buffers. peak: of the CUDA device since its statistics were reset; None on CPU. host:
-    of states and masters that lie in the host's memory beside parameters on a device; they are in none of the others."""
+    """Bytes on this rank.
+
+    weights: with buffers.
+    masters: float32 copies of half weights, or what is kept of them.
+    gradients: that are there now.
+    states: of the optimizer.
+    peak: of the CUDA device since its statistics were reset; None on CPU.
+    host: of states and masters that lie in the host's memory beside parameters on a device; they are in none of the others.
+    """
 
     weights: int
     masters: int

@@ -23,7 +23,12 @@ _LENGTH = 512
 
 @dataclass(frozen=True)
 class Job:
-    """What `estimate` is given."""
+    """What `estimate` is given.
+
+    model, optimizer: not boosted.
+    batch: of one rank, (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
+    criterion: a function of output and target.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -34,10 +39,11 @@ class Job:
 def named_job(what: str, batch_size: int | None = None) -> Job:
     """Return the job that `what` names, its model without memory where a package makes it.
 
-    "timm:NAME": a classifier of images of its own size, with AdamW, batches of 32. "transformers:NAME": a model type, as
-    "gpt2", of its default size, or what `AutoConfig.from_pretrained` takes; it predicts tokens, or classes of images, with
-    AdamW, batches of 8, at most 512 tokens. "MODULE:FUNCTION" or "FILE.py:FUNCTION": imports it, and calls it without arguments
-    for (model, optimizer, batch, criterion), in any memory. batch_size: of one rank, in place of those.
+    what: "timm:NAME" is a classifier of images of its own size, with AdamW, batches of 32. "transformers:NAME" is a model type,
+        as "gpt2", of its default size, or what `AutoConfig.from_pretrained` takes; it predicts tokens, or classes of images,
+        with AdamW, batches of 8, at most 512 tokens. "MODULE:FUNCTION" or "FILE.py:FUNCTION" is imported, and called without
+        arguments for (model, optimizer, batch, criterion), in any memory.
+    batch_size: of one rank, in place of those; None leaves them.
 
     Raises ValueError for a name that means none of these, ImportError where the package is missing, and what FUNCTION raises.
     """

@@ -76,7 +76,11 @@ _REGISTRY: dict[str, type[MixedPrecision]] = {
 
 
 def register(name: str, strategy: type[MixedPrecision]) -> None:
-    """Make `Booster(mixed_precision=name)` mean `strategy()`. Raises ValueError if the name is taken by another class."""
+    """Make `Booster(mixed_precision=name)` mean `strategy()`. Raises ValueError if the name is taken by another class.
+
+    name: for `Booster(mixed_precision=...)`.
+    strategy: a subclass of `MixedPrecision`, whose options have defaults.
+    """
     arguments.text("name", name, "the name that Booster(mixed_precision=...) will know it by")
     if not (isinstance(strategy, type) and issubclass(strategy, MixedPrecision)):
         raise TypeError(
@@ -94,8 +98,9 @@ def available() -> list[str]:
 
 
 def make(precision: str | MixedPrecision | None, argument: str = "mixed_precision") -> MixedPrecision:
-    """A strategy from what a user passed: None means float32, a string is looked up, an object is returned.
+    """A strategy from what a user passed.
 
+    precision: None means float32, a string is looked up, an object is returned.
     argument: what errors call it.
     """
     if precision is None:

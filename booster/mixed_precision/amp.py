@@ -22,14 +22,13 @@ from booster.model.modules import bare
 class AutocastMixedPrecision(HalfPrecision):
     """Float32 parameters; forward passes run under `torch.autocast` to `dtype`. Base of `fp16` and `bf16`.
 
-    cache_enabled: keep each weight's half copy for the rest of a forward pass.
-    output_dtype: floating dtype of what the model returns; None leaves the dtypes that autocast produced.
+    cache_enabled: keep the `dtype` copy of each weight until the forward pass ends.
+    output_dtype: floating dtype of what the model returns; None leaves the dtypes of autocast.
     keep_fp32: modules that compute in float32, by type, name pattern or predicate (see `KeptModules`).
     sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
-        backward is several times slower, unless products are to be "native", see `half_products` of `Booster`.
-    gather_in_half: a plugin that shards float32 weights gathers those in `dtype` that only products read: linear and
-        convolution layers. Half the bytes, and not a bit changes, but where a forward reads such a weight by itself; see
-        `DtypePolicy.gather`.
+        backward is several times slower, unless `half_products` of the `Booster` is "native".
+    gather_in_half: a plugin that shards weights gathers those of linear and convolution layers in `dtype`: half the bytes.
+        Not a bit changes, but where a forward reads such a weight by itself; see `DtypePolicy.gather`.
     """
 
     dtype: torch.dtype
@@ -70,9 +69,23 @@ class AutocastMixedPrecision(HalfPrecision):
 
 
 class FP16TorchMixedPrecision(AutocastMixedPrecision):
-    """float16 autocast with a dynamic loss scale, on CPU too. Options of the scale: see `DynamicScale`.
+    """float16 autocast with a dynamic loss scale, as torch.autocast with a GradScaler; on a CPU too.
 
-    scale: the loss scale as an object in their place; every boosted optimizer gets a copy of it.
+    init_scale: the factor on the first loss.
+    growth_factor: what the scale is multiplied by to grow.
+    backoff_factor: what it is multiplied by after an overflow.
+    growth_interval: steps without overflow after which it grows.
+    hysteresis: so many overflows, counted anew when the scale grows, until it backs off; each before skips its step alone.
+    min_scale: the scale stays at or above it; None is 2**-126.
+    max_scale: the scale stays at or below it; None is no bound.
+    cache_enabled: keep the float16 copy of each weight until the forward pass ends.
+    output_dtype: floating dtype of what the model returns; None leaves the dtypes of autocast.
+    keep_fp32: modules that compute in float32, by type, name pattern or predicate (see `KeptModules`);
+        "auto" finds them during the run, see below.
+    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
+        backward is several times slower, unless `half_products` of the `Booster` is "native".
+    gather_in_half: a plugin that shards weights gathers those of linear and convolution layers in float16: half the bytes.
+    scale: a `LossScaler` in place of the options above; every boosted optimizer gets a copy of it. None makes a `DynamicScale`.
 
     keep_fp32="auto", alone or among others: `Booster` diagnoses skipped steps, as with `diagnose="every"`, and a module in
     which 2 of them within 100 steps begin, and which float32 would help, computes in float32 from then on, on all ranks, with
@@ -123,6 +136,14 @@ class FP16TorchMixedPrecision(AutocastMixedPrecision):
 
 
 class BF16MixedPrecision(AutocastMixedPrecision):
-    """bfloat16 autocast. bfloat16 has the range of float32, so the loss is not scaled."""
+    """bfloat16 autocast, as torch.autocast. bfloat16 has the range of float32, so the loss is not scaled.
+
+    cache_enabled: keep the bfloat16 copy of each weight until the forward pass ends.
+    output_dtype: floating dtype of what the model returns; None leaves the dtypes of autocast.
+    keep_fp32: modules that compute in float32, by type, name pattern or predicate (see `KeptModules`).
+    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
+        backward is several times slower, unless `half_products` of the `Booster` is "native".
+    gather_in_half: a plugin that shards weights gathers those of linear and convolution layers in bfloat16: half the bytes.
+    """
 
     dtype = torch.bfloat16

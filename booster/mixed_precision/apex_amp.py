@@ -182,8 +182,24 @@ def initialize(
 ) -> Any:
     """Wrap models and optimizers; returns models, or (models, optimizers) if there are any. A list comes back as a list.
 
-    Options and errors: those of `FP16ApexMixedPrecision`. Models stay on their device, and are to be wrapped for
-    data parallelism afterwards. half_products: as for `Booster`. enabled=False returns everything as it is.
+    models: one, or a list; they stay on their device, and are to be wrapped for data parallelism afterwards.
+    optimizers: one, or a list; None is none.
+    enabled: False returns everything as it is.
+    opt_level: "O0" float32; "O1" float32 weights, casts around torch functions; "O2" half weights, float32 BatchNorm and
+        masters; "O3" half.
+    cast_model_type: dtype of the weights, False to leave them; None takes the level's default.
+    patch_torch_functions: cast around torch functions; None takes the level's default.
+    keep_batchnorm_fp32: keep BatchNorm in float32; None takes the level's default.
+    master_weights: keep float32 masters behind half weights; None takes the level's default.
+    loss_scale: "dynamic", or a static number; None takes the level's default.
+    cast_model_outputs: dtype of what models return; None is float32 for a model that is cast, else what it computes.
+    num_losses: loss scales, for `loss_id` of `scale_loss`.
+    verbosity: 1 logs the options and every skipped step, 0 does not.
+    min_loss_scale: a dynamic scale stays at or above it; None is no bound.
+    max_loss_scale: a dynamic scale stays at or below it.
+    half_products: as for `Booster`.
+
+    Errors are those of `FP16ApexMixedPrecision`.
     """
     arguments.flag("enabled", enabled)
     if not enabled:
@@ -246,10 +262,12 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Yield the scaled loss, to call `backward()` on; on leaving, gradients are unscaled and the scale moves.
 
+    loss: of one element.
     optimizers: what `initialize` returned, one or a sequence; the scale is the smallest of theirs.
+    loss_id: which of `num_losses` loss scales.
     delay_unscale: leave gradients scaled, for all but the last pass of an accumulation.
     delay_overflow_check: do not look for overflows, which then reach the weights.
-    model: not used, as in apex.
+    model: not used, as in apex; None is as good.
     Raises RuntimeError before `initialize`, IndexError for a loss_id beyond num_losses. If the body raises, gradients are as
     they were before it.
     """
@@ -299,7 +317,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}`, added to `destination` if that is given."""
+    """`{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}`, added to `destination` unless that is None."""
     state = {} if _session.precision is None else _session.precision.scales.amp_state_dict()
     if destination is None:
         return state
@@ -323,17 +341,17 @@ def disable_casts() -> AbstractContextManager[None]:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Under O1, from the next `initialize` on, cast floating arguments of `module.name` to float16."""
+    """Under O1, from the next `initialize` on, cast floating arguments of the function `name` of `module` to float16."""
     _session.registered.add(module, name, "half")
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Under O1, from the next `initialize` on, cast half arguments of `module.name` to float32."""
+    """Under O1, from the next `initialize` on, cast half arguments of the function `name` of `module` to float32."""
     _session.registered.add(module, name, "float")
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Under O1, from the next `initialize` on, cast arguments of `module.name` to the widest of their dtypes."""
+    """Under O1, from the next `initialize` on, cast arguments of the function `name` of `module` to their widest dtype."""
     _session.registered.add(module, name, "promote")
 
 

@@ -90,7 +90,7 @@ class MixedPrecision:
         return next((each for each in (self.policy.param, self.policy.compute, own) if each in HALF_DTYPES), None)
 
     def bind(self, device: torch.device) -> None:
-        """Learn the device; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
+        """Learn the `device`; `Booster` calls it. Raises ValueError if this precision cannot run there, or runs elsewhere."""
         if self._device not in (None, device):
             raise ValueError(
                 f"this {type(self).__name__} object runs on {self._device} already; make another one for {device}"
@@ -103,13 +103,13 @@ class MixedPrecision:
         """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Swap modules or install hooks; runs before the plugin places the model."""
+        """Swap modules of `model` or install hooks; runs before the plugin places it."""
         if self.conversion is not None:
             self.conversion.convert(model, self.device, self._keep_fp32)
         return model
 
     def revert(self, model: nn.Module) -> None:
-        """Undo `convert`, in place, also in a model that was placed since. To be overridden along with it.
+        """Undo `convert` in `model`, in place, also in one that was placed since. To be overridden along with it.
 
         Modules that compute in float32 by `compute_in_fp32` are seen to by the caller.
         """
@@ -117,7 +117,7 @@ class MixedPrecision:
             self.conversion.revert(model)
 
     def keep_weights(self, model: nn.Module, placement: Placement) -> dict[str, torch.Tensor]:
-        """Weights of `model`, by name, that placing it would lose and `make_update` wants; runs before it is placed."""
+        """Weights of `model`, by name, that `placement` would lose and `make_update` wants; runs before it is placed."""
         return {}
 
     def forward_context(self) -> AbstractContextManager[Any]:
@@ -129,7 +129,7 @@ class MixedPrecision:
         return nullcontext()
 
     def wrap_model(self, placed: nn.Module) -> ModelWrapper:
-        """The boosted model around a placed one."""
+        """The boosted model around `placed`."""
         return ModelWrapper(placed, self, input_dtype=self.input_dtype)
 
     # ---- what a precision may override: optimizers
@@ -139,7 +139,7 @@ class MixedPrecision:
         return NoScale()
 
     def check_loss_id(self, loss_id: int) -> None:
-        """Raise unless there is a loss scaler of that number."""
+        """Raise unless there is a loss scaler of the number `loss_id`."""
         if type(loss_id) is not int or loss_id != 0:
             raise ValueError(
                 f"loss_id={arguments.shown(loss_id)} is not legal; {type(self).__name__} keeps one loss scaler, number 0"
@@ -204,7 +204,7 @@ class MixedPrecision:
         return False
 
     def keeping(self, names: Iterable[str]) -> MixedPrecision:
-        """A new strategy like this one, bound to no device, that also keeps the modules of these names in float32.
+        """A new strategy like this one, bound to no device, that also keeps the modules of these `names` in float32.
 
         Raises TypeError for strategies without keep_fp32.
         """
@@ -244,7 +244,10 @@ class MixedPrecision:
         return clone
 
     def choose_half_products(self, choice: Choice, device: torch.device) -> None:
-        """Learn how products of halves are to be computed; `Booster` calls it, before `bind`. See `half_products` there.
+        """Learn how products of halves are to be computed; `Booster` calls it, before `bind`.
+
+        choice: see `half_products` of `Booster`.
+        device: where they are computed.
 
         Raises ValueError where the strategy was told otherwise by another `Booster`, and for "float32" where it could not be.
         """
@@ -315,7 +318,10 @@ class MixedPrecision:
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
     ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
-        """Wrap model, optimizer and criterion so that they run under this precision; several optimizers come as a list.
+        """Wrap `model`, `optimizer` and `criterion`, of which the last two may be None, so that they run under this precision.
+
+        placement: the parallelism; None is none.
+        options: how optimizers step, of which several come as a list; None is the defaults of `Booster`.
 
         Order: check, convert, place, rebind the optimizers to the placed parameters, wrap. The user's objects are edited
         in place: parameters move to the device, optimizers may switch to their fused kernels.

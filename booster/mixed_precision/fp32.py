@@ -16,15 +16,16 @@ from booster.tensors.trees import HALF_DTYPES
 
 
 class FP32(MixedPrecision):
-    """Models compute in the dtype of their parameters.
-
-    The half inputs of a float32 model, such as the activations of a half model around it, are widened.
+    """No mixed precision: models compute in the dtype of their parameters.
 
     products: "bfloat16" lets oneDNN round what float32 products, convolutions and recurrent layers read to bfloat16, on a CPU
-    where it does so (of x86 those with AMX), and raises ValueError elsewhere; one product is looked at. Sums, and all else,
-    stay in float32. torch's own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and
-    restored after it. It is one for the process: what other threads multiply in the meantime is rounded too. torch multiplies
-    small matrices by itself, in float32. Call `b.backward`, as always: a bare `loss.backward()` is outside of it.
+        where it does so (of x86 those with AMX), and raises ValueError elsewhere; one product is looked at. Sums, and all else,
+        stay in float32.
+
+    The half inputs of a float32 model, such as the activations of a half model around it, are widened. For "bfloat16" torch's
+    own switch (`torch.backends.mkldnn`) is turned on around each forward and backward pass and restored after it. It is one for
+    the process: what other threads multiply in the meantime is rounded too. torch multiplies small matrices by itself, in
+    float32. Call `b.backward`, as always: a bare `loss.backward()` is outside of it.
     """
 
     _products: Literal["float32", "bfloat16"] = "float32"

@@ -31,8 +31,10 @@ _MARK = "booster_keep_fp32"
 class Blocks:
     """Blocks of a model by their place, for `keep_fp32` and `keep`: the first and the last of those that repeat.
 
-    first, last: how many; below 1 which share of all blocks, rounded up. `Blocks(last=0.15)` is the last 15 % of them. Blocks
-    are what a transformers model lists as indivisible, of other models the modules that stand in a list beside others of
+    first: how many at the beginning; below 1 which share of all blocks, rounded up.
+    last: likewise at the end; `Blocks(last=0.15)` is the last 15 % of them.
+
+    Blocks are what a transformers model lists as indivisible, of other models the modules that stand in a list beside others of
     their class. Raises ValueError for a number that is not legal, and, where a model is known, for one without blocks.
     """
 
@@ -80,10 +82,11 @@ class KeptModules:
     """Which modules of `model` stay in float32 by `keep_fp32`, for a strategy that swaps or casts modules itself.
 
     keep_fp32: one or several of: a module type; a name or glob pattern matched against the whole qualified name, where
-    `*` matches within one part and `**` across parts ("blocks.*.norm1"); a predicate `(name, module) -> bool`; `Blocks` and
-    `Ends`, by their place.
-    names: of those that it selects; a module inside a selected one is not listed again. option: what a strategy calls its
-    argument, for messages.
+        `*` matches within one part and `**` across parts ("blocks.*.norm1"); a predicate `(name, module) -> bool`; `Blocks` and
+        `Ends`, by their place.
+    option: what a strategy calls its argument, for messages.
+    names: of those that it selects; a module inside a selected one is not listed again.
+
     Raises ValueError for a type or pattern that selects nothing: a typo would change the precision silently.
     """
 
@@ -108,7 +111,7 @@ class KeptModules:
         self.names = frozenset(name for name in names if names.isdisjoint(parents(name)))
 
     def contains(self, name: str) -> bool:
-        """Return whether the module of that name, or one that it is in, stays in float32."""
+        """Return whether the module `name`, or one that it is in, stays in float32."""
         arguments.instance("name", name, str, "the qualified name of a module")
         return name in self.names or not self.names.isdisjoint(parents(name))
 
@@ -213,7 +216,11 @@ def is_marked(name: str, module: nn.Module) -> bool:
 
 
 def is_batch_norm(name: str, module: nn.Module) -> bool:
-    """A predicate for `keep_fp32`: BatchNorm of any dimension, whose running statistics half precision would spoil."""
+    """A predicate for `keep_fp32`: BatchNorm of any dimension, whose running statistics half precision would spoil.
+
+    name: of the module in the model; it does not matter.
+    module: what is asked about.
+    """
     return isinstance(module, BatchNorm)
 
 

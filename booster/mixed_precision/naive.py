@@ -28,19 +28,24 @@ from booster.update.outcome import UpdateOptions
 
 
 class NaiveMixedPrecision(HalfPrecision):
-    """Parameters, activations and gradients in `dtype`. Base of `fp16_naive` and `bf16_naive`.
+    """Half-precision weights, in `dtype`, with float32 master weights. Base of `fp16_naive` and `bf16_naive`.
 
-    log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`, one read of them a step.
-    clip_grad_norm: clip to this norm inside every `step()`; 0 does not.
+    log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`; one read of them a step.
+    clip_grad_norm: clip gradients to this norm inside every `step()`; 0 does not.
     verbose: log changes of the loss scale and the number of zeros through the logger of `booster.masters.update`.
     output_to_fp32: the model returns float32.
+    sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
     keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see `KeptModules`);
         BatchNorm by default.
-    sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
-    master_weights, rounding, states: see `MasterOptions`.
-    sdpa_fp32: as `AutocastMixedPrecision`.
+    master_weights: what is kept beside half weights. "fp32": a float32 copy, 4 bytes a parameter. "split": the 16 bits that the
+        half weight lacks, 2 bytes, to the same result. "split24": 8 of these, 1 byte, rounded stochastically. "none": nothing.
+        "auto": "split" for bfloat16 and elementwise optimizers, else "fp32".
+    rounding: of updates, with master_weights="none": "nearest", "stochastic", or "kahan", which keeps the error in 2 bytes.
+    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
+        backward is several times slower, unless `half_products` of the `Booster` is "native".
     default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are `dtype` too, and not
         float32, which half weights do not multiply with.
+    states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
 
     A model that arrives in float32 lends its weights to the masters before it is cast; one in half gives what it has.
     """
@@ -108,10 +113,33 @@ class NaiveMixedPrecision(HalfPrecision):
 
 
 class FP16NaiveMixedPrecision(NaiveMixedPrecision):
-    """float16 with a loss scale. initial_scale to max_scale are those of `DynamicScale`, with Megatron-LM's hysteresis:
-    `hysteresis - 1` overflows are forgiven, and forgiveness is renewed only when the scale grows. dynamic_grad_scale:
-    False keeps the scale at `initial_scale`; steps that overflow are still skipped. scale: the loss scale as an object in
-    their place; every boosted optimizer gets a copy of it. Other options: `NaiveMixedPrecision`.
+    """Half-precision weights (float16) with float32 master weights and a dynamic loss scale.
+
+    log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`; one read of them a step.
+    initial_scale: the factor on the first loss.
+    min_scale: the scale stays at or above it; None is 2**-126.
+    growth_factor: what the scale is multiplied by to grow.
+    backoff_factor: what it is multiplied by after an overflow.
+    growth_interval: steps without overflow after which it grows.
+    hysteresis: so many overflows, counted anew when the scale grows, until it backs off; each before skips its step alone.
+    max_scale: the scale stays at or below it; None is no bound.
+    clip_grad_norm: clip gradients to this norm inside every `step()`; 0 does not.
+    verbose: log changes of the loss scale and the number of zeros through the logger of `booster.masters.update`.
+    dynamic_grad_scale: False keeps the scale at `initial_scale`; steps that overflow are still skipped.
+    output_to_fp32: the model returns float32.
+    sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
+    keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see `KeptModules`);
+        BatchNorm by default.
+    master_weights: what is kept beside half weights. "fp32": a float32 copy, 4 bytes a parameter. "split": the 16 bits that the
+        half weight lacks, 2 bytes, to the same result. "split24": 8 of these, 1 byte, rounded stochastically. "none": nothing.
+        "auto": "split" for bfloat16 and elementwise optimizers, else "fp32".
+    rounding: of updates, with master_weights="none": "nearest", "stochastic", or "kahan", which keeps the error in 2 bytes.
+    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
+        backward is several times slower, unless `half_products` of the `Booster` is "native".
+    default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are float16 too, and not
+        float32, which half weights do not multiply with.
+    states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
+    scale: a `LossScaler` in place of the options of the scale; every boosted optimizer gets a copy of it. None makes one.
     """
 
     dtype = torch.float16
@@ -175,6 +203,24 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
 
 
 class BF16NaiveMixedPrecision(NaiveMixedPrecision):
-    """bfloat16, which has the range of float32, so the loss is not scaled. Options: `NaiveMixedPrecision`."""
+    """Half-precision weights (bfloat16) with float32 master weights. bfloat16 has the range of float32: the loss is not scaled.
+
+    log_num_zeros_in_grad: count zero gradient elements for `StepResult.num_zeros_in_grad`; one read of them a step.
+    clip_grad_norm: clip gradients to this norm inside every `step()`; 0 does not.
+    verbose: log changes of the loss scale and the number of zeros through the logger of `booster.masters.update`.
+    output_to_fp32: the model returns float32.
+    sync_buffer: average floating buffers over the ranks that share the batch at every forward in training.
+    keep_fp32: modules that keep float32 parameters and compute in it, by type, name pattern or predicate (see `KeptModules`);
+        BatchNorm by default.
+    master_weights: what is kept beside half weights. "fp32": a float32 copy, 4 bytes a parameter. "split": the 16 bits that the
+        half weight lacks, 2 bytes, to the same result. "split24": 8 of these, 1 byte, rounded stochastically. "none": nothing.
+        "auto": "split" for bfloat16 and elementwise optimizers, else "fp32".
+    rounding: of updates, with master_weights="none": "nearest", "stochastic", or "kahan", which keeps the error in 2 bytes.
+    sdpa_fp32: run scaled_dot_product_attention in float32 while training; "auto" does so on a CPU, where its half-precision
+        backward is several times slower, unless `half_products` of the `Booster` is "native".
+    default_dtype: tensors that forward makes without saying in which dtype, as by `torch.zeros`, are bfloat16 too, and not
+        float32, which half weights do not multiply with.
+    states: how optimizer states are kept: "fp32" as they are, "bf16" in 2 bytes an element, "8bit" in 1.0625.
+    """
 
     dtype = torch.bfloat16

@@ -30,17 +30,18 @@ _TF32 = "torch.tf32"
 class NaiveAMPModel(PrecisionModule):
     """`model` with parameters, activations and gradients in `dtype`; the model is cast in place.
 
-    Floating inputs are cast to `dtype` in whatever container, integers and float64 stay. output_to_fp32: return float32;
-    False returns what the model computes. dtype: torch.float16, torch.bfloat16 or torch.float32, or one of the strings
-    "torch.float16", "torch.half", "torch.bfloat16", "torch.float32". "torch.tf32" is float32 whose forward multiplies in TF32,
-    on a CUDA device that does; a backward pass, which is the caller's, multiplies as the process has it set.
+    output_to_fp32: return float32; False returns what the model computes.
+    dtype: torch.float16, torch.bfloat16 or torch.float32, or one of the strings "torch.float16", "torch.half",
+        "torch.bfloat16", "torch.float32". "torch.tf32" is float32 whose forward multiplies in TF32, on a CUDA device that does;
+        a backward pass, which is the caller's, multiplies as the process has it set.
     sync_buffer: before every forward in training, average the floating buffers over `parallel_group`; see `BufferAverage`.
-    parallel_group: None means the whole world.
+    parallel_group: ranks that buffers are averaged over; None means the whole world.
     keep_fp32: modules that keep float32 parameters and compute in float32, by type, name pattern or predicate (see
-    `KeptModules`), beside those that `set_fp32_attr_to_module` marked.
+        `KeptModules`), beside those that `set_fp32_attr_to_module` marked.
 
-    Attributes, state dict keys, `train` and `eval` are those of `model`. There is no loss scale and there are no master
-    weights: for those, give the model to a `Booster` whose precision is "fp16_naive" or "bf16_naive" instead.
+    Floating inputs are cast to `dtype` in whatever container, integers and float64 stay. Attributes, state dict keys, `train`
+    and `eval` are those of `model`. There is no loss scale and there are no master weights: for those, give the model to a
+    `Booster` whose precision is "fp16_naive" or "bf16_naive" instead.
 
     Raises ValueError for another dtype and for a module kept in float32 that shares a parameter with one that is not,
     TypeError for what is not a module.

@@ -166,7 +166,7 @@ def _cast_to(dtype: torch.dtype, name: str, tensor: torch.Tensor) -> torch.Tenso
 
 
 def install_keep_fp32(module: nn.Module, policy: DtypePolicy) -> None:
-    """Make the modules of `policy.keep_fp32` take their inputs in float32 and return `policy.param`, in place.
+    """Make the modules of `module` that `policy` keeps in float32 take inputs in it and return `policy.param`, in place.
 
     For plugins that cast parameters themselves; `cast_parameters` does it too. Repeating it changes nothing.
     """

@@ -13,8 +13,8 @@ class PrecisionSchedule:
     """Precisions one after another: `Booster(mixed_precision=PrecisionSchedule({0: "mxfp8", 0.9: "bf16"}, total_steps=1000))`.
 
     phases: from where on, to a name or an object, as for `Booster`. 0 is the beginning, which must be there; a number below 1
-    is that share of total_steps, rounded up; a whole number from 1 on is so many optimizer steps. total_steps: of the whole
-    run; needed where there are shares.
+        is that share of total_steps, rounded up; a whole number from 1 on is so many optimizer steps.
+    total_steps: optimizer steps of the whole run, needed where there are shares; None where there are none.
 
     Steps are counted made or skipped, and checkpoints keep count; of several optimizers the one counts that made fewest. At the
     first forward pass after a step that ends a phase the Booster goes over, as by `b.switch`: not between backward and step.

@@ -21,15 +21,15 @@ _logger = logging.getLogger(__name__)
 
 
 class TF32MixedPrecision(FP32):
-    """Weights, activations and gradients in float32; products and convolutions may run in TF32, forward and backward.
-
-    torch's own switch (`fp32_precision` of its backends) is turned on around each forward and backward pass and restored after
-    it. It is one for the process: what other threads multiply in the meantime runs in TF32 too.
+    """Float32 whose products and convolutions may run in TF32, forward and backward; weights and gradients stay float32.
 
     emulate: False needs a CUDA device of compute capability 8.0 (Ampere) or above, and raises ValueError elsewhere; True rounds
-    what products read to TF32 on any device, to rehearse, and is slower than float32; "auto" rehearses where it must. Emulated
-    are linear layers, products, convolutions and attention, not recurrent layers; a compiled model runs uncompiled. Call
-    `b.backward`, as always: a bare `loss.backward()` is outside of it.
+        what products read to TF32 on any device, and is slower than float32; "auto" emulates where it must.
+
+    torch's own switch (`fp32_precision` of its backends) is turned on around each forward and backward pass and restored after
+    it. It is one for the process: what other threads multiply in the meantime runs in TF32 too. Emulated are linear layers,
+    products, convolutions and attention, not recurrent layers; a compiled model runs uncompiled. Call `b.backward`, as always:
+    a bare `loss.backward()` is outside of it.
     """
 
     def __init__(self, *, emulate: bool | Literal["auto"] = False) -> None:

@@ -130,7 +130,7 @@ def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | N
     factorise or look at another parameter must not be registered. The class counts exactly, not its subclasses.
 
     states: of states that are kept in few bits (`states="8bit"`), by name: "signed"; "unsigned", which is never negative; or
-    "fp32", which stays float32, as an average of weights should. Those not named are found by trial steps.
+    "fp32", which stays float32, as an average of weights should. Those not named, with None all, are found by trial steps.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise TypeError(

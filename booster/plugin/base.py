@@ -54,14 +54,15 @@ class Pipeline(Protocol):
         seed: Any,
         return_outputs: bool = True,
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        """Return (losses, outputs) of the micro-batches, detached, on the rank of the last stage, elsewhere two empty lists.
+        """Return (losses, outputs) of `micro_batches`, detached, on the rank of the last stage, elsewhere two empty lists.
 
+        criterion: a function of output and target.
         seed: what the gradient of the mean loss is multiplied with, a float or 0-dim tensor; None runs no backward.
         return_outputs: False keeps no outputs.
         """
 
     def share(self, loss: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-        """Return the 0-dim `loss` of the last stage, on every rank of the pipeline; a collective."""
+        """Return the 0-dim `loss` of the last stage, on `device`, on every rank of the pipeline; a collective."""
 
 
 class Plugin(ABC):
@@ -88,14 +89,20 @@ class Plugin(ABC):
         """Put `module` on `device` in the dtypes of `policy` and return what is to be called; may run collectives."""
 
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
-        """Return why `place_again` cannot be called so, in the words after "because"; None: it can. Nothing is changed, and no
-        collective runs. Meanwhile the tensors of the model are stand-ins, of the dtypes that they had when it was placed."""
+        """Return why `place_again` cannot be called so, in the words after "because"; None: it can.
+
+        placed: what `place` made; meanwhile its tensors are stand-ins, of the dtypes that they had then.
+        before: the policy that it was placed under.
+        after: the one that it is to have. Nothing is changed, and no collective runs.
+        """
         return f"{type(self).__name__} does not say how a model that it placed gets other dtypes"
 
     def place_again(
         self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy, device: torch.device
     ) -> nn.Module:
-        """Give what `place` made under the policy `before` the dtypes of `after`, and return what is to be called.
+        """Give `placed`, which `place` made under the policy `before`, the dtypes of `after`; return what is to be called.
+
+        device: where it lies, and stays.
 
         Weights that are whole here come in the dtypes and with the values that `place` would get, and no module keeps itself
         in float32; the parameters that stand in the model afterwards may be others, as after `place`. May run collectives.
@@ -128,7 +135,7 @@ class Plugin(ABC):
         return Shards(optimizer)
 
     def carried(self, module: nn.Module) -> dict[torch.Tensor, torch.Tensor] | None:
-        """Return what this rank alone carries from step to step for a placed module, by parameter; None for nothing ever.
+        """Return what this rank alone carries from step to step for the placed `module`, by parameter; None for nothing ever.
 
         It is the plugin's own, not a copy: checkpoints hold it, and loading one changes it.
         """
@@ -175,11 +182,11 @@ class Plugin(ABC):
         return 1
 
     def pipeline(self, module: nn.Module) -> Pipeline | None:
-        """Return what runs a placed module whose layers lie on several ranks; None where a rank can call it whole."""
+        """Return what runs the placed `module` where its layers lie on several ranks; None where a rank can call it whole."""
         return None
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which forward and backward of a placed module leave gradients unsynchronised."""
+        """Return a context in which forward and backward of the placed `module` leave gradients unsynchronised."""
         return nullcontext()
 
     def prepare_dataloader(
@@ -194,10 +201,17 @@ class Plugin(ABC):
         distributed_sampler_cls: type[Sampler[Any]] | None = None,
         **dataloader_options: Any,
     ) -> DataLoader[Any]:
-        """Make a DataLoader over this rank's share of `dataset`; `batch_size` is per rank.
+        """Make a DataLoader over this rank's share of `dataset`.
 
-        seed: of the shuffling, the same on all ranks, and of the workers, which differ. drop_last: drop the tail that
-        does not fill a batch, or does not divide among ranks; without it the sampler repeats samples to divide.
+        dataset: with a length, or an `IterableDataset`, which deals to ranks by itself.
+        batch_size: samples of one rank in a step.
+        shuffle: draw the order of each epoch anew.
+        seed: of the shuffling, the same on all ranks, and of the workers, which differ.
+        drop_last: drop the tail that does not fill a batch, or does not divide among ranks; without it the sampler repeats
+            samples to divide.
+        pin_memory: batches in pinned host memory, from which copies to a GPU do not wait.
+        num_workers: processes that read; 0 reads in this one.
+        distributed_sampler_cls: the sampler that deals to several ranks; None is torch's DistributedSampler.
         dataloader_options: any other argument of `torch.utils.data.DataLoader`.
         """
         return prepare_dataloader(

@@ -46,23 +46,29 @@ PipelineStyle = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 
 class HybridParallelPlugin(ShardingPlugin):
-    """Divides layers among `tp_size` ranks, the chain of layers among `pp_size` stages, and the batch among the rest.
+    """Tensor, pipeline and data parallelism at once, also with sharding.
 
-    Ranks are numbered with tensor parallelism innermost and stages outermost: neighbours share a layer. The world size
-    is a multiple of tp_size * pp_size; the quotient is the data-parallel size.
-
+    tp_size: ranks that divide each layer (tensor parallelism).
+    pp_size: stages that divide the chain of layers (pipeline parallelism); the rest of the ranks divide the batch.
     zero_stage: 0 keeps parameters, gradients and optimizer states whole on every data-parallel rank; 1 and 2 shard them:
         torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
         `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is
         1 nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
-    num_microbatches, microbatch_size: how `b.execute_pipeline` divides a batch; give one of them, or neither for one
-        micro-batch, or as many as stages in a pipeline.
+    num_microbatches: how many micro-batches `b.execute_pipeline` makes of a batch. None goes by microbatch_size; where both are
+        None it is one micro-batch, in a pipeline as many as stages.
+    microbatch_size: samples of a micro-batch, in place of their number; None likewise.
     num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
-    pp_style: the schedule.
+    pp_style: the schedule of micro-batches.
     sequence_parallelism: ranks of tensor parallelism keep a part of the sequence each between the branches of blocks.
     tp_plan: module name patterns to styles, a callable that makes them of the model, or None for the plan that is known for it.
-    split_points: names of the modules that begin the second and later stages, or None: evenly.
-    wrap_policy, reduce_dtype: those of `TorchFSDPPlugin`.
+    split_points: names of the modules that begin the second and later stages; None divides evenly.
+    wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
+        parameters from which on a module is one; None means the repeated blocks of the model, see `blocks.block_names`.
+    reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
+        the parameters.
+
+    Ranks are numbered with tensor parallelism innermost and stages outermost: neighbours share a layer. The world size
+    is a multiple of tp_size * pp_size; the quotient is the data-parallel size.
 
     Construct it after `booster.launch_from_torch()`. Raises ValueError for sizes that do not fit the world.
     """

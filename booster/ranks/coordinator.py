@@ -64,7 +64,7 @@ class DistCoordinator:
         return dist.get_rank(_checked(group)) == dist.get_world_size(group) - 1
 
     def print_on_master(self, msg: str, group: dist.ProcessGroup | None = None) -> None:
-        """Print `msg` on rank 0 of `group`; no collective."""
+        """Print `msg` on rank 0 of `group` (None: of the world); no collective."""
         if self.is_master(group):
             print(msg, flush=True)  # noqa: T201 - printing is what was asked for
 
@@ -77,7 +77,9 @@ class DistCoordinator:
     def priority_execution(self, executor_rank: int = 0, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Run the body on `executor_rank` first, then on the others (a download, then reads of its cache).
 
-        executor_rank: a rank of `group` (None: of the world). All ranks of the group must enter.
+        executor_rank: a rank of the group, all ranks of which must enter.
+        group: the ranks that do; None: the world.
+
         Cost: one broadcast of one number. If the body raises on the executor, the others raise RuntimeError instead
         of entering; if it raises on another rank, only that rank knows.
         """

@@ -90,6 +90,18 @@ class DeviceFields:
 class StepResult:
     """The outcome of `optimizer.step()`; true if parameters were updated.
 
+    applied: whether the optimizer changed the parameters.
+    skipped_reason: why it did not: None, "nonfinite_loss" (the forward pass made an inf or NaN) or "nonfinite_grad" (an
+        overflow).
+    culprit: names of the parameters whose gradient held an inf or NaN.
+    grad_norm: of the unscaled gradients before clipping; None where the step did not look at them.
+    loss_scale: the scale that this step's gradients carried; 1.0 without a loss scaler.
+    loss: what the closure returned; None without one.
+    num_zeros_in_grad: zero gradient elements of this rank; None unless the precision was asked to count them.
+    decision: `applied` without waiting, a 0-dim bool tensor where a device decides.
+    pending: numbers that still lie on a device, 0-dim, by name; None in the constructor is none.
+    fields: of the constructor: a `StepFields`, or what makes one when it is read.
+
     Where the decision lives on a device, `applied` waits for that one flag and the other fields for the device, each when
     first read; until then nothing waits.
     """

@@ -15,8 +15,7 @@ class PlainDocstrings(griffe.Extension):
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         if cls.docstring is not None:
-            made = cls.members.get("__init__")
-            names = {each.name for each in made.parameters} if isinstance(made, griffe.Function) else set()
+            names = {each.name for each in cls.parameters}  # also where a base takes them
             cls.docstring.value = as_markdown(cls.docstring.value, {*names, *cls.members})
 
 

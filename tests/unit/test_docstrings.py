@@ -1,4 +1,7 @@
-"""Docstrings of what docs/reference shows: where one explains more than three parameters, each begins a line of its own."""
+"""Docstrings of what people type: they name every parameter, and where they explain more than three each begins a line.
+
+What people type is what docs/reference shows, and what the packages of the library export.
+"""
 
 import inspect
 import re
@@ -8,13 +11,27 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTED = sorted(
-    {
-        name
-        for page in (ROOT / "docs" / "reference").glob("*.md")
-        for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
-    }
+EXPORTING = (
+    "booster",
+    "booster.checkpoint",
+    "booster.data",
+    "booster.integrations.trainer",
+    "booster.logging",
+    "booster.memory",
+    "booster.mixed_precision",
+    "booster.mixed_precision.apex_amp",
+    "booster.nn.lr_scheduler",
+    "booster.numerics",
+    "booster.plugin",
+    "booster.plugin.tensor_parallel",
 )
+REFERENCE = {
+    name
+    for page in (ROOT / "docs" / "reference").glob("*.md")
+    for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+}
+REFUSED = "NoReturn"  # what a function takes only to say that it is wrong
+EXPORTED = {f"{package}.{name}" for package in EXPORTING for name in import_module(package).__all__}
 
 
 def target(name):
@@ -32,48 +49,59 @@ def target(name):
     return found
 
 
-def parameters(function):
-    try:
-        return set(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return set()
+def parameters(called):
+    """What is typed to call a function or to make an object of a class, by name."""
+    if inspect.isclass(called):
+        made = called.__init__ if inspect.isfunction(called.__init__) else called.__new__  # that of a named tuple
+        return {name: each for name, each in parameters(made).items() if name not in ("args", "kwargs", "kwds")}
+    own = inspect.signature(called).parameters if inspect.isfunction(called) else {}
+    hidden = ("self", "cls", "_cls")
+    return {name: each for name, each in own.items() if name not in hidden and each.annotation != REFUSED}
+
+
+def items(text, names):
+    """The places of `text` that explain some of `names`, as `name: what it is`."""
+    name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    item = re.compile(rf"(?:\A|(?<=\n\n)|(?<=[.;)][ \n]))(?P<who>(?:{name})(?:, (?:{name}))*): (?=\S)")
+    return list(item.finditer(text)) if names else []
 
 
 def explained(text, names):
-    """Parameters that `text` explains, as `name: what it is`, and of these the ones that stand amid a line."""
-    if not names:
-        return [], []
-    name = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    item = re.compile(rf"(?:\A|(?<=\n\n)|(?<=[.;)][ \n]))(?P<who>(?:{name})(?:, (?:{name}))*): (?=\S)")
-    found = list(item.finditer(text))
+    """Parameters that `text` explains, and of these the ones that stand amid a line."""
+    found = items(text, names)
     amid = [each["who"] for each in found if each.start() and text[each.start() - 1] != "\n"]
     return [who for each in found for who in each["who"].split(", ")], amid
 
 
 def documented():
-    """(name, docstring, names that it may explain) of every documented class and function, and of their public methods."""
-    for name in DOCUMENTED:
+    """(name, docstring, names that it may explain, what it is called with) of every class and function, and of public methods.
+
+    The docstring of a class is its own, as editors show none of its bases; that of a method may be inherited, as they show it.
+    Methods are those of what the reference shows.
+    """
+    for name in sorted(REFERENCE | EXPORTED):
         thing = target(name)
         if not inspect.isclass(thing):
-            yield name, inspect.getdoc(thing) or "", parameters(thing)
+            yield name, inspect.getdoc(thing) or "", {*parameters(thing)}, parameters(thing)
             continue
         fields = {key for base in thing.__mro__ for key in getattr(base, "__annotations__", {})}
-        yield name, inspect.cleandoc(vars(thing).get("__doc__") or ""), parameters(thing) | fields
-        for key, member in vars(thing).items():
+        yield name, inspect.cleandoc(vars(thing).get("__doc__") or ""), {*parameters(thing)} | fields, parameters(thing)
+        for key, member in vars(thing).items() if name in REFERENCE else ():
             function = inspect.unwrap(getattr(member, "__func__", member))
             if not key.startswith("_") and inspect.isfunction(function):
-                yield f"{name}.{key}", inspect.cleandoc(function.__doc__ or ""), parameters(function)
+                text = inspect.getdoc(getattr(thing, key)) or ""
+                yield f"{name}.{key}", text, {*parameters(function)}, parameters(function)
 
 
 def crowded():
-    for name, text, names in documented():
+    for name, text, names, _ in documented():
         all_of_them, amid = explained(text, names)
         if len(all_of_them) > 3 and amid:
             yield f"{name}: {', '.join(amid)}"
 
 
 def test_where_more_than_three_parameters_are_explained_each_begins_a_line():
-    assert len(DOCUMENTED) > 50
+    assert len(REFERENCE) > 50
     assert [*crowded()] == []
 
 
@@ -87,3 +115,42 @@ def test_where_more_than_three_parameters_are_explained_each_begins_a_line():
 )
 def test_what_stands_amid_a_line_is_found(text, found, amid):
     assert explained(text, set("abcd")) == (found, amid)
+
+
+def named(text, names):
+    """Of `names` those that `text` explains, or has between backticks."""
+    explains, _ = explained(text, names)
+    return {*explains, *(each for each in names if f"`{each}`" in text)}
+
+
+def unnamed():
+    for name, text, _, typed in documented():
+        missing = [each for each in typed if each not in named(text, {*typed})]
+        if missing:
+            yield f"{name}: {', '.join(missing)}"
+
+
+def test_every_parameter_is_named():
+    assert [*unnamed()] == []
+
+
+def unsaid():
+    """Options that are None by default, where neither their lines nor those before and after all say what None means."""
+    for name, text, names, typed in documented():
+        parts = [*items(text, names)]
+        starts = [each.start() for each in parts] + [len(text)]
+        said = {
+            who
+            for each, end in zip(parts, starts[1:], strict=True)
+            if "None" in text[each.end() : end].partition("\n\n")[0]
+            for who in each["who"].split(", ")
+        }
+        last = starts[-2] if parts else 0
+        around = text[: starts[0]] + text[last:].partition("\n\n")[2]
+        missing = [key for key, each in typed.items() if each.default is None and key not in said]
+        if missing and "None" not in around:
+            yield f"{name}: {', '.join(missing)}"
+
+
+def test_what_none_means_is_said_where_it_is_the_default():
+    assert [*unsaid()] == []

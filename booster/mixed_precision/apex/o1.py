@@ -88,17 +88,17 @@ _RULES: dict[Kind, Rule] = {"half": as_half, "float": as_float32, "promote": as_
 
 
 def half_function(function: Decorated) -> Decorated:
-    """Decorator: in a region that O1 casts, floating arguments become float16; elsewhere nothing changes."""
+    """Decorate `function`: where O1 casts, floating arguments become float16; elsewhere nothing changes."""
     return _cast_arguments(function, "half")
 
 
 def float_function(function: Decorated) -> Decorated:
-    """Decorator: in a region that O1 casts, half arguments become float32; matrix products inside still run in half."""
+    """Decorate `function`: where O1 casts, half arguments become float32; matrix products inside still run in half."""
     return _cast_arguments(function, "float")
 
 
 def promote_function(function: Decorated) -> Decorated:
-    """Decorator: in a region that O1 casts, half arguments become float32 if another argument is."""
+    """Decorate `function`: where O1 casts, half arguments become float32 if another argument is."""
     return _cast_arguments(function, "promote")
 
 

@@ -52,12 +52,18 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
     opt_level: "O0" float32; "O1" float32 weights, casts around torch functions; "O2" half weights, float32 BatchNorm and
         masters; "O3" half.
-    cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights: None takes the level's default.
-    loss_scale: "dynamic", or a static number; None likewise.
+    cast_model_type: dtype of the weights, False to leave them; None takes the level's default.
+    patch_torch_functions: cast around torch functions; None takes the level's default.
+    keep_batchnorm_fp32: keep BatchNorm in float32; None takes the level's default.
+    master_weights: keep float32 masters behind half weights; None takes the level's default.
+    loss_scale: "dynamic", or a static number; None takes the level's default.
     cast_model_outputs: dtype of what models return; None is float32 for a model that is cast, else what it computes.
     num_losses: loss scales, see `Booster.backward(loss_id=...)`.
     verbosity: 1 logs the options and every skipped step, 0 does not.
-    min_loss_scale, max_loss_scale, scale_window: of a dynamic scale.
+    min_loss_scale: a dynamic scale stays at or above it; None is no bound.
+    max_loss_scale: a dynamic scale stays at or below it.
+    scale_window: steps without overflow after which a dynamic scale doubles.
+    backend: "native" runs this library's levels, "apex" the apex that is installed, "auto" apex where it can, else native.
     Errors and their order are those of apex, see `options.resolve`.
 
     What was recorded of apex wins over what other precisions do: a static scale lets inf into the weights, scales move
@@ -244,19 +250,19 @@ class FP16ApexMixedPrecision(MixedPrecision):
         return self._o1.disable()
 
     def register_half_function(self, module: Any, name: str) -> None:
-        """Under O1, cast floating arguments of `module.name` to float16; see `user_functions.Registered.add`."""
+        """Under O1, cast floating arguments of the function `name` of `module` to float16; see `Registered.add`."""
         self._o1.register(module, name, "half")
 
     def register_float_function(self, module: Any, name: str) -> None:
-        """Under O1, cast half arguments of `module.name` to float32; see `user_functions.Registered.add`."""
+        """Under O1, cast half arguments of the function `name` of `module` to float32; see `Registered.add`."""
         self._o1.register(module, name, "float")
 
     def register_promote_function(self, module: Any, name: str) -> None:
-        """Under O1, cast half arguments of `module.name` to float32 if another argument is; see `Registered.add`."""
+        """Under O1, cast half arguments of the function `name` of `module` to float32 if another is; see `Registered.add`."""
         self._o1.register(module, name, "promote")
 
     def use_registered(self, registered: Registered) -> None:
-        """Cast by these registrations instead of those made so far."""
+        """Cast by `registered` instead of by what was registered so far."""
         self._o1.use(registered)
 
     def casts(self) -> CastFunctions:

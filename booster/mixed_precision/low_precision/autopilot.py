@@ -29,9 +29,11 @@ _CALM = 2  # looks in a row at less than half of it, until the product is low ag
 class Autopilot:
     """A low precision whose layers go over to a wide dtype, product by product, where rounding spoils them, and come back.
 
-    low: a name or object of a low precision. high: what products are made in where they are wide, "bf16" or "fp32". every:
-    the first step of the optimizer, and one of so many, is looked at: each product is made in the recipe and, besides, in
-    float32, of the same matrices. budget: the largest share of all products that may be wide.
+    low: the name or object of a low precision.
+    high: what products are made in where they are wide.
+    every: optimizer steps between looks, of which the first step is one. In a look each product is made in the recipe and,
+        besides, in float32, of the same matrices.
+    budget: the largest share of all products that may be wide, from 0 to 1.
 
     The noise of a product is the norm of the difference, its signal that of the wide one; of a forward without what all tokens
     have in common. Where noise is above 1 / sqrt(3) of the signal (arXiv 2505.19115), that product of that layer is made

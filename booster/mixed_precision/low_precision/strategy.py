@@ -199,16 +199,18 @@ class LowPrecision(HalfPrecision):
     checkpoints see what they saw. Weights are rounded anew in every pass.
 
     emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
-    numbers in a wide dtype on any device, slower than that dtype, to rehearse; "auto" rehearses where it must.
+        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
     keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
-    the first and the last one, `Ends()`, () none. `keep=(Ends(), Blocks(last=0.15))` also keeps those of the last blocks.
-    Layers whose features are no multiple of what the kernels want stay wide too, and so do subclasses of `nn.Linear`; one INFO
-    line names them.
-    weights: "fp32" is the precision `bf16` around these layers, "bf16" `bf16_naive`, whose masters the optimizer steps.
-    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for rehearsals with "fp32" weights.
-    keep_fp32: modules that compute in float32, with the linear layers in them, as in these; None means their default.
-    forward, input_grad, weight_grad: how the three products of a layer are made: its output, the gradient of its input and
-    that of its weight. "recipe" is in low precision, "bf16" and "fp32" are in that dtype, whatever else is.
+        the first and the last one, `Ends()`, () none.
+    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
+    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
+    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
+    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
+    input_grad: likewise of the product that makes the gradient of its input.
+    weight_grad: likewise of the product that makes the gradient of its weight.
+
+    `keep=(Ends(), Blocks(last=0.15))` keeps the ends and the last blocks wide. Layers whose features are no multiple of what
+    the kernels want stay wide too, and so do subclasses of `nn.Linear`; one INFO line names them.
 
     `boost` checks each kind of layer against a plain one (`self_check.complaint`), and raises RuntimeError where they differ
     by more than the recipe may. Raises ValueError for a model of which no layer can be converted. Backward with
@@ -297,13 +299,26 @@ class LowPrecision(HalfPrecision):
 
 
 class FP8MixedPrecision(LowPrecision):
-    """float8 products. recipe: "tensorwise", one scale a matrix, e5m2 for gradients; "rowwise", one a row, e4m3 throughout;
-    "rowwise_with_gw_hp", rowwise with the weight gradient in the wide dtype. Those of torchao. Other options: `LowPrecision`.
+    """fp8 training: linear layers multiply in float8, scaled by the largest number. The recipes are those of torchao.
 
-    gather_in_fp8: a plugin that shards weights gathers those of converted layers as e4m3, 1 byte a number and not 4 or 2,
-    and not a bit of the products changes, but where a forward reads such a weight by itself. Of "tensorwise" alone: the others
-    round a weight under other scales in backward than in forward, so that no one byte a number serves both. Costs an
-    all-reduce of 4 bytes a weight tensor before every forward pass.
+    recipe: "tensorwise" has one scale a matrix, and e5m2 for gradients; "rowwise" one a row, and e4m3 throughout;
+        "rowwise_with_gw_hp" is "rowwise" with the weight gradient in the wide dtype.
+    gather_in_fp8: a plugin that shards weights gathers those of converted layers as e4m3, 1 byte a number and not 4 or 2; see
+        below.
+    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
+        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
+    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
+        the first and the last one, `Ends()`, () none.
+    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
+    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
+    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
+    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
+    input_grad: likewise of the product that makes the gradient of its input.
+    weight_grad: likewise of the product that makes the gradient of its weight.
+
+    gather_in_fp8 changes not a bit of the products, but where a forward reads such a weight by itself. It is for "tensorwise"
+    alone: the others round a weight under other scales in backward than in forward, so that no one byte a number serves both.
+    It costs an all-reduce of 4 bytes a weight tensor before every forward pass.
     """
 
     def __init__(
@@ -345,17 +360,41 @@ class FP8MixedPrecision(LowPrecision):
 
 
 class MXFP8MixedPrecision(LowPrecision):
-    """float8 products with a power-of-two scale for each 32 numbers. Options: `LowPrecision`."""
+    """MXFP8 training: linear layers multiply in float8 with a power-of-two scale for each 32 numbers.
+
+    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
+        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
+    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
+        the first and the last one, `Ends()`, () none.
+    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
+    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
+    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
+    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
+    input_grad: likewise of the product that makes the gradient of its input.
+    weight_grad: likewise of the product that makes the gradient of its weight.
+    """
 
     recipe = MXFP8
 
 
 class NVFP4MixedPrecision(LowPrecision):
-    """4-bit products with an e4m3 scale for each 16 numbers. Other options: `LowPrecision`.
+    """NVFP4 training: linear layers multiply in 4 bits with an e4m3 scale for each 16 numbers.
 
     stochastic_rounding: of gradients; what is random is a hash of the gradient (`number_formats.noise_of`), so that ranks,
-    recomputations and resumed runs agree. hadamard: rotate the operands of the weight gradient, so that no outlier takes up
-    its block's scale. Both as NVIDIA published the recipe (arXiv 2509.25149), which also keeps some layers wide: see keep.
+        recomputations and resumed runs agree.
+    hadamard: rotate the operands of the weight gradient, so that no outlier takes up its block's scale.
+    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
+        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
+    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
+        the first and the last one, `Ends()`, () none.
+    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
+    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
+    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
+    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
+    input_grad: likewise of the product that makes the gradient of its input.
+    weight_grad: likewise of the product that makes the gradient of its weight.
+
+    Its own options are those of NVIDIA's recipe (arXiv 2509.25149), which also keeps some layers wide: see `preset`.
     """
 
     def __init__(
@@ -392,17 +431,32 @@ class NVFP4MixedPrecision(LowPrecision):
 
     @classmethod
     def preset(cls, name: Literal["nvidia-2025"], **options: Any) -> NVFP4MixedPrecision:
-        """The options that a publication trained with; others, or other values, by keyword.
+        """The options that a publication trained with.
 
-        "nvidia-2025": NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149): gradients rounded
-        stochastically, the weight gradient rotated, and in bfloat16 the ends and the last 15 % of the blocks. It also ends runs
-        with a forward in bfloat16: `preset(name, forward="bf16")` in the last phase of a `PrecisionSchedule`.
+        name: "nvidia-2025": NVIDIA 2025, Pretraining Large Language Models with NVFP4 (arXiv 2509.25149): gradients rounded
+            stochastically, the weight gradient rotated, and in bfloat16 the ends and the last 15 % of the blocks.
+        options: those of this class; they go before what the publication says.
+
+        That recipe also ends runs with a forward in bfloat16: `preset(name, forward="bf16")` in the last phase of a
+        `PrecisionSchedule`.
         """
         arguments.choice("name", name, ("nvidia-2025",))
         return cls(**{"stochastic_rounding": True, "hadamard": True, "keep": (Ends(), Blocks(last=0.15)), **options})
 
 
 class Int8MixedPrecision(LowPrecision):
-    """8-bit whole-number products with a scale for each row, which CPUs run as well. Options: `LowPrecision`."""
+    """INT8 training: linear layers multiply whole numbers of 8 bits with a scale for each row, which CPUs run as well.
+
+    emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
+        numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
+    keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
+        the first and the last one, `Ends()`, () none.
+    weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
+    compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
+    keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
+    forward: the dtype of a layer's output product: "recipe" is low precision, "bf16" and "fp32" are these dtypes.
+    input_grad: likewise of the product that makes the gradient of its input.
+    weight_grad: likewise of the product that makes the gradient of its weight.
+    """
 
     recipe = INT8_RECIPE

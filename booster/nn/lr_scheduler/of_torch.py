@@ -17,6 +17,11 @@ Factor = Callable[[int], float]
 class CosineAnnealingLR(torch_schedulers.CosineAnnealingLR):
     """Torch's cosine annealing from the base rate to `eta_min` over `total_steps`, without its climb back afterwards.
 
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    eta_min: the rate at the end.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+
     Source: Loshchilov and Hutter, "SGDR", 2017.
     """
 
@@ -31,9 +36,18 @@ class CosineAnnealingLR(torch_schedulers.CosineAnnealingLR):
 class OneCycleLR(torch_schedulers.OneCycleLR):
     """Torch's one-cycle policy; the optimizer's own rates are the peaks, and it rests at the end instead of raising.
 
-    The cycle starts at peak / div_factor, peaks after the share `pct_start` of the steps, and ends at
-    peak / div_factor / final_div_factor. Side effect: with `cycle_momentum` the momentum (or beta1) of every group goes
-    from `max_momentum` down to `base_momentum` and back.
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    pct_start: share of the steps, from 0 to 1, at which the peak is.
+    anneal_strategy: the curve up and down: a cosine or a line.
+    cycle_momentum: move the momentum (or beta1) of every group against the rate, from `max_momentum` to `base_momentum` and
+        back.
+    base_momentum: the momentum at the peak.
+    max_momentum: the momentum at both ends.
+    div_factor: the cycle starts at peak / div_factor.
+    final_div_factor: it ends at peak / div_factor / final_div_factor.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+
     Source: Smith and Topin, "Super-Convergence", 2018.
     """
 
@@ -80,7 +94,13 @@ class OneCycleLR(torch_schedulers.OneCycleLR):
 
 
 class LambdaLR(torch_schedulers.LambdaLR):
-    """The base rate times `lr_lambda(step)`; one function for all groups or a sequence with one per group."""
+    """The base rate times `lr_lambda(step)`.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    lr_lambda: one function of the step for all groups, or a sequence with one per group.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, lr_lambda: Factor | Sequence[Factor], *, last_epoch: int = -1
@@ -93,7 +113,13 @@ class LambdaLR(torch_schedulers.LambdaLR):
 
 
 class MultiplicativeLR(torch_schedulers.MultiplicativeLR):
-    """The last rate times `lr_lambda(step)`, from step 1; one function for all groups or a sequence, one per group."""
+    """The last rate times `lr_lambda(step)`, from step 1.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    lr_lambda: one function of the step for all groups, or a sequence with one per group.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, lr_lambda: Factor | Sequence[Factor], *, last_epoch: int = -1
@@ -106,7 +132,14 @@ class MultiplicativeLR(torch_schedulers.MultiplicativeLR):
 
 
 class StepLR(torch_schedulers.StepLR):
-    """The rate times `gamma` every `step_size` steps."""
+    """The rate times `gamma` every `step_size` steps.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    step_size: steps between two decays.
+    gamma: factor on the rate at each.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, *, step_size: int = 1, gamma: float = 0.1, last_epoch: int = -1
@@ -120,7 +153,13 @@ class StepLR(torch_schedulers.StepLR):
 
 
 class ExponentialLR(torch_schedulers.ExponentialLR):
-    """The rate times `gamma` at every step."""
+    """The rate times `gamma` at every step.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    gamma: factor on the rate at each step; 1 keeps it.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(self, optimizer: Optimizer, total_steps: int, *, gamma: float = 1.0, last_epoch: int = -1) -> None:
         self.total_steps = check_common(optimizer, total_steps, last_epoch)

@@ -61,7 +61,7 @@ class WarmupSchedule(Schedule):
 
     @abstractmethod
     def rate_after_warmup(self, step: int, base_lr: Rate) -> Rate:
-        """Return the rate of `step`, counted from 0 at the end of the warmup."""
+        """Return the rate of `step`, counted from 0 at the end of the warmup, for a group that began with `base_lr`."""
 
     def rate(self, step: int, base_lr: Rate) -> Rate:
         if step < self.warmup_steps:
@@ -86,6 +86,11 @@ def polynomial(step: int, steps: int, start: Rate, end: float, power: float) -> 
 class LinearWarmupLR(WarmupSchedule):
     """Climb to the base rate over `warmup_steps`, then fall linearly to 0 at `total_steps`.
 
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    warmup_steps: steps in which the rate climbs linearly; 0 does not.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+
     Warmup is base_lr * (t + 1) / (warmup_steps + 1): here the base rate is first reached at the step after the warmup,
     so that no two steps have it. The other warmup schedules reach it at the last warmup step. A warmup longer than
     `total_steps` is legal here, as the published ViT recipe has it (50 of 2 epochs): the schedule ends while it climbs.
@@ -107,6 +112,13 @@ class LinearWarmupLR(WarmupSchedule):
 
 class PolynomialWarmupLR(WarmupSchedule):
     """Linear warmup, then (base_lr - end_lr) * (1 - progress) ** power + end_lr, which is `end_lr` at `total_steps`.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    warmup_steps: steps of `total_steps` in which the rate climbs linearly; 0 does not.
+    end_lr: the rate at `total_steps`.
+    power: of the curve; 1 is a line.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
 
     A base rate below `end_lr` climbs to it.
     """
@@ -130,7 +142,14 @@ class PolynomialWarmupLR(WarmupSchedule):
 
 
 class PolynomialLR(PolynomialWarmupLR):
-    """Polynomial decay from the base rate to `end_lr` at `total_steps` (torch's of this name always ends at 0)."""
+    """Polynomial decay from the base rate to `end_lr` at `total_steps` (torch's of this name always ends at 0).
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    end_lr: the rate at `total_steps`.
+    power: of the curve; 1 is a line.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self,
@@ -145,7 +164,14 @@ class PolynomialLR(PolynomialWarmupLR):
 
 
 class CosineAnnealingWarmupLR(WarmupSchedule):
-    """Linear warmup over `warmup_steps`, then cosine annealing to `eta_min` at `total_steps`."""
+    """Linear warmup over `warmup_steps`, then cosine annealing to `eta_min` at `total_steps`.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    warmup_steps: steps of `total_steps` in which the rate climbs linearly; 0 does not.
+    eta_min: the rate at the end.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self,
@@ -164,7 +190,15 @@ class CosineAnnealingWarmupLR(WarmupSchedule):
 
 
 class FlatAnnealingWarmupLR(WarmupSchedule):
-    """Linear warmup, the base rate for the share `pct_start` of the other steps, then cosine annealing to `eta_min`."""
+    """Linear warmup, the base rate for the share `pct_start` of the other steps, then cosine annealing to `eta_min`.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    warmup_steps: steps of `total_steps` in which the rate climbs linearly; 0 does not.
+    pct_start: share of the steps after warmup that have the base rate, from 0 to 1.
+    eta_min: the rate at the end.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self,
@@ -189,7 +223,13 @@ class FlatAnnealingWarmupLR(WarmupSchedule):
 
 
 class FlatAnnealingLR(FlatAnnealingWarmupLR):
-    """The base rate for the share `pct_start` of the steps, then cosine annealing to 0 at `total_steps`."""
+    """The base rate for the share `pct_start` of the steps, then cosine annealing to 0 at `total_steps`.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    pct_start: share of the steps that have the base rate, from 0 to 1.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self, optimizer: Optimizer, total_steps: int, *, pct_start: float = 0.72, last_epoch: int = -1
@@ -200,8 +240,13 @@ class FlatAnnealingLR(FlatAnnealingWarmupLR):
 class MultiStepWarmupLR(WarmupSchedule):
     """Linear warmup, then the base rate times `gamma` to the number of milestones passed.
 
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    warmup_steps: steps of `total_steps` in which the rate climbs linearly; 0 does not.
     milestones: increasing steps, counted from the start of training (warmup included), in [warmup_steps, total_steps];
-        from step m on the decay of milestone m is in force.
+        from step m on the decay of milestone m is in force. None, the default, is not legal.
+    gamma: factor on the rate at each.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
     """
 
     def __init__(
@@ -225,7 +270,15 @@ class MultiStepWarmupLR(WarmupSchedule):
 
 
 class MultiStepLR(MultiStepWarmupLR):
-    """The base rate times `gamma` to the number of `milestones` (increasing steps) passed."""
+    """The base rate times `gamma` to the number of `milestones` passed.
+
+    optimizer: the user's, before `boost`, or the boosted one.
+    total_steps: the length of the schedule, in optimizer steps; after it the rate stays where it is.
+    milestones: increasing steps, at most `total_steps`;
+        from step m on the decay of milestone m is in force. None, the default, is not legal.
+    gamma: factor on the rate at each.
+    last_epoch: the last step that was taken, to resume; -1 begins anew.
+    """
 
     def __init__(
         self,

@@ -92,8 +92,10 @@ class Advice:
     best: the name of the precision; None where none is within the budget's bounds.
     precision: a `MixedPrecision` for `Booster`, bound to no device; None likewise.
     rows: those that may be advised by rank, the others below.
+    reasons: sentences, the first of which says what to take.
     noise: by how much the times of two equal float32 models differed, relative; precisions that are no further apart count as
         equally fast.
+    device: where it was measured.
     """
 
     best: str | None

@@ -45,7 +45,8 @@ def advise(
     model_fn, optimizer_fn: make a model, and the optimizer of a model; called once or more for each precision, with all random
         generators at `seed`.
     batch: (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
-    device: as for `Booster`.
+    criterion: a function of output and target.
+    device: as for `Booster`; None likewise.
     precisions: names or objects; None means all of `available()` but "fp16_apex", which is fp16 for old scripts. float32 is
         always measured. What this device does not have and can emulate is rehearsed: errors only.
     steps: timed ones of each precision, each beside one of float32, in turns; fewer where `budget` wants it, at least 3.

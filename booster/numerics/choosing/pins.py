@@ -43,6 +43,7 @@ class Pins:
 
     names: for `keep_fp32=`; none where nothing need be kept.
     precision: the precision that was asked about, with them kept.
+    bound: the largest gradient error that was asked for.
     error, without: gradient error with and without them.
     table: the candidates, the largest contribution first; none where nothing had to be searched.
     layers: what is left, by layer, the worst first.
@@ -99,9 +100,13 @@ def auto_pins(
 ) -> Pins:
     """Find the smallest set of modules to keep in float32 so that the gradient error under `precision` is at most `bound`.
 
-    model: a module, which is copied, with the weights that it has, or a function that makes one. batch, criterion, device,
-    seed: as for `advise`. precision: one with keep_fp32; what it keeps already, it keeps. bound: of the norm of the
-    difference from float32's gradients, relative to their norm, as in `Budget`.
+    model: a module, which is copied, with the weights that it has, or a function that makes one.
+    batch: (inputs..., target), or a mapping that the model takes by keyword and the criterion whole.
+    criterion: a function of output and target.
+    precision: one with keep_fp32; what it keeps already, it keeps.
+    bound: of the norm of the difference from float32's gradients, relative to their norm, as in `Budget`.
+    device: as for `Booster`; None likewise.
+    seed: of weights and random numbers.
 
     Each block is measured with all others in float32: what it contributes alone. The largest are kept until the bound
     holds, then each of them is given back if it holds without; of what is left, a single module inside a block that is enough

@@ -14,7 +14,7 @@ Direction = Literal["forward", "loss", "backward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The first operation of a step that made an inf or NaN, and why. The same on every rank.
+    """The first operation of a step that made an inf or NaN, and why. The same on every rank. None is what is not known.
 
     kind: "data": a tensor that the step was given held one. "weights": a parameter or buffer did. "loss": what computes the
         loss from the model's output made it, as log(0) or 0/0 do. "overflow": the true result is finite, and too large for the

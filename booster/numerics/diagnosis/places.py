@@ -121,7 +121,14 @@ class Places:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The range of one tensor. low, high: of its finite elements, 0 where there are none. dtype: without "torch."."""
+    """The range of one tensor.
+
+    dtype: without "torch.".
+    shape: of the tensor.
+    low, high: of its finite elements, 0 where there are none.
+    num_nan: how many are NaN.
+    num_inf: how many are infinite.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -144,7 +151,7 @@ class Numbers:
 
     @classmethod
     def read(cls, data: dict[str, Any]) -> Numbers:
-        """Return the inverse of `dataclasses.asdict`, also after a passage through JSON."""
+        """Return what `dataclasses.asdict` made `data` of, also after a passage through JSON."""
         return cls(**{**data, "shape": tuple(data["shape"])})
 
 

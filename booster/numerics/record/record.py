@@ -42,6 +42,9 @@ _MOST_WAITING = 64
 class Record:
     """A record that is being written: `Booster.record` makes it, and every optimizer step adds to it.
 
+    folder, every, activations, tracker: those of `Booster.record`; None likewise.
+    precision, plugin, device: those of the `Booster`.
+
     Nothing in a step waits for a device: numbers that live on one are copied while training goes on, and their lines are
     written some steps later. The reasons for a skip are read from the device when its line is written. A context manager:
     leaving it closes the record.
@@ -88,8 +91,10 @@ class Record:
             looking.attach(model)
 
     def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], why: str) -> None:
-        """Write down that the run goes on in `precision`, and look at the layers of `models` that there are now. Waits for the
-        device."""
+        """Write down that the run goes on in `precision`, and `why`; the layers of `models` that there are now are looked at.
+
+        Waits for the device.
+        """
         self._policy = precision.policy
         for looking in self._looking:
             looking.close()
@@ -102,12 +107,12 @@ class Record:
         self._file.write([line])
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Write lines that are of no optimizer's step."""
+        """Write `lines` that are of no optimizer's step."""
         if not self.closed:
             self._file.write(lines)
 
     def expect(self, name: str, sampled: bool) -> None:
-        """Whether the next step of the optimizer `name` is sampled."""
+        """Take note of whether the next step of the optimizer `name` is `sampled`."""
         self._sampled_next[name] = sampled
         for looking in self._looking:
             looking.on = any(self._sampled_next.values())
@@ -118,13 +123,16 @@ class Record:
         return found if self.low_layers is None else [*found, self.low_layers.take()]
 
     def looks_at(self, update: Update, number: int, first: bool) -> bool:
-        """Whether gradients and weights are sampled in this step. Where all ranks hold the same, one of them does it."""
+        """Whether gradients and weights are sampled in step `number` of `update`, the `first` of this process or another.
+
+        Where all ranks hold the same, one of them does it.
+        """
         if self.closed or self.every is None or not (first or number % self.every == 0):
             return False
         return update.shards.sharded or self._group is None or dist.get_rank(self._group) == 0
 
     def format_of(self, update: Update, param: torch.Tensor) -> torch.dtype:
-        """The dtype in which backward passes compute the gradient of `param`, as far as the precision tells."""
+        """The dtype in which backward passes of `update` compute the gradient of `param`, as far as the precision tells."""
         policy = self._policy
         if param.dtype != torch.float32:
             return param.dtype

@@ -361,11 +361,13 @@ class Rounded:
 class Run:
     """What `read_run` found.
 
+    folder: of the record.
     steps, samples: by optimizer, in order.
     about: of the last process that wrote.
     notes: what is not as it should be, such as a line that a kill cut short, as sentences.
     switches: to other precisions, in order.
     rounded: of low-precision layers, all ranks together.
+    piloted: products that an `Autopilot` made wide, or low again, in order.
     """
 
     folder: Path

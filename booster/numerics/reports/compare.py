@@ -49,12 +49,14 @@ class Parted:
 class Comparison:
     """What `compare` found.
 
+    kind: in what they part; "alike" where they do not.
     step: where the runs part first; None where they are alike.
     optimizer: whose step it is.
 
     losses: of that step.
     parameters: those that part there, the furthest first.
     last_common: the last step both recorded.
+    notes: sentences on what could not be compared, or differs besides.
     """
 
     kind: Kind
@@ -85,7 +87,7 @@ class Comparison:
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Compare two records step by step; of several optimizers, the first that parts counts.
+    """Compare the records `a` and `b` step by step; of several optimizers, the first that parts counts.
 
     Explained is a relative difference of 8 unit roundoffs of the coarser format in a loss, and of 32 in the norm of a
     parameter's gradient or update, times the square root of the step; and one of up to 10 times the largest so far, which

@@ -23,7 +23,7 @@ _PICTURE = 720  # pixels
 
 @dataclass(frozen=True)
 class Report:
-    """One row for each parameter. `str()` of it is a table; rows are `Underflow` objects, with more than it shows."""
+    """One row for each parameter. `str()` of it is a table; `rows` are `Underflow` objects, with more than it shows."""
 
     rows: tuple[Underflow, ...]
 

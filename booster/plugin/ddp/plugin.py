@@ -38,18 +38,23 @@ CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class TorchDDPPlugin(Plugin):
-    """Every rank holds the whole model and a share of the batch; gradients are averaged during backward.
+    """Data parallelism (DistributedDataParallel): every rank holds the whole model and a share of the batch.
 
-    broadcast_buffers: give rank 0's buffers to all at every forward. bucket_cap_mb, find_unused_parameters,
-        gradient_as_bucket_view, static_graph: those of `DistributedDataParallel`.
+    broadcast_buffers: give rank 0's buffers to all at every forward.
+    bucket_cap_mb: MiB of gradients that travel together.
+    find_unused_parameters: search each forward for parameters that get no gradient.
+    gradient_as_bucket_view: gradients are views of the buckets that they travel in, which saves a copy of them.
+    static_graph: the same parameters are used in every step.
     sync_batchnorm: make BatchNorm statistics global (CUDA only).
     comm_hook: a DDP communication hook `(state, bucket) -> Future`, called with the process group as its state, or a pair
-        (state, hook).
-
+        (state, hook); None averages in the dtype of the gradients.
     fp8_communication: send gradients as 8-bit numbers with a scale for each 128, and sum them in float32 (True, or an
-        `FP8Communication`, which has options). A number of an average is off by at most 1/16 of itself plus 17/256 of the mean
-        of what ranks bring to it, or 2**-17 of the largest of its 128 for each of the two roundings where that is more. An inf
-        or NaN arrives as NaN. 2.02 bytes a parameter are sent for 4 of bfloat16 or 8 of float32; see `docs/low_precision.md`.
+        `FP8Communication`, which has options).
+
+    Gradients are averaged during backward; the first five options are those of `DistributedDataParallel`. Under
+    fp8_communication a number of an average is off by at most 1/16 of itself plus 17/256 of the mean of what ranks bring to it,
+    or 2**-17 of the largest of its 128 for each of the two roundings where that is more. An inf or NaN arrives as NaN. 2.02
+    bytes a parameter are sent for 4 of bfloat16 or 8 of float32; see `docs/low_precision.md`.
 
     In a world of one, with or without a process group, the model is left unwrapped. Construct it after
     `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet.

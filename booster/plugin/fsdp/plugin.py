@@ -25,20 +25,20 @@ _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class TorchFSDPPlugin(ShardingPlugin):
-    """Every rank holds a share of each parameter, gradient and optimizer state, and a share of the batch.
-
-    Parameters are gathered block by block in the dtype that the precision computes in. Under `fp16_naive` and `bf16_naive`
-    the float32 shard is the master, unless they ask for split or no masters.
+    """FSDP (torch's `fully_shard`): every rank holds a share of each parameter, gradient and optimizer state, and of the batch.
 
     reshard_after_forward: free a block's gathered parameters after its forward and gather them again in backward; False keeps
         them, which is faster and takes memory as ZeRO-2 does; a whole number keeps them sharded over that many ranks.
     wrap_policy: what a block is: module classes, name patterns, a predicate `(name, module) -> bool`, or the number of
         parameters from which on a module is one; None means the repeated blocks of the model, see `blocks.block_names`.
     cpu_offload: shards, gradients and optimizer states stay in the CPU's memory.
-    reduce_dtype: in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of the
-        parameters.
+    reduce_dtype: dtype in which gradients are averaged; None means float32 for half-precision models, otherwise the dtype of
+        the parameters.
     replicate_size: keep this many copies of the model, each sharded over the world size divided by it; neighbouring ranks share
         a copy.
+
+    Parameters are gathered block by block in the dtype that the precision computes in. Under `fp16_naive` and `bf16_naive`
+    the float32 shard is the master, unless they ask for split or no masters.
 
     All ranks start from rank 0's weights. Parameters on the meta device get theirs from `reset_parameters()`. Construct
     it after `booster.launch_from_torch()`; raises RuntimeError in a launched job that has no process group yet. Without a

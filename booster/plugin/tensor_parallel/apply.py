@@ -24,7 +24,10 @@ from booster.plugin.tensor_parallel.tied_weights import restore_frozen, tie, tie
 def check_tensor_parallel(
     model: nn.Module, *, mesh: DeviceMesh, tp_plan: TPPlan, sequence_parallelism: bool, policy: DtypePolicy
 ) -> None:
-    """Raise TypeError or ValueError if `apply_tensor_parallel` would; nothing is changed, and no collective runs."""
+    """Raise TypeError or ValueError if `apply_tensor_parallel` would; nothing is changed, and no collective runs.
+
+    model, mesh, tp_plan, sequence_parallelism, policy: those of that function.
+    """
     _resolve(model, mesh, tp_plan, sequence_parallelism)
 
 
@@ -34,7 +37,8 @@ def apply_tensor_parallel(
     """Divide `model` among the ranks of the one-dimensional `mesh`, in place. On a mesh of one nothing changes.
 
     tp_plan: a dict from module name patterns to styles, a callable that makes one of the model, or None for the plan that
-    is known for it. sequence_parallelism: between the blocks' branches every rank keeps a part of the sequence only.
+        is known for it.
+    sequence_parallelism: between the blocks' branches every rank keeps a part of the sequence only.
     policy: which modules are kept in float32; the caller makes them compute so, afterwards.
 
     Parameters of divided modules become new DTensor parameters, in the dtype they have; all others stay plain, and their
@@ -61,7 +65,7 @@ def apply_tensor_parallel(
 
 
 def fsdp_placement(param: torch.Tensor) -> Shard | None:
-    """How `fully_shard(shard_placement_fn=...)` may divide a parameter again; None as it likes, along dimension 0.
+    """How `fully_shard(shard_placement_fn=...)` may divide `param` again; None as it likes, along dimension 0.
 
     A fused projection holds a piece of each part of dimension 0, which cannot be divided along that dimension once more.
     """

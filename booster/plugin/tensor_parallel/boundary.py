@@ -109,24 +109,27 @@ class LocalStyle(ParallelStyle):
         return {}
 
     def check(self, name: str, module: nn.Module, tp_size: int) -> None:
-        """Raise ValueError if `module`, called `name`, cannot be divided so. Nothing is changed."""
+        """Raise ValueError if `module`, called `name`, cannot be divided among `tp_size` ranks so. Nothing is changed."""
 
     def localise(self, module: nn.Module, tp_size: int) -> None:
-        """Change what else of `module` must know that it works on a part, such as a number of heads."""
+        """Change what else of `module` must know that it works on a part of `tp_size`, such as a number of heads."""
 
     def enter(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the forward of `module` is called with, on this rank of `mesh`, in place of `args` and `kwargs`."""
         return args, kwargs
 
     def parts(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, torch.Tensor | None]:
-        """What the forward sees in place of each own parameter."""
+        """What the forward sees, on this rank of `mesh`, in place of each own parameter of `module`."""
         return {name: part_with_gradient(param) for name, param in own_dtensors(module).items()}
 
     def leave(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        """Return what `module` gives, on this rank of `mesh`, in place of the `output` of its forward."""
         return output
 
     def make_forward(self, module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
+        """Return what is called in place of the forward of `module` on this rank of `mesh`."""
         return PartForward(module, self, mesh)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -39,7 +39,7 @@ class Colwise(LocalStyle):
     num_parts: how many projections of equal width the layer holds one after the other (3 for a fused qkv); every rank gets its
         share of each.
     gather_output: join the output features on every rank.
-    sequence_dim: the input is a part of the sequence, which is gathered.
+    sequence_dim: the input is a part of the sequence, which is gathered along this dimension; None: it is whole.
     shared_input: a module around this one sums the gradients of the input.
     """
 
@@ -63,7 +63,7 @@ class Colwise(LocalStyle):
         return self.sequence_dim is None and not self.shared_input
 
     def sharing(self, shared: SharedInput) -> Colwise:
-        """Return this style for a layer that may share its input."""
+        """Return this style for a layer that may share its input, by `shared`."""
         style = copy.copy(self)
         style.shared = shared
         return style
@@ -112,8 +112,10 @@ class Colwise(LocalStyle):
 class Rowwise(LocalStyle):
     """A linear layer by input features: every rank has some of them, and the ranks' outputs are summed.
 
-    split_input: the input is whole, and each rank takes its features. sequence_dim: every rank keeps a part of the
-    sequence of the sum. The bias is added once, after the sum.
+    split_input: the input is whole, and each rank takes its features.
+    sequence_dim: every rank keeps a part of the sequence of the sum, along this dimension; None: all of it.
+
+    The bias is added once, after the sum.
     """
 
     def __init__(self, *, split_input: bool = False, sequence_dim: int | None = None) -> None:
@@ -158,6 +160,7 @@ class Rowwise(LocalStyle):
 class EmbeddingParallel(LocalStyle):
     """An embedding by vocabulary, whose ranks' lookups are summed, or by features, which are joined.
 
+    by: which of the two.
     gather_output: False leaves every rank its own features, as biases by head are wanted.
     """
 
@@ -225,10 +228,11 @@ class Region(LocalStyle):
     """A module whose own parameters, if any, stay whole, and whose input or output changes its layout.
 
     partial_gradients: own parameters meet only a part of the tokens or heads here, so their gradients are sums over the ranks.
-    into: "gather" joins the sequence of the first argument, "split" cuts it.
-    out: "gather" joins the sequence of the (first) output, "reduce" sums it over ranks.
+    into: "gather" joins the sequence of the first argument, "split" cuts it; None leaves it.
+    out: "gather" joins the sequence of the (first) output, "reduce" sums it over ranks; None leaves it.
+    sequence_dim: the dimension of the sequence.
     divide: attributes to divide by the number of ranks.
-    assign: attributes to set.
+    assign: attributes to set; None are none.
     by_heads: arguments of shape (batch * all heads, ...), of which every rank takes its heads.
     shared: arguments that are several tensors, which every head reads, whose gradients are therefore sums over ranks.
     """

@@ -25,13 +25,18 @@ from booster.shards.zero_buckets import Layout
 
 
 class LowLevelZeroPlugin(TorchDDPPlugin):
-    """Every rank holds all weights and a share of the batch; of optimizer states and masters it holds its part.
+    """ZeRO 1 and 2: every rank holds all weights and a share of the batch; of optimizer states and masters it holds its part.
 
-    After a step each rank sends the weights that it stepped to all others, in the dtype they have. stage 1: gradients are
-    whole on every rank, as `DistributedDataParallel` leaves them. stage 2: each rank keeps its part of them, and `.grad` is
-    None after backward; clear them by `optimizer.zero_grad()`. In a step stage 1 sends 1.5 times what `TorchDDPPlugin` does,
-    and stage 2, whose gradients are reduce-scattered, as much.
-
+    stage: 1 leaves gradients whole on every rank, as `DistributedDataParallel` does; 2 leaves each rank its part of them, and
+        `.grad` None after backward: clear them by `optimizer.zero_grad()`.
+    bucket_cap_mb: MiB of parameters whose gradients, and updated weights, travel together.
+    broadcast_buffers: give rank 0's buffers to all at every forward.
+    find_unused_parameters: search each forward for parameters that get no gradient; stage 2 finds them always.
+    gradient_as_bucket_view: gradients are views of the buckets that they travel in; stage 1 only.
+    static_graph: the same parameters are used in every step; stage 1 only.
+    sync_batchnorm: make BatchNorm statistics global (CUDA only).
+    fp8_communication: as `TorchDDPPlugin`, of gradients alone; in stage 2 they are rounded once, by those who send them, and
+        error_feedback is not legal.
     reduce_scatter: stage 1 sends what stage 2 does. `DistributedDataParallel` still collects gradients, in buckets that stay,
         and each rank keeps its part of the average; `.grad` is None after backward, as in stage 2, where this is always so.
         error_feedback is not legal, and `gradient_as_bucket_view` is True.
@@ -40,12 +45,9 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         and forward, state dicts and loading of the user's own module. Who kept a parameter, or a module inside, and reads it
         between `step` and forward, calls `optimizer.wait_for_weights()` first: until then it may be as before the step. A
         compiled model waits for all when forward begins.
-    bucket_cap_mb: of parameters whose gradients, and updated weights, travel together.
-    broadcast_buffers, sync_batchnorm: as `TorchDDPPlugin`.
-    find_unused_parameters: stage 1 as `TorchDDPPlugin`; stage 2 finds them always.
-    gradient_as_bucket_view, static_graph: of `DistributedDataParallel`, stage 1 only.
-    fp8_communication: as `TorchDDPPlugin`, of gradients alone; in stage 2 they are rounded once, by those who send them, and
-        error_feedback is not legal.
+
+    After a step each rank sends the weights that it stepped to all others, in the dtype they have. In a step stage 1 sends 1.5
+    times what `TorchDDPPlugin` does, and stage 2, whose gradients are reduce-scattered, as much.
 
     Optimizers that treat every element by itself are divided by elements, those that need whole tensors by tensors; others
     raise ValueError in `boost` (see `booster.register_elementwise`). In a world of one nothing is divided.
