@@ -33,7 +33,8 @@ from booster.mixed_precision import (
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.hardware import sums_int8_exactly
 from booster.mixed_precision.low_precision import kernels, self_check
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, product, rotated
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiplied, product
+from booster.mixed_precision.low_precision.operands import rotated
 from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
 from booster.mixed_precision.low_precision.strategy import LinearConversion
 from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
@@ -281,15 +282,15 @@ def test_an_empty_batch_and_a_frozen_weight_are_ordinary(name, monkeypatch):
     linear, x, g = data()
     layer = LowPrecisionLinear.of(linear.requires_grad_(False), RECIPES[name], kernels=False)
     x.requires_grad_()
-    multiplied, right = [], product
+    made = []
     monkeypatch.setattr(
-        "booster.mixed_precision.low_precision.linear.product",
-        lambda *args, **options: multiplied.append(args) or right(*args, **options),
+        "booster.mixed_precision.low_precision.linear.multiplied",
+        lambda *args, **options: made.append(args) or multiplied(*args, **options),
     )
     layer(x).backward(g)
     assert x.grad is not None
     assert layer.weight.grad is None
-    assert len(multiplied) == 2, "no gradient that nobody wants"
+    assert len(made) == 2, "no gradient that nobody wants"
 
 
 @EVERY_RECIPE
@@ -699,13 +700,11 @@ def test_a_layer_that_does_not_round_is_found(monkeypatch):
 
 
 def test_nan_in_a_gradient_is_found(monkeypatch):
-    right = product
-
     def nan_in_weight_gradient(a, b, how, recipe, **options):
-        result = right(a, b, how, recipe, **options)
-        return result * torch.nan if how is recipe.weight_gradient and a.shape[0] == 32 else result
+        result = multiplied(a, b, how, recipe, **options)
+        return result * torch.nan if how is recipe.weight_gradient and len(a.values) == 32 else result
 
-    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.product", nan_in_weight_gradient)
+    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.multiplied", nan_in_weight_gradient)
     model = net()
     with pytest.raises(
         RuntimeError, match="'blocks.0.down' and 1 of its shape.*the gradient of the weight has inf or NaN"
@@ -715,12 +714,10 @@ def test_nan_in_a_gradient_is_found(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
 def test_nan_that_only_a_compiled_layer_gives_is_found(monkeypatch):
-    right = product
-
     def nan_where_compiled(*args, **options):
-        return right(*args, **options) * (torch.nan if torch.compiler.is_compiling() else 1.0)
+        return multiplied(*args, **options) * (torch.nan if torch.compiler.is_compiling() else 1.0)
 
-    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.product", nan_where_compiled)
+    monkeypatch.setattr("booster.mixed_precision.low_precision.linear.multiplied", nan_where_compiled)
     boosted(STRATEGIES["fp8 rowwise"]())
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="'blocks.0.up' and 1 of its shape.*the output, compiled, has inf or NaN"):

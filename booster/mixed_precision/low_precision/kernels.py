@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from booster.ground.torch_internals import int_mm
 from booster.mixed_precision.hardware import missing, sums_int8_exactly
-from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
+from booster.mixed_precision.low_precision.recipes import Product, Recipe
 from booster.number_formats import E2M1, Scaled, encode
 
-_ROWS = 32  # what the number of rows of both operands is filled up to: a multiple of 16, and more than 16 for int8
+_ROWS = 32  # a multiple of 16, and more than 16 for int8
 _TILE = (128, 4)  # of block scales, see "1D block scaling factors layout" in cuBLAS's documentation
 
 _EXACT = 2**24 // 127**2  # so many products of int8 numbers cannot add up to more than float32 holds exactly: 1,040
@@ -39,21 +38,29 @@ def for_device(recipe: Recipe, device: torch.device) -> Recipe:
     return recipe
 
 
-def multiply(
-    low: Callable[[torch.Tensor, Operand], Scaled], a: torch.Tensor, b: torch.Tensor, how: Product, recipe: Recipe
-) -> torch.Tensor:
-    """Return `a @ b.t()`, rounded by `low` as `how` says and run by the kernel of `recipe`; float32 for int8, else bfloat16."""
-    rows, columns = a.shape[0], b.shape[0]
-    a, b = (F.pad(each, (0, 0, 0, -each.shape[0] % _ROWS)) for each in (a, b))
-    left, right = low(a, how.left), low(b, how.right)
+def multiply(a: Scaled, b: Scaled, how: Product, recipe: Recipe) -> torch.Tensor:
+    """Return `a @ b.t()`, rounded as `how` says, by the kernel of `recipe`; float32 for int8, else bfloat16."""
+    if recipe.kernel == "fp8":
+        return scaled(a, b)
     run = {
-        "fp8": scaled,
         "mxfp8": microscaled,
         "nvfp4": microscaled,
         "int8": whole_numbers,
         "int8 in float32": whole_numbers_in_float32,
     }[recipe.kernel]
-    return run(left, right)[:rows, :columns]
+    rows, columns = len(a.values), len(b.values)
+    return run(filled_rows(a), filled_rows(b))[:rows, :columns]
+
+
+def filled_rows(x: Scaled) -> Scaled:
+    """Return `x` with rows of zeros until they are a multiple of 32, which only the kernels of fp8 do without."""
+    missing = -len(x.values) % _ROWS
+    if not missing:
+        return x
+    down = x.block[0] if x.block else 1
+    blocks = -(-(len(x.values) + missing) // down) - len(x.scale)
+    values, scale = F.pad(x.values, (0, 0, 0, missing)), F.pad(x.scale, (0, 0, 0, blocks), value=1.0)
+    return dataclasses.replace(x, values=values, scale=scale)
 
 
 def scaled(a: Scaled, b: Scaled) -> torch.Tensor:

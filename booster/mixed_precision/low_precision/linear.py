@@ -8,21 +8,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from booster.mixed_precision.low_precision.kernels import multiply
-from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe, Wide
+from booster.mixed_precision.low_precision.operands import rounded, turned
+from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
 from booster.model.modules import LinearStandIn
-from booster.number_formats import Scaled, noise_of, scale_to
-
-ROTATION = 16
-# Drawn once, as in the paper: all layers and steps rotate alike, and both operands must.
-_SIGNS = (1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
-_ROTATION = [
-    [sign * (-1.0) ** (row & column).bit_count() / ROTATION**0.5 for column in range(ROTATION)]
-    for row, sign in enumerate(_SIGNS)
-]
+from booster.number_formats import Scaled
 
 
 class Watcher(Protocol):
@@ -46,18 +38,15 @@ def product(
         return (a.to(wide) @ b.to(wide).t()).to(dtype)
     if not (a.numel() and b.numel()):
         return torch.zeros(a.shape[0], b.shape[0], dtype=dtype, device=a.device)
-    a, b = a.contiguous().float(), b.contiguous().float()
-    a, b = laid_out(a, b, how, recipe)
-    if kernels:
-        return multiply(low, a, b, how, recipe).to(dtype)
-    return emulate(low(a, how.left), low(b, how.right), dtype)
+    left, right = rounded(a, how.left, how, recipe), rounded(b, how.right, how, recipe)
+    return multiplied(left, right, how, recipe, dtype=dtype, kernels=kernels)
 
 
-def laid_out(a: torch.Tensor, b: torch.Tensor, how: Product, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two float32 matrices as they are rounded for a product: filled up with zeros, and rotated."""
-    if a.shape[1] % recipe.multiple:
-        a, b = (F.pad(each, (0, -each.shape[1] % recipe.multiple)) for each in (a, b))
-    return (rotated(a), rotated(b)) if how.hadamard else (a, b)
+def multiplied(
+    a: Scaled, b: Scaled, how: Product, recipe: Recipe, *, dtype: torch.dtype, kernels: bool
+) -> torch.Tensor:
+    """Return `a @ b.t()` in `dtype`, of matrices that are rounded for `how` already; see `product`."""
+    return multiply(a, b, how, recipe).to(dtype) if kernels else emulate(a, b, dtype)
 
 
 def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
@@ -73,21 +62,7 @@ def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
     return result.to(dtype)
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` with every 16 neighbours of a row, some of their signs turned, through a Hadamard matrix.
-
-    The rotation is orthogonal, so it leaves `a @ b.t()` as it is, and it spreads an outlier over its block. The number of
-    columns must be a multiple of 16.
-    """
-    return (x.reshape(len(x), -1, ROTATION) @ _rotation(x.device)).flatten(1)
-
-
 # ---------------------------------------------------------------------- inside
-
-
-def low(x: torch.Tensor, operand: Operand) -> Scaled:
-    """Return the matrix `x` in the format of `operand`."""
-    return scale_to(x, operand.format, operand.scaling, noise=noise_of(x) if operand.stochastic else None)
 
 
 def _in_bfloat16(x: Scaled) -> bool:
@@ -106,15 +81,13 @@ def _after(x: Scaled, *, transposed: bool = False) -> torch.Tensor | None:
     return x.scale.t() if transposed and x.scale.dim() else x.scale
 
 
-def _rotation(device: torch.device) -> torch.Tensor:
-    return torch.tensor(_ROTATION, dtype=torch.float32, device=device)
-
-
 class LowPrecisionLinear(LinearStandIn):
     """An `nn.Linear` whose products run in the formats of a recipe; made of one with `of`, under whose names it keeps state.
 
     Inputs of any shape (..., in_features) in float32 or half; the output has autocast's dtype where that is on, else the
-    input's. The bias is added in that dtype. Input and weight are kept for backward as they came.
+    input's. The bias is added in that dtype. Each operand is rounded once, but where a product sums over its other dimension
+    under other scales. Backward keeps the weight as it came, which costs nothing, and of the input what the weight gradient
+    reads of it: a byte a number and its scales; the input itself where the format has no byte, or that product is wide.
     kernels: run the recipe's kernel; otherwise it is emulated.
     """
 
@@ -143,7 +116,8 @@ class LowPrecisionLinear(LinearStandIn):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
-        y = _Linear.apply(x.to(dtype), self.weight, self.recipe, self.kernels, watchers)
+        keeps = torch.is_grad_enabled() and self.weight.requires_grad
+        y = _Linear.apply(x.to(dtype), self.weight, self.recipe, self.kernels, watchers, keeps)
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def extra_repr(self) -> str:
@@ -151,17 +125,35 @@ class LowPrecisionLinear(LinearStandIn):
 
 
 class _Linear(torch.autograd.Function):
+    """keeps: whether a gradient of the weight may be asked for."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Recipe, kernels: bool, watchers: tuple[Watcher, ...]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        recipe: Recipe,
+        kernels: bool,
+        watchers: tuple[Watcher, ...],
+        keeps: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.kernels, ctx.watchers = recipe, kernels, watchers
+        how, of_weight, low = recipe.output, recipe.weight_gradient, None
+        options: Any = {"dtype": x.dtype, "kernels": kernels}
         with torch.autocast(x.device.type, enabled=False):  # which would round scales to half
             tokens = x.reshape(-1, weight.shape[1])
-            y = product(tokens, weight, recipe.output, recipe, dtype=x.dtype, kernels=kernels)
+            if isinstance(how, Wide) or not tokens.numel():
+                y = product(tokens, weight, how, recipe, **options)
+            else:
+                low = rounded(tokens, how.left, how, recipe)
+                y = multiplied(low, rounded(weight, how.right, how, recipe), how, recipe, **options)
             for watcher in watchers:
-                watcher("forward", tokens, weight, recipe.output, y)
+                watcher("forward", tokens, weight, how, y)
+            kept = None
+            if keeps and tokens.numel() and isinstance(of_weight, Product) and of_weight.right.format.dtype is not None:
+                kept = turned(tokens, of_weight.right, of_weight, recipe, low)
+        wide = x if keeps and (watchers or kept is None) else None
+        ctx.save_for_backward(weight, wide, *((None,) * 3 if kept is None else (kept.values, kept.scale, kept.outer)))
+        ctx.recipe, ctx.options, ctx.watchers, ctx.shape = recipe, options, watchers, x.shape
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
@@ -171,19 +163,30 @@ class _Linear(torch.autograd.Function):
                 f"create_graph=True asks for gradients of gradients, and {ctx.recipe.name} layers have none; keep these layers "
                 "wide with keep=, or train in bf16"
             )
-        x, weight = ctx.saved_tensors
-        recipe, options = ctx.recipe, {"dtype": x.dtype, "kernels": ctx.kernels}
-        g, tokens = grads[0].reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
+        weight, x, *parts = ctx.saved_tensors
+        recipe, options, low = ctx.recipe, ctx.options, None
+        g = grads[0].reshape(-1, weight.shape[0])
+        tokens: Any = None if x is None else x.reshape(-1, weight.shape[1])
         of_x = of_weight = None
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                of_x = product(g, weight.t(), recipe.input_gradient, recipe, **options)
+                how = recipe.input_gradient
+                if isinstance(how, Wide) or not g.numel():
+                    of_x = product(g, weight.t(), how, recipe, **options)
+                else:
+                    low = rounded(g, how.left, how, recipe)
+                    of_x = multiplied(low, turned(weight, how.right, how, recipe), how, recipe, **options)
                 for watcher in ctx.watchers:
-                    watcher("input_grad", g, weight.t(), recipe.input_gradient, of_x)
-                of_x = of_x.view(x.shape)
+                    watcher("input_grad", g, weight.t(), how, of_x)
+                of_x = of_x.view(ctx.shape)
             if ctx.needs_input_grad[1]:
-                of_weight = product(g.t(), tokens.t(), recipe.weight_gradient, recipe, **options)
+                how = recipe.weight_gradient
+                if parts[0] is None:
+                    of_weight = product(g.t(), tokens.t(), how, recipe, **options)
+                else:
+                    kept = Scaled(parts[0], parts[1], parts[2], how.right.scaling)
+                    of_weight = multiplied(turned(g, how.left, how, recipe, low), kept, how, recipe, **options)
                 for watcher in ctx.watchers:
-                    watcher("weight_grad", g.t(), tokens.t(), recipe.weight_gradient, of_weight)
+                    watcher("weight_grad", g.t(), tokens.t(), how, of_weight)
                 of_weight = of_weight.to(weight.dtype)
-        return of_x, of_weight, None, None, None
+        return of_x, of_weight, None, None, None, None

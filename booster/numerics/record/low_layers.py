@@ -17,7 +17,8 @@ import torch
 
 from booster.ground.device import HostCopy
 from booster.interface.model import ModelWrapper
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, laid_out, low
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.operands import laid_out, low
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Wide
 
 Line = dict[str, Any]
@@ -72,7 +73,7 @@ class LowLayers:
     ) -> None:
         if not self.on or isinstance(how, Wide) or not (a.numel() and b.numel()):
             return
-        matrices = laid_out(a.float(), b.float(), how, recipe)
+        matrices = [laid_out(each.float(), how, recipe) for each in (a, b)]
         for matrix, operand, what in zip(matrices, (how.left, how.right), _OPERANDS[role], strict=True):
             key = (name, role, what, str(operand.format))
             row = _row(matrix, operand)

@@ -1,0 +1,75 @@
+"""Matrices as products read them: filled up, rotated and rounded, along either dimension."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
+from booster.number_formats import Scaled, noise_of, scale_to
+
+ROTATION = 16
+# Drawn once, as in the paper: all layers and steps rotate alike, and both operands must.
+_SIGNS = (1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
+_ROTATION = [
+    [sign * (-1.0) ** (row & column).bit_count() / ROTATION**0.5 for column in range(ROTATION)]
+    for row, sign in enumerate(_SIGNS)
+]
+
+
+def rounded(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
+    """Return the matrix `x` as `how` reads it, which sums over its columns; row by row, whole numbers in bytes."""
+    result = low(laid_out(x, how, recipe), operand)
+    values = result.values if operand.format.dtype is None else result.values.to(operand.format.dtype)
+    return replace(result, values=values.contiguous())
+
+
+def turned(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe, known: Scaled | None = None) -> Scaled:
+    """Return `x.t()` as `how` reads it.
+
+    known: what `x` was rounded to for another product, if anything. Where the numbers and scales of `x` and of `x.t()` are the
+    same, those are laid out anew, in a copy of one byte a number; otherwise `x` is rounded a second time.
+    """
+    if not _is_same_turned(x, operand, how, recipe):
+        return rounded(x.t(), operand, how, recipe)
+    if known is None or known.scaling != operand.scaling or known.values.dtype != operand.format.dtype:
+        known = rounded(x, operand, how, recipe)
+    values = filled(known.values[:, : x.shape[1]].t(), recipe.multiple)
+    return replace(known, values=values.contiguous(), scale=known.scale.t().contiguous())
+
+
+def low(x: torch.Tensor, operand: Operand) -> Scaled:
+    """Return the matrix `x` in the format of `operand`."""
+    return scale_to(x, operand.format, operand.scaling, noise=noise_of(x) if operand.stochastic else None)
+
+
+def laid_out(x: torch.Tensor, how: Product, recipe: Recipe) -> torch.Tensor:
+    """Return a matrix as it is rounded for a product: filled up with zeros, and rotated, then in float32."""
+    x = filled(x, recipe.multiple)
+    return rotated(x.float()) if how.hadamard else x
+
+
+def filled(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return the matrix `x` with columns of zeros until they are a multiple; `x` itself where they are."""
+    return F.pad(x, (0, -x.shape[1] % multiple)) if x.shape[1] % multiple else x
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with every 16 neighbours of a row, some of their signs turned, through a Hadamard matrix.
+
+    The rotation is orthogonal, so it leaves `a @ b.t()` as it is, and it spreads an outlier over its block. The number of
+    columns must be a multiple of 16.
+    """
+    rotation = torch.tensor(_ROTATION, dtype=torch.float32, device=x.device)
+    return (x.reshape(len(x), -1, ROTATION) @ rotation).flatten(1)
+
+
+# ---------------------------------------------------------------------- inside
+
+
+def _is_same_turned(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe) -> bool:
+    over = operand.scaling.over
+    alike = over == "tensor" or (isinstance(over, tuple) and over[0] == over[1] and not x.shape[0] % recipe.multiple)
+    return alike and operand.format.dtype is not None and not (how.hadamard or operand.stochastic)

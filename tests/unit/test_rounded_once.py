@@ -1,0 +1,186 @@
+"""Low-precision layers round each operand once, keep bytes for backward, and compute what products by themselves do."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from booster.mixed_precision.low_precision import linear
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
+from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
+
+RECIPES = {
+    "fp8": FP8_RECIPES["tensorwise"],
+    "fp8 rowwise": FP8_RECIPES["rowwise"],
+    "fp8 rowwise_with_gw_hp": FP8_RECIPES["rowwise_with_gw_hp"],
+    "mxfp8": MXFP8,
+    "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
+    "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
+    "int8": INT8_RECIPE,
+}
+EVERY_RECIPE = pytest.mark.parametrize("name", RECIPES)
+ROLES = ("recipe", "recipe", "recipe", "bf16", "fp32")
+
+
+def layer_of(recipe, inputs, outputs, *, bias=True, seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return LowPrecisionLinear.of(nn.Linear(inputs, outputs, bias=bias, dtype=dtype), recipe, kernels=False)
+
+
+def results(layer, x, g, run=None):
+    """Output and gradients of a forward and a backward pass."""
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    layer.zero_grad()
+    y = (run or layer)(x)
+    if y.requires_grad:
+        y.backward(g)
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+
+
+def by_products(layer, x, g):
+    """The same, of products that round both of their operands, each by itself."""
+    how, weight = {"dtype": x.dtype, "kernels": layer.kernels}, layer.weight.detach()
+    tokens, grads = x.detach().reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+    recipe = layer.recipe
+    y = product(tokens, weight, recipe.output, recipe, **how).view(g.shape)
+    bias = layer.bias
+    found = {"y": y if bias is None else y + bias.detach().to(x.dtype), "x": None, "weight": None}
+    if x.requires_grad:
+        found["x"] = product(grads, weight.t(), recipe.input_gradient, recipe, **how).view(x.shape)
+    if layer.weight.requires_grad:
+        of_weight = product(grads.t(), tokens.t(), recipe.weight_gradient, recipe, **how)
+        found["weight"] = of_weight.to(weight.dtype)
+    if bias is not None:
+        found["bias"] = g.reshape(-1, g.shape[-1]).sum(0).to(bias.dtype)
+    return found
+
+
+def same(got, expected):
+    """Whether two dicts hold the same bits; NaN is NaN."""
+    return got.keys() == expected.keys() and all(
+        (got[key] is None) == (expected[key] is None)
+        and (got[key] is None or torch.equal(got[key].nan_to_num(7.0), expected[key].nan_to_num(7.0)))
+        for key in expected
+    )
+
+
+def drawn(seed):
+    """A random layer, its input and the gradient of its output, and how it is called; what was drawn as a text."""
+    draw = random.Random(seed)
+    name = draw.choice([*RECIPES])
+    roles = [draw.choice(ROLES) for _ in range(3)]
+    recipe = RECIPES[name].in_roles(*roles)
+    inputs, outputs = (recipe.multiple * draw.choice((1, 2, 3, 5, 8)) for _ in range(2))
+    shape = draw.choice([(), (0,), (1,), (7,), (16,), (33,), (2, 3, 5), (64,), (0, 4)])
+    dtype, weights = (draw.choice((torch.bfloat16, torch.float32)) for _ in range(2))
+    layer = layer_of(recipe, inputs, outputs, bias=draw.random() < 0.5, seed=seed, dtype=weights)
+    layer.weight.requires_grad_(draw.random() < 0.8)
+    x, g = torch.randn(*shape, inputs) * 10 ** draw.uniform(-3, 3), torch.randn(*shape, outputs)
+    if draw.random() < 0.1 and x.numel():
+        x.view(-1)[draw.randrange(x.numel())] = draw.choice((torch.inf, torch.nan))
+    x = x.to(dtype).requires_grad_(draw.random() < 0.8)
+    how = draw.choice(("plain", "checkpoint", "reentrant", "not contiguous"))
+    said = f"seed {seed}: {recipe.name}, {inputs} -> {outputs}, {shape}, {dtype}, weights {weights}, {how}"
+    return layer, x, g.to(dtype), how, said
+
+
+def check(seed):
+    layer, x, g, how, said = drawn(seed)
+    expected = by_products(layer, x, g)
+    run = layer
+    if how in ("checkpoint", "reentrant"):
+        run = lambda x: checkpoint(layer, x, use_reentrant=how == "reentrant")  # noqa: E731
+    elif how == "not contiguous" and x.dim() > 1:
+        g = g.transpose(0, -1).contiguous().transpose(0, -1)
+        run = lambda x: layer(x.transpose(0, -1).contiguous().transpose(0, -1))  # noqa: E731
+    if how == "reentrant" and not x.requires_grad:
+        return
+    got = results(layer, x, g, run)
+    got["bias"] = expected.get("bias") if layer.bias is not None else None  # which no recipe rounds
+    assert same({key: got[key] for key in expected}, expected), said
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_layer_computes_what_products_that_round_by_themselves_do(seed):
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_2000_random_layers_do():
+    for seed in range(60, 2060):
+        check(seed)
+
+
+# ---- what is kept for backward ----
+
+
+def kept(layer, x):
+    """Bytes that autograd keeps for the backward pass of `layer`, without its parameters."""
+    own, found = {p.untyped_storage().data_ptr() for p in layer.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    assert y.requires_grad
+    return sum(found.values())
+
+
+# Bytes for each number of the input, and for each token and feature: of scales. Wide are weight gradients in bfloat16, and the
+# four bits that torch has no dtype for.
+KEPT = {
+    "fp8": lambda tokens, inputs: tokens * inputs + 4,
+    "fp8 rowwise": lambda tokens, inputs: tokens * inputs + 4 * inputs,
+    "fp8 rowwise_with_gw_hp": lambda tokens, inputs: 2 * tokens * inputs,
+    "mxfp8": lambda tokens, inputs: tokens * inputs + 4 * inputs * (tokens // 32),
+    "nvfp4": lambda tokens, inputs: 2 * tokens * inputs,
+    "nvfp4 nearest": lambda tokens, inputs: 2 * tokens * inputs,
+    "int8": lambda tokens, inputs: tokens * inputs + 4 * inputs,
+}
+
+
+@EVERY_RECIPE
+def test_a_layer_keeps_a_byte_for_each_number_of_its_input(name):
+    tokens, inputs = 128, 96
+    x = torch.randn(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
+    layer = layer_of(RECIPES[name], inputs, 64)
+    assert kept(layer, x * 1) == KEPT[name](tokens, inputs)
+    layer.weight.requires_grad_(False)
+    assert kept(layer, x * 1) == 0, "nobody wants the gradient that the input is kept for"
+
+
+@EVERY_RECIPE
+def test_each_operand_is_rounded_once_where_its_scales_are_the_same_both_ways(name, monkeypatch):
+    rounded, seen = linear.rounded, []
+    for module in (linear, linear.turned.__globals__):
+        target = module if isinstance(module, dict) else vars(module)
+        monkeypatch.setitem(target, "rounded", lambda x, *how: seen.append(x.shape) or rounded(x, *how))
+    layer, x = layer_of(RECIPES[name], 96, 64), torch.randn(32, 96, requires_grad=True)
+    layer(x).sum().backward()
+    # Input, gradient of the output and weight; the last anew in backward, where nothing keeps it.
+    assert len(seen) == {"fp8": 4, "fp8 rowwise_with_gw_hp": 4}.get(name, 6)
+
+
+def test_a_write_to_the_weight_before_its_backward_pass_raises_and_one_to_the_input_does_not():
+    layer, x = layer_of(RECIPES["fp8"], 32, 32), torch.randn(16, 32, requires_grad=True)
+    expected = results(layer, x.detach(), torch.ones(16, 32))["weight"]
+    layer.zero_grad()
+    inner = x * 1
+    y = layer(inner)
+    inner.detach().zero_()
+    y.sum().backward()
+    assert torch.equal(layer.weight.grad, expected)
+    y = layer(x * 1)
+    with torch.no_grad():
+        layer.weight.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
