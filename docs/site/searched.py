@@ -18,7 +18,7 @@ FIRST = {
     "gradient checkpointing": "faq.html",
     "GradScaler": "faq.html",
     "install": "start.html",
-    "LoRA": "faq.html",
+    "LoRA": "guides/adapters.html",
     "mps": "faq.html",
     "NaN": "guides/debug_nan.html",
     "OOM": "faq.html",
