@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from style import Theme, draw
 
-# What a parameter takes between two steps, gradients included: (what, bytes), from docs/memory.md.
+# What a parameter takes between two steps, gradients included: (what, bytes), from docs/measured/memory.md.
 HELD = {
     "fp32, bf16, fp16": (("weight", 4), ("gradient", 4), ("moments", 8)),
     'naive, masters "fp32"': (("weight", 2), ("master", 4), ("gradient", 2), ("moments", 8)),
