@@ -1,5 +1,7 @@
-"""Precision by parallelism: the cells that the tests trained, from docs/matrix.json.
+"""Precision by parallelism: the cells that the tests trained, and those that they interrupted and resumed.
 
+python -m pytest tests/distributed/test_matrix.py --matrix-out docs/matrix.json
+python -m pytest tests/distributed/test_checkpoint_ranks.py -k interrupted --resume-out docs/resume.json
 python docs/figures/map.py
 """
 
