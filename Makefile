@@ -74,7 +74,7 @@ docs-serve: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
 
 figures: $(DOCS)/.installed
-	for name in formats weight_bits step map pipeline curves long_run planted communication; do $(DOCS)/bin/python docs/figures/$$name.py || exit 1; done
+	for name in formats weight_bits step map pipeline curves long_run planted communication guides; do $(DOCS)/bin/python docs/figures/$$name.py || exit 1; done
 
 lint: $(TEST)/.linters
 	$(TEST)/bin/ruff check .

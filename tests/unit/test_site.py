@@ -1,5 +1,6 @@
 """The documentation as a site is whole: its menu has every page, its reference every public name and every option."""
 
+import json
 import re
 from fnmatch import fnmatch
 from importlib import import_module
@@ -125,6 +126,12 @@ def test_figures_are_drawn_by_scripts_of_the_repository() -> None:
         name for path in (DOCS / "figures").glob("*.py") for name in re.findall(r'draw\("(\w+)"', path.read_text())
     }
     assert drawn == {path.stem.removesuffix("-dark") for path in (DOCS / "images").glob("*.svg")} - {"favicon"}
+
+
+@pytest.mark.parametrize("results", ["matrix", "resume"])
+def test_the_map_may_say_that_all_cells_passed(results: str) -> None:
+    passed = {tuple(cell) for cell in json.loads((DOCS / f"{results}.json").read_text())["passed"]}
+    assert passed == {(precision, parallelism) for precision, _ in passed for _, parallelism in passed}
 
 
 def _options(text: str) -> set[str]:
