@@ -236,6 +236,24 @@ def test_int8_takes_another_kernel_where_sums_saturate(monkeypatch):
     assert kernels.for_device(RECIPES["fp8"], cpu) is RECIPES["fp8"]
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_forward_alone_accumulates_fast_and_only_where_it_may(recipe, fast, monkeypatch):
+    """What the product of a CUDA device is told; a CPU's, which stands in for it, does the same either way."""
+    told = []
+
+    def stand_in(a, b, *scales, use_fast_accum, output_dtype):
+        told.append(use_fast_accum)
+        return (a.float() @ b.float()).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", stand_in)
+    linear, x, g = data((3, 7), 48, 32)
+    precision = FP8MixedPrecision(recipe, emulate=True, fast_accumulation=fast)
+    passes(LowPrecisionLinear.of(linear, precision.conversion.recipe, kernels=True), x, g)
+    assert told == [fast, False, False][: 2 if recipe == "rowwise_with_gw_hp" else 3]
+    assert FP8MixedPrecision(recipe).conversion.recipe.output.fast_accumulation
+
+
 def test_scales_lie_in_tiles_as_the_documentation_of_cublas_says():
     for rows, columns in ((128, 4), (130, 5), (32, 2), (300, 9)):
         scale = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0))
@@ -811,6 +829,10 @@ class Wide(nn.Linear):
         (
             NVFP4MixedPrecision(stochastic_rounding=False),
             "NVFP4MixedPrecision(stochastic_rounding=False, device='cpu')",
+        ),
+        (
+            FP8MixedPrecision("rowwise", fast_accumulation=False),
+            "FP8MixedPrecision(recipe='rowwise', fast_accumulation=False, device='cpu')",
         ),
         (Int8MixedPrecision(), "Int8MixedPrecision(device='cpu')"),
         (Int8MixedPrecision().keeping(["norm"]), "Int8MixedPrecision(keep_fp32=('norm',), device='cpu')"),

@@ -41,7 +41,7 @@ def for_device(recipe: Recipe, device: torch.device) -> Recipe:
 def multiply(a: Scaled, b: Scaled, how: Product, recipe: Recipe) -> torch.Tensor:
     """Return `a @ b.t()`, rounded as `how` says, by the kernel of `recipe`; float32 for int8, else bfloat16."""
     if recipe.kernel == "fp8":
-        return scaled(a, b)
+        return scaled(a, b, fast_accumulation=how.fast_accumulation)
     run = {
         "mxfp8": microscaled,
         "nvfp4": microscaled,
@@ -63,15 +63,16 @@ def filled_rows(x: Scaled) -> Scaled:
     return dataclasses.replace(x, values=values, scale=scale)
 
 
-def scaled(a: Scaled, b: Scaled) -> torch.Tensor:
-    """Return `a @ b.t()`, bfloat16, of float8 matrices with scales of tensors or rows."""
+def scaled(a: Scaled, b: Scaled, *, fast_accumulation: bool = False) -> torch.Tensor:
+    """Return `a @ b.t()`, bfloat16, of float8 matrices with scales of tensors or rows; see `Product`."""
     kind = F.ScalingType.TensorWise
     left, right = a.scale, b.scale
     if left.dim() or right.dim():  # one kind for both
         kind = F.ScalingType.RowWise
         left = left.expand(a.values.shape[0], 1).contiguous()
         right = right.expand(b.values.shape[0], 1).contiguous().t()
-    return F.scaled_mm(a.values, b.values.t(), left, kind, right, kind, output_dtype=torch.bfloat16)
+    options = {"output_dtype": torch.bfloat16, "use_fast_accum": fast_accumulation}
+    return F.scaled_mm(a.values, b.values.t(), left, kind, right, kind, **options)  # type: ignore[arg-type]
 
 
 def microscaled(a: Scaled, b: Scaled) -> torch.Tensor:

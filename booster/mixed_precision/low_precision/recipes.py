@@ -25,11 +25,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `product.rotated`."""
+    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `operands.rotated`.
+
+    fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
+    """
 
     left: Operand
     right: Operand
     hadamard: bool = False
+    fast_accumulation: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,11 @@ class Recipe:
     generations: str
     bounds: tuple[float, float, float]
     on_cpu: bool = False
+
+    def accumulated_fast(self) -> Recipe:
+        """Return the recipe whose forward may accumulate fast; backward never does."""
+        how = self.output
+        return self if isinstance(how, Wide) else replace(self, output=replace(how, fast_accumulation=True))
 
     def in_roles(self, *roles: Role) -> Recipe:
         """Return the recipe of which forward, gradient of the input and gradient of the weight, in this order, are so.

@@ -305,6 +305,7 @@ class FP8MixedPrecision(LowPrecision):
         "rowwise_with_gw_hp" is "rowwise" with the weight gradient in the wide dtype.
     gather_in_fp8: a plugin that shards weights gathers those of converted layers as e4m3, 1 byte a number and not 4 or 2; see
         below.
+    fast_accumulation: forward products may sum in the accumulator of the tensor cores alone; see below.
     emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
         numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
     keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
@@ -316,6 +317,10 @@ class FP8MixedPrecision(LowPrecision):
     input_grad: likewise of the product that makes the gradient of its input.
     weight_grad: likewise of the product that makes the gradient of its weight.
 
+    fast_accumulation costs low bits of outputs: on Hopper such a sum has about 14 bits (arXiv 2412.19437), so the more features
+    are summed over, the more it loses. Sums of gradients go over to float32 at short intervals, as all do with False. It is a
+    permission for the product of a CUDA device, and says nothing on a CPU nor to an emulation.
+
     gather_in_fp8 changes not a bit of the products, but where a forward reads such a weight by itself. It is for "tensorwise"
     alone: the others round a weight under other scales in backward than in forward, so that no one byte a number serves both.
     It costs an all-reduce of 4 bytes a weight tensor before every forward pass.
@@ -326,6 +331,7 @@ class FP8MixedPrecision(LowPrecision):
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
         *,
         gather_in_fp8: bool = False,
+        fast_accumulation: bool = True,
         emulate: Emulate = False,
         keep: KeepFP32 | Iterable[KeepFP32] | None = None,
         weights: Literal["fp32", "bf16"] = "fp32",
@@ -335,7 +341,9 @@ class FP8MixedPrecision(LowPrecision):
         input_grad: Role = "recipe",
         weight_grad: Role = "recipe",
     ) -> None:
-        self.recipe = FP8_RECIPES[arguments.choice("recipe", recipe, tuple(FP8_RECIPES))]
+        self._name, chosen = recipe, FP8_RECIPES[arguments.choice("recipe", recipe, tuple(FP8_RECIPES))]
+        self._fast = arguments.flag("fast_accumulation", fast_accumulation)
+        self.recipe = chosen.accumulated_fast() if fast_accumulation else chosen
         self._gathers = arguments.flag("gather_in_fp8", gather_in_fp8)
         if self._gathers and recipe != "tensorwise":
             raise ValueError(
@@ -354,9 +362,9 @@ class FP8MixedPrecision(LowPrecision):
         )
 
     def shown_options(self) -> dict[str, str]:
-        recipe = next(name for name, recipe in FP8_RECIPES.items() if recipe == self.recipe)
         gathers = {"gather_in_fp8": "True"} if self._gathers else {}
-        return {"recipe": repr(recipe), **gathers, **super().shown_options()}
+        slow = {} if self._fast else {"fast_accumulation": "False"}
+        return {"recipe": repr(self._name), **gathers, **slow, **super().shown_options()}
 
 
 class MXFP8MixedPrecision(LowPrecision):
