@@ -16,7 +16,7 @@ from torch.optim import SGD
 from booster.capture.graph import Recorder
 from booster.capture.layout import Layout, difference, options_of
 from booster.capture.posture import Cells, Posture
-from booster.capture.rates import Rates
+from booster.capture.rates import Course, Rates
 from booster.capture.reads import origin_of
 from booster.capture.refusals import check_optimizers
 from booster.data.boosted import to_device
@@ -25,7 +25,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
 from booster.tensors.trees import form, leaves, map_tensors, tensors, with_leaves
-from booster.update.outcome import StepResult
+from booster.update.outcome import StepHistory, StepResult
 
 _logger = logging.getLogger(__name__)
 _UPDATE = attrgetter("_update")
@@ -101,26 +101,27 @@ class CapturedStep:
         why = self._unfit()
         if why is not None:
             self._tell(why)
-        fits = why is None
-        if fits:
-            posture = Posture(self._optimizers)
-            self._follow(Layout.of(self._modules, self._optimizers), self._options)
-            key = (*_kind(batch), posture.key(), self._situation())
-            graph = self._graphs.get(key)
-            if graph is not None:
-                graph.bring(batch, posture)
-        # As late as can be, since the host may wait here for the last step, of which schedules need to know.
-        for optimizer in self._optimizers:
-            optimizer.settle()
-        if not fits or not posture.unread:
             return self._eager(to_device(batch, self._device))
-        self._follow(self._layout, options_of(self._optimizers))
+        posture = Posture(self._optimizers)
+        if not posture.unread:
+            return self._eager(to_device(batch, self._device))
+        self._follow(Layout.of(self._modules, self._optimizers), self._options)
+        key = (*_kind(batch), posture.key(), self._situation())
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.bring(batch, posture)
+            # As late as can be, since the host may wait here.
+            for course, made in zip(self._rates.courses, graph.steps, strict=True):
+                if made is not None:
+                    course.make_ready(made.deferred, counts=made.counts)
+            if not self._follow(self._layout, options_of(self._optimizers)):
+                return self._replay(graph)
         return self._step(key, batch, posture)
 
     def _step(self, key: Any, batch: Any, posture: Posture) -> Any:
-        graph = self._graphs.get(key)
-        if graph is not None:
-            return self._replay(graph)
+        """Make a step of a kind of which there is no graph."""
+        self._settle()
+        self._follow(self._layout, options_of(self._optimizers))
         batch = to_device(batch, self._device)
         if key in self._graphs:
             graph = self._record(batch, posture)
@@ -143,11 +144,17 @@ class CapturedStep:
 
     def _eager(self, batch: Any) -> Any:
         assert self._recorder is not None
+        self._settle()
         with self._rates.read_as_tensors():
             result = self._recorder.warm(lambda: self._train_step(*batch))
         _check_returned(result, self._train_step)
         self._layout, self._options = Layout.of(self._modules, self._optimizers), options_of(self._optimizers)
         return _detached(result)
+
+    def _settle(self) -> None:
+        """Count all steps, waiting for the last."""
+        for optimizer in self._optimizers:
+            optimizer.settle()
 
     def _has_begun(self) -> bool:
         """Return whether every optimizer has the states that its next step reads. Waits for the last step of an SGD.
@@ -206,7 +213,6 @@ class CapturedStep:
         assert self._recorder is not None
         static = map_tensors(_placed, batch)  # where later batches are copied to, from the host or the device
         graph = _Graph(batch=list(tensors(static)), carried=posture.tensors(), grads=posture.grads)
-        before = [len(optimizer._history._deferred) for optimizer in self._optimizers]
         counts = [optimizer._history.num_steps for optimizer in self._optimizers]
         passes = self._passes.num_backwards(self._optimizers)
         drawn = [draws.count for draws in self._draws]
@@ -214,10 +220,12 @@ class CapturedStep:
         self._cells.enter()
 
         def body() -> None:
+            self._rates.take()
             graph.returned = self._train_step(*static)
-            graph.results = [
-                optimizer._history.last if optimizer._history.num_steps > count else None
-                for optimizer, count in zip(self._optimizers, counts, strict=True)
+            histories = [optimizer._history for optimizer in self._optimizers]
+            graph.steps = [
+                _Made.by(history, course) if history.num_steps > count else None
+                for history, course, count in zip(histories, self._rates.courses, counts, strict=True)
             ]
             graph.pack()
             graph.after = Posture(self._optimizers)
@@ -233,9 +241,6 @@ class CapturedStep:
             self._cells.leave()
         _check_returned(graph.returned, self._train_step)
         self._check_steps(counts)
-        graph.deferred = [
-            optimizer._history._deferred[count:] for optimizer, count in zip(self._optimizers, before, strict=True)
-        ]
         graph.draws = [draws.count > count for draws, count in zip(self._draws, drawn, strict=True)]
         graph.passes = self._passes.num_backwards(self._optimizers) - passes
         return graph
@@ -251,11 +256,10 @@ class CapturedStep:
 
     def _replay(self, graph: _Graph) -> Any:
         self._cells.enter()
-        self._rates.follow()
-        for optimizer, result, deferred in zip(self._optimizers, graph.results, graph.deferred, strict=True):
-            if result is not None:
-                optimizer._history.record(result)
-                optimizer._history._deferred += deferred
+        for optimizer, made in zip(self._optimizers, graph.steps, strict=True):
+            if made is not None:
+                optimizer._history.record(made.result)
+                optimizer._history.waiting[-1][1].extend(made.deferred)
         for draws, draws_here in zip(self._draws, graph.draws, strict=True):
             if draws_here:
                 draws.next()
@@ -273,20 +277,45 @@ class CapturedStep:
         graph.replay()
         graph.after.take()
         returned, results = graph.copies()
-        for optimizer, result in zip(self._optimizers, results, strict=True):
-            if result is not None:
+        for optimizer, course, made, result in zip(
+            self._optimizers, self._rates.courses, graph.steps, results, strict=True
+        ):
+            if made is not None and result is not None:
                 history = optimizer._history
-                history.unsettled = history.last = result
+                history.last, waiting = result, [course.note_settled] if made.counts else []
+                history.waiting[-1] = (result, waiting + history.waiting[-1][1])
         return returned
+
+
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """A step of an optimizer in a graph.
+
+    result: of it. deferred: what waits for its outcome, such as a step of a schedule. counts: whether the graph counts it,
+    since rates of later steps depend on what becomes of it, which a device knows.
+    """
+
+    result: StepResult
+    deferred: list[Callable[[], None]]
+    counts: bool
+
+    @classmethod
+    def by(cls, history: StepHistory, course: Course) -> _Made:
+        """The last of `history`, counted in `course`. Of what runs in a graph."""
+        result, deferred = history.waiting[-1]
+        decision = result.decision if deferred else True
+        if isinstance(decision, torch.Tensor):
+            course.count(decision)
+        return cls(result, list(deferred), isinstance(decision, torch.Tensor))
 
 
 @dataclass(eq=False)
 class _Graph:
     """One graph, the memory that it reads, and what it does on the host.
 
-    batch, carried, grads: where its inputs lie. returned: what `train_step` returned. results: of each optimizer's step, None
-    where it made none. deferred: what waits for their outcomes, such as a step of a schedule. after: what optimizers carry
-    then. passes: backward passes in it of a group of `accumulate`. draws: of each optimizer with masters, whether it draws.
+    batch, carried, grads: where its inputs lie. returned: what `train_step` returned. steps: of each optimizer, None where it
+    makes none. after: what optimizers carry then. passes: backward passes in it of a group of `accumulate`. draws: of each
+    optimizer with masters, whether it draws.
     """
 
     batch: list[torch.Tensor]
@@ -294,8 +323,7 @@ class _Graph:
     grads: list[list[torch.Tensor | None]]
     replay: Callable[[], None] = lambda: None
     returned: Any = None
-    results: list[StepResult | None] = field(default_factory=list)
-    deferred: list[list[Callable[[], None]]] = field(default_factory=list)
+    steps: list[_Made | None] = field(default_factory=list)
     after: Posture | None = None
     passes: int = 0
     draws: list[bool] = field(default_factory=list)
@@ -329,7 +357,8 @@ class _Graph:
                 size += bytes_[-1].numel()
             return tensor
 
-        for result in (result for result in (*self.results, *leaves(self.returned)) if isinstance(result, StepResult)):
+        results = [made.result for made in self.steps if made is not None]
+        for result in (result for result in (*results, *leaves(self.returned)) if isinstance(result, StepResult)):
             result.copied(note)
         if bytes_:
             self.packed = torch.cat(bytes_)
@@ -353,7 +382,7 @@ class _Graph:
                 return made[id(value)]
             return value
 
-        results = [None if result is None else leaf(result) for result in self.results]
+        results = [None if made is None else leaf(made.result) for made in self.steps]
         return with_leaves(self.returned, map(leaf, leaves(self.returned))), results
 
 

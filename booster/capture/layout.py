@@ -47,7 +47,7 @@ class Layout:
     __hash__ = None  # type: ignore[assignment]
 
 
-def options_of(optimizers: Sequence[OptimizerWrapper]) -> list[tuple[str, Any]]:
+def options_of(optimizers: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return what graphs hold of groups of parameters as it was: all options but learning rates that are numbers."""
     return [
         (name, value)

@@ -1,52 +1,56 @@
-"""Learning rates where graphs read them."""
+"""Learning rates where graphs read them, also those of steps whose rate depends on whether steps before were made."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from booster.capture.layout import options_of
 from booster.ground.torch_internals import version
 from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.scheduler import Advance
+
+_logger = logging.getLogger(__name__)
+AHEAD = 64  # rows of a table; the host never launches so many steps ahead of what it knows
+
+Numbers = tuple[float | None, ...]
 
 
 class Rates:
-    """Learning rates of all groups as tensors, which a graph reads; outside of it groups hold their numbers."""
+    """The rates of all groups of `optimizers` as tensors, which a graph reads; outside of it groups hold their numbers."""
 
     def __init__(self, optimizers: Sequence[OptimizerWrapper], device: torch.device) -> None:
-        self._optimizers = [optimizer.unwrap() for optimizer in optimizers]
-        self._device = device
         # Fused kernels of CUDA read float32; those of a CPU any.
-        self._dtype = torch.float32 if device.type == "cuda" else torch.float64
-        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-        self._values: dict[tuple[int, int], float] = {}
+        dtype = torch.float32 if device.type == "cuda" else torch.float64
+        self.courses = [Course(optimizer, dtype, device) for optimizer in optimizers]
 
-    def follow(self) -> None:
-        """Write what groups hold now to where graphs read it. Nobody waits."""
-        for key, group in self._groups():
-            rate = group["lr"]
-            if isinstance(rate, torch.Tensor) or self._values.get(key) == rate:
-                continue
-            if key not in self._tensors:
-                self._tensors[key] = torch.zeros((), dtype=self._dtype, device=self._device)
-            self._values[key] = rate
-            self._tensors[key].fill_(rate)
+    def take(self) -> None:
+        """Have the tensors hold the rates of the step that comes. Of what runs in a graph."""
+        for course in self.courses:
+            course.take()
 
     @contextmanager
     def read_as_tensors(self, *, recorded: bool = False) -> Iterator[None]:
-        """Inside, the rates of the groups are tensors. Raises RuntimeError if somebody wrote one meanwhile.
+        """Inside, the rates of the groups are tensors; no step waits to be counted. Raises RuntimeError if somebody wrote
+        one meanwhile.
 
         recorded: torch's optimizers let themselves be recorded, which they refuse unless they were told of it. Their fused
-        kernels count steps on the device, and so compute the same."""
-        self.follow()
+        kernels count steps on the device, and so compute the same. What is recorded begins with `take`."""
         held = []
-        for key, group in self._groups():
-            if not isinstance(group["lr"], torch.Tensor):
-                held.append((group, group["lr"], self._tensors[key], version(self._tensors[key])))
-                group["lr"] = self._tensors[key]
-        told = [(group, group["capturable"]) for _, group in self._groups() if recorded and "capturable" in group]
+        for course in self.courses:
+            course.follow()
+            course.take()
+            for index, group in enumerate(course.groups):
+                if "lr" in group and not isinstance(group["lr"], torch.Tensor):
+                    held.append((group, group["lr"], course.row[index], course))
+                    group["lr"] = held[-1][2]
+        groups = [group for course in self.courses for group in course.groups]
+        told = [(group, group["capturable"]) for group in groups if recorded and "capturable" in group]
         for group, _ in told:
             group["capturable"] = True
         try:
@@ -54,7 +58,7 @@ class Rates:
         finally:
             for group, before in told:
                 group["capturable"] = before
-            written = [group for group, _, rate, count in held if group["lr"] is not rate or version(rate) != count]
+            written = [group for group, _, rate, course in held if group["lr"] is not rate or course.is_written]
             for group, number, _, _ in held:
                 group["lr"] = number
         if written:
@@ -64,8 +68,195 @@ class Rates:
                 "and step it after optimizer.step()"
             )
 
-    def _groups(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-        for index, optimizer in enumerate(self._optimizers):
-            for number, group in enumerate(optimizer.param_groups):
-                if "lr" in group:
-                    yield (index, number), group
+
+class Course:
+    """The rates of one optimizer: `row`, one for each group, is taken from a table of those to come.
+
+    A schedule goes on with steps that are made, and not with those that are skipped, which a device knows first. So a graph
+    takes the row of its place in the table, and goes on by one where its step is made; the host fills the table ahead, by a
+    copy of the schedules, and needs to know of a step only when the table comes to its end.
+    """
+
+    def __init__(self, optimizer: OptimizerWrapper, dtype: torch.dtype, device: torch.device) -> None:
+        self._optimizer, self._dtype, self._device = optimizer, dtype, device
+        self._history = optimizer._history
+        self._foreseen: list[Numbers] = []  # from the place on that the device has come to as far as the host knows
+        self._known = 0
+        self._copies: _Copies | None = None  # of the schedules, as they will be at the last that is foreseen
+        self._num_looks = self._history.num_looks
+        self._may_foresee = True
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._make(len(self.groups))
+
+    def _make(self, num_groups: int) -> None:
+        self.row = torch.zeros(num_groups, dtype=self._dtype, device=self._device)
+        self._table = torch.zeros(AHEAD, num_groups, dtype=self._dtype, device=self._device)
+        self._version = version(self.row)
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Groups of the optimizer."""
+        return self._optimizer.unwrap().param_groups
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody wrote to the row since it was taken."""
+        return version(self.row) != self._version
+
+    # ------------------------------------------------------------------ on the device
+
+    def take(self) -> None:
+        """Bring the rates of the step that comes into the row."""
+        torch.index_select(self._table, 0, self._place, out=self.row.view(1, -1))
+        self._version = version(self.row)
+
+    def count(self, applied: torch.Tensor) -> None:
+        """Go on by one where a step was `applied`, 0-dim."""
+        self._place.add_(applied).remainder_(AHEAD)
+
+    # ------------------------------------------------------------------ on the host
+
+    def follow(self) -> None:
+        """Have the next step read what groups hold now. Nothing that waits to be counted changes them."""
+        now = self._numbers()
+        if len(now) != self.row.numel():
+            self._make(len(now))
+            self._foreseen = []
+        if not self._foreseen or self._foreseen[0] != now:
+            self._foreseen, self._copies = [now], None
+            self._write(self._known, [now])
+
+    def make_ready(self, deferred: Sequence[Any], *, counts: bool) -> None:
+        """Before a replay in which the optimizer steps: have it read the right rates. Waits for steps before only where they
+        cannot be foreseen.
+
+        deferred: what is to wait for the outcome. counts: whether the graph counts the step, as for `deferred`."""
+        history = self._history
+        if history.waiting:
+            self._heed_writes()
+        history.settle(known_alone=True)
+        if history.num_looks != self._num_looks:  # who looked may have changed something
+            self._num_looks, self._copies = history.num_looks, None
+            del self._foreseen[1:]
+        if history.waiting and not self._foresees(deferred, counts):
+            history.settle()
+        if not history.waiting:
+            self.follow()
+
+    def note_settled(self) -> None:
+        """The host learned of a step that the device counted."""
+        if self._history.num_consecutive_skips == 0:
+            self._known += 1
+            self._foreseen = self._foreseen[1:]
+
+    def _foresees(self, deferred: Sequence[Any], counts: bool) -> bool:
+        """Return whether the rates of the next step are in the table, whatever becomes of those that wait."""
+        history = self._history
+        before = history.waiting[-1][1]
+        if len(history.waiting) > AHEAD - 2 or len(before) != len(deferred) + counts:
+            return False
+        if not counts:
+            if deferred:
+                return False
+            self.follow()
+            return True
+        alike = all(
+            isinstance(one, Advance)
+            and not other.is_told
+            and one.scheduler is other.scheduler
+            and one.follows(history.progress)
+            for one, other in zip(before[1:], deferred, strict=True)
+        )
+        if not alike or not self._may_foresee or None in self._numbers():
+            return False
+        if self._foreseen[0] != self._numbers():
+            self._may_foresee = False
+            _logger.warning(
+                "a schedule of %s went to %s, and %s was foreseen, which steps that were launched meanwhile used: what it "
+                "computes from has changed. Captured steps wait for the outcome of the one before from now on",
+                type(self._optimizer.unwrap()).__name__,
+                self._numbers(),
+                self._foreseen[0],
+            )
+            return False
+        return self._fill([each.scheduler for each in deferred], len(history.waiting))
+
+    def _fill(self, schedules: Sequence[Any], count: int) -> bool:
+        """Have the table hold `count` more rates than that of the next step; return False where nobody knows them."""
+        if len(self._foreseen) > count:
+            return True
+        new: list[Numbers] = []
+        try:
+            if self._copies is None:
+                del self._foreseen[1:]
+                self._copies = _Copies(schedules, self._optimizer)
+            while len(self._foreseen) + len(new) < min(2 * count + 1, AHEAD):
+                new.append(self._copies.step())
+        except Exception:  # a schedule that cannot be copied, or ends; where it is due its own step says so
+            self._copies = None
+        self._write(self._known + len(self._foreseen), new)
+        self._foreseen += new
+        return len(self._foreseen) > count
+
+    def _heed_writes(self) -> None:
+        """If somebody wrote a rate while steps wait: count them as if each had been counted before the next was made."""
+        history, now = self._history, self._numbers()
+        before = self._foreseen[0] if self._foreseen else now
+        if now == before or len(now) != len(before):
+            return
+        written = [(group, new, old) for group, new, old in zip(self.groups, now, before, strict=True) if new != old]
+        for group, _, old in written:
+            group["lr"] = old
+        last = history.waiting.pop()
+        history.settle()
+        for group, new, _ in written:
+            group["lr"] = new
+        history.waiting.append(last)
+        history.settle()
+
+    def _numbers(self) -> Numbers:
+        """What groups hold; None for a tensor, which schedules write to."""
+        rates = [group.get("lr") for group in self.groups]
+        return tuple(None if isinstance(rate, torch.Tensor) else rate for rate in rates)
+
+    def _write(self, place: int, rows: Sequence[Numbers]) -> None:
+        """Bring `rows` into the table, from `place` on. Nobody waits."""
+        if not rows:
+            return
+        values = torch.tensor([[rate or 0.0 for rate in row] for row in rows], dtype=self._dtype)
+        values = values.pin_memory() if self._device.type == "cuda" else values
+        first = place % AHEAD
+        for part, start in ((values[: AHEAD - first], first), (values[AHEAD - first :], 0)):
+            self._table[start : start + len(part)].copy_(part, non_blocking=True)
+
+
+class _Copies:
+    """Schedules of one optimizer, to be stepped ahead of it. Raises ValueError where they write more than rates."""
+
+    def __init__(self, schedules: Sequence[Any], optimizer: OptimizerWrapper) -> None:
+        if any("step" in vars(schedule) for schedule in schedules):
+            raise ValueError("somebody replaced a schedule's step, and that of a copy might step the schedule itself")
+        self._groups = _Groups(optimizer.unwrap().param_groups)
+        memo: dict[int, Any] = {id(each): self._groups for each in (optimizer, optimizer.unwrap())}
+        self._schedules = [copy.deepcopy(schedule, memo) for schedule in schedules]
+        self._options = options_of([self._groups])
+
+    def step(self) -> Numbers:
+        for schedule in self._schedules:
+            schedule.step()
+        if options_of([self._groups]) != self._options:
+            raise ValueError("a schedule writes more than rates")
+        return tuple(group["lr"] for group in self._groups.param_groups)
+
+
+class _Groups:
+    """What stands for an optimizer where its schedules are stepped ahead."""
+
+    _opt_called = True  # torch's schedulers warn where the optimizer has made no step
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.param_groups = [{**group, "params": []} for group in groups]
+
+    def step(self) -> None: ...
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -124,7 +124,7 @@ class OptimizerWrapper(Optimizer):
             if closure is None and not self.optimizer.state and is_of_torch_checkpoint(3):
                 # A step of zeros at a learning rate of zero, to make states: it is none of the run's.
                 return update.step()
-            if history.unsettled is not None:
+            if history.waiting:
                 history.settle()
             if closure is None:
                 if self._clip_grad_norm and (gradients.release is None or not gradients.release.pending):
@@ -269,7 +269,7 @@ class OptimizerWrapper(Optimizer):
         return bool(self._update.gradients.check or self._clip_grad_norm)
 
     def settle(self) -> None:
-        """Take the last step's outcome into the counters and run what waited for it. Waits for the device at most once.
+        """Take the outcome of the last steps into the counters and run what waited for it. Waits for the device at most once.
 
         Raises `LossScaleError` when `max_consecutive_skips` is reached.
         """

@@ -31,7 +31,7 @@ class LRSchedulerWrapper:
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the scheduler, if an optimizer step was applied since the last call or there are arguments to pass on."""
-        self._optimizer.when_settled(lambda: self._step(args, kwargs))
+        self._optimizer.when_settled(Advance(self, args, kwargs))
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's own state."""
@@ -69,12 +69,33 @@ class LRSchedulerWrapper:
         self._optimizer.settle()
         return getattr(self.scheduler, name)
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        progress = self._optimizer.progress
-        told = any(value is not None for value in (*args, *kwargs.values()))  # step(None) is torch's default
-        if told or progress != self._progress:
-            self._progress = progress
-            self.scheduler.step(*args, **kwargs)
+
+class Advance:
+    """A step of a boosted scheduler that waits for the outcome of its optimizer's."""
+
+    def __init__(self, wrapper: LRSchedulerWrapper, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._wrapper, self._args, self._kwargs = wrapper, args, kwargs
+
+    @property
+    def scheduler(self) -> Any:
+        """The user's scheduler."""
+        return self._wrapper.scheduler
+
+    @property
+    def is_told(self) -> bool:
+        """Whether it is told where to go, or what was seen: step(None) is torch's default."""
+        return any(value is not None for value in (*self._args, *self._kwargs.values()))
+
+    def follows(self, progress: int) -> bool:
+        """Return whether the scheduler has seen all of `progress` steps, so that it goes on with the next that is applied."""
+        return self._wrapper._progress == progress
+
+    def __call__(self) -> None:
+        wrapper = self._wrapper
+        progress = wrapper._optimizer.progress
+        if self.is_told or progress != wrapper._progress:
+            wrapper._progress = progress
+            wrapper.scheduler.step(*self._args, **self._kwargs)
 
 
 def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:

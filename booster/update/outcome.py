@@ -36,6 +36,8 @@ class Applied(Protocol):
 
     def __call__(self) -> bool: ...
 
+    def ready(self) -> bool: ...
+
     def on_device(self) -> torch.Tensor: ...
 
     def copied(self, copy: Copy) -> Applied: ...
@@ -130,6 +132,11 @@ class StepResult:
         return self._applied
 
     @property
+    def is_known(self) -> bool:
+        """Return whether `applied` would not wait."""
+        return isinstance(self._applied, bool) or self._applied.ready()
+
+    @property
     def decision(self) -> bool | torch.Tensor:
         """Return what `applied` says, without waiting: a 0-dim bool tensor on the device where the decision lives on one."""
         return self._applied if isinstance(self._applied, bool) else self._applied.on_device()
@@ -204,7 +211,7 @@ class LossScaleError(RuntimeError):
 
 
 class StepHistory:
-    """Counters of one optimizer's steps, and what waits for the outcome of the last one.
+    """Counters of one optimizer's steps, and what waits for the outcome of the last ones.
 
     max_consecutive_skips: so many skips in a row raise `LossScaleError` on settling; None never does. describe_scale: what
     its message says about the loss scale.
@@ -218,43 +225,58 @@ class StepHistory:
         self.last: StepResult | None = None
         self._max_consecutive_skips = max_consecutive_skips
         self._describe_scale = describe_scale
-        self.unsettled: StepResult | None = None
-        """The last step, while it is not counted."""
-        self._deferred: list[Callable[[], None]] = []
+        self.waiting: list[tuple[StepResult, list[Callable[[], None]]]] = []
+        """Steps that are not counted yet, each with what waits for it."""
+        self.num_looks = 0  # how often somebody wanted all to be counted
+        self._is_settling = False
 
     def record(self, result: StepResult) -> None:
         """Note a step whose outcome need not be known yet."""
         self.num_steps += 1
-        self.unsettled = self.last = result if result.loss is None else result.without_loss()
+        self.last = result if result.loss is None else result.without_loss()
+        self.waiting.append((self.last, []))
 
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
-        if self.unsettled is None:
-            action()
+        if self.waiting:
+            self.waiting[-1][1].append(action)
         else:
-            self._deferred.append(action)
+            action()
 
-    def settle(self, result: StepResult | None = None) -> None:
-        """Count the last step, waiting for its outcome, then run what waited for it. Raises `LossScaleError`.
+    def settle(self, result: StepResult | None = None, *, known_alone: bool = False) -> None:
+        """Count the steps that wait, waiting for the outcome of each, then run what waited for it. Raises `LossScaleError`.
 
-        result: of a step that is not noted yet."""
+        result: of a step that is not noted yet. known_alone: only those of which nobody has to wait."""
         if result is not None:
             self.num_steps += 1
-            self.unsettled = self.last = result if result.loss is None else result.without_loss()
-        if self.unsettled is None:
+            self.last = result if result.loss is None else result.without_loss()
+            self.waiting.append((self.last, []))
+        if self._is_settling:  # what waited wants to know of its own step
             return
-        result, self.unsettled = self.unsettled, None
-        if result._applied is True or result.applied:
-            self.num_applied += 1
-            self.progress += 1
-            self.num_consecutive_skips = 0
-        else:
-            self.num_consecutive_skips += 1
-        deferred, self._deferred = self._deferred, []
-        for action in deferred:
-            action()
-        if self._max_consecutive_skips is not None and self.num_consecutive_skips >= self._max_consecutive_skips:
-            raise LossScaleError(self._report(result))
+        self._is_settling = True
+        self.num_looks += not known_alone
+        try:
+            while self.waiting:
+                result, deferred = self.waiting[0]
+                if known_alone and not result.is_known:
+                    return
+                applied = result._applied is True or result.applied
+                del self.waiting[0]
+                if applied:
+                    self.num_applied += 1
+                    self.progress += 1
+                    self.num_consecutive_skips = 0
+                else:
+                    self.num_consecutive_skips += 1
+                for action in deferred:
+                    action()
+                if (
+                    self._max_consecutive_skips is not None
+                    and self.num_consecutive_skips >= self._max_consecutive_skips
+                ):
+                    raise LossScaleError(self._report(result))
+        finally:
+            self._is_settling = False
 
     def state_dict(self) -> dict[str, int]:
         """The counters, without `progress`."""
@@ -266,9 +288,10 @@ class StepHistory:
             setattr(self, name, counters[name])
 
     def _report(self, result: StepResult) -> str:
-        last = self.num_steps - self.num_consecutive_skips
+        number = self.num_steps - len(self.waiting)
+        last = number - self.num_consecutive_skips
         return (
-            f"{self.num_consecutive_skips} optimizer steps in a row were skipped, up to step {self.num_steps}; "
+            f"{self.num_consecutive_skips} optimizer steps in a row were skipped, up to step {number}; "
             f"{f'the last finite one was step {last}' if last else 'none was finite'}. Reason: {result.skipped_reason}; "
             f"not finite: {', '.join(result.culprit) or 'gradients of another rank'}; loss scale {self._describe_scale()}. "
             "Look at these parameters' module and its inputs, lower the learning rate, keep the module in float32 "

@@ -13,12 +13,15 @@ from recorded_graph import RecordedGraphs
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
 
-from benchmarks.waits import as_on_a_gpu
+from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster, LossScaleError, StepResult
+from booster.capture.rates import AHEAD
 from booster.capture.refusals import check
+from booster.ground.device import HostCopy
 from booster.loss_scaler import DynamicScale
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from booster.nn.lr_scheduler import CosineAnnealingWarmupLR
+from booster.update.device import _Applied
 
 STEPS = 30
 OVERFLOWS = (4, 5, 17)  # steps whose loss is not finite
@@ -294,6 +297,145 @@ def test_too_many_skips_in_a_row_raise_as_they_do_in_eager_steps():
         return None
 
     assert raised(True) == raised(False) is not None
+
+
+# ---------------------------------------------------------------------- a device that is behind
+
+
+class Behind:
+    """A device whose flags come `steps` steps late; None: never before somebody waits."""
+
+    def __init__(self, monkeypatch, steps=None):
+        self.made, self.waits = 0, 0
+        behind, begin = self, HostCopy.__init__
+
+        def init(copy, tensor):
+            begin(copy, tensor)
+            behind.made += 1
+            copy.number = behind.made
+
+        def ready(copy):
+            return steps is not None and copy.number + steps <= behind.made
+
+        def applied(flag):
+            behind.waits += not flag.ready()
+            return not bool(flag.tensor())
+
+        monkeypatch.setattr(HostCopy, "__init__", init)
+        monkeypatch.setattr(HostCopy, "ready", ready)
+        monkeypatch.setattr(_Applied, "__call__", applied)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("precision", ["fp16", "bf16_naive split"])
+def test_a_replay_reads_nothing_on_the_host_whatever_becomes_of_steps_before(precision, schedule, monkeypatch):
+    expected = trained(False, precision, schedule=schedule)[1]
+    behind, reads = Behind(monkeypatch), HostReads()
+
+    def train(run, step):
+        if step < 2:  # the first is eager, the second recorded
+            return run.step(*batch(step))
+        if step == 2:
+            behind.waits = 0
+        with reads:
+            return run.step(*batch(step))
+
+    run = Run(True, precision, schedule=schedule)
+    returned = [train(run, step) for step in range(STEPS)]
+    assert (behind.waits, dict(reads.found)) == (0, {})
+    assert run.graphs.num_replays == STEPS - 1
+    results = [told(each["result"]) for each in returned]
+    losses = [each["loss"] for each in returned]
+    assert_same({"losses": losses, "results": results, **run.everything()}, expected)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("schedule", ["cosine", "exponential", "sequence", "lambda"])
+def test_flags_that_come_late_change_nothing(schedule, steps, monkeypatch):
+    def train(run, step):
+        if step == 12:
+            run.optimizer.param_groups[0]["lr"] = 0.5
+        if step % 7 == 6:
+            assert run.schedule.get_last_lr()[0] > 0
+        if step == 17 and schedule != "sequence":
+            run.schedule.base_lrs[0] *= 2
+        if step == 20:
+            run.schedule.load_state_dict(run.schedule.state_dict())
+        return run.step(*batch(step))
+
+    expected = trained(False, "fp16", schedule=schedule, train=train)[1]
+    Behind(monkeypatch, steps)
+    assert_same(trained(True, "fp16", schedule=schedule, train=train)[1], expected)
+
+
+def test_the_host_waits_once_in_so_many_steps_as_rates_are_foreseen(monkeypatch):
+    behind = Behind(monkeypatch)
+    run = trained(True, "fp16", steps=AHEAD + 2)[0]
+    behind.waits = 0
+    for step in range(AHEAD - 1):
+        run.step(*batch(step % STEPS))
+    assert behind.waits == 0
+    for step in range(3):
+        run.step(*batch(step))
+    assert behind.waits == AHEAD - 1
+
+
+@pytest.mark.parametrize("where", ["outside", "told", "replaced", "tensor"])
+def test_the_outcome_is_waited_for_where_a_schedule_cannot_be_foreseen(where, monkeypatch):
+    def train(run, step):
+        if step == 0 and where == "tensor":
+            run.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+        result = run.own(*batch(step))
+        if where == "outside":
+            run.schedule.step()
+        return result
+
+    def step_of(run):
+        def step(x, y, factor):
+            loss = run.loss(x, y, factor)
+            run.booster.backward(loss, run.optimizer)
+            result = run.optimizer.step()
+            if where != "outside":
+                run.schedule.step(*([None, 3] if where == "told" else []))
+            run.optimizer.zero_grad()
+            return {"loss": loss, "result": result}
+
+        return step
+
+    def run_of(captured):
+        run = Run(False, "fp16", schedule="cosine")
+        if where in ("told", "replaced"):
+            run.schedule.scheduler.step = lambda *given, step=run.schedule.scheduler.step: step()
+        run.own = run.booster._captured(step_of(run), batch(0), run.graphs, 8) if captured else step_of(run)
+        for step in range(12):
+            train(run, step)
+        everything = run.everything()
+        everything["schedule"].pop("step", None)
+        return everything
+
+    expected = run_of(False)
+    behind = Behind(monkeypatch)
+    found = run_of(True)
+    assert_same(found, expected)
+    assert behind.waits >= 11
+
+
+def test_a_schedule_that_computes_from_what_has_changed_is_told_of_and_waited_for(monkeypatch, caplog):
+    level = [1.0]
+    monkeypatch.setitem(SCHEDULES, "own", lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: level[0]))
+    behind = Behind(monkeypatch, 3)
+    run = Run(True, "fp16", schedule="own")
+    for step in range(12):
+        if step == 9:
+            level[0] = 0.5
+        run.step(*batch(step + 5))
+    assert behind.waits > 0
+    (said,) = [record.message for record in caplog.records if "was foreseen" in record.message]
+    assert "AdamW went to (0.005,), and (0.01,) was foreseen" in said
+    behind.waits = 0
+    run.step(*batch(5))
+    assert behind.waits > 0
+    assert run.schedule.get_last_lr() == [0.005]
 
 
 # ---------------------------------------------------------------------- kinds of calls
