@@ -6,10 +6,12 @@ import math
 
 import pytest
 from prescribed import parameters, sgd, step_on
+from test_page import step
 from test_record import INF, recorded
 
 from booster.cli import main
-from booster.numerics.reports.terminal import sparkline
+from booster.numerics.record.run import Run
+from booster.numerics.reports.terminal import _show_rounded, show, sparkline
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def test_the_summary_names_losses_scales_skips_and_culprits(run, capsys):
     assert rows["loss scale"][2:6] == ["1024", "256", "256", "1024"]
     assert rows["p1"] == ["p1", "2"]
     assert "p0" not in rows
-    assert "nonfinite_grad 2" in said
+    assert "Skipped 2 steps, nonfinite_grad: gradients held an inf or NaN" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,30 @@ def test_a_run_whose_losses_are_all_not_finite_says_so(values, shown, tmp_path, 
     assert main(["report", str(tmp_path / "run")]) == 0
     rows = {line.split("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert rows["loss"] == ["loss", *shown, "××"]
+
+
+def test_names_that_are_too_long_differ_nevertheless_and_many_culprits_alike_are_one_line(
+    tmp_path, capsys, monkeypatch
+):
+    console = pytest.importorskip("rich.console", reason="the summary is drawn by rich").Console(width=80)
+    names = [f"encoder.{n}.attention.projections.{end}" for n in range(4) for end in ("weight", "bias", "scale")]
+    rows = [
+        dict(zip(("name", "product", "operand", "format"), (name, "forward", "weight", "e4m3"), strict=True))
+        | {"top": 0.5, "underflow": 0.25, "saturated": 0.0}
+        for name in names
+    ]
+    _show_rounded(console, rows[:6])
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split()[0] for line in lines if "e4m3" in line]
+    assert len(set(shown)) == 6
+    assert max(map(len, lines)) <= 80
+    monkeypatch.setenv("COLUMNS", "80")
+    bad = {"applied": False, "reason": "nonfinite_loss", "loss_scale": 8.0}
+    steps = [step(1, 1.0, loss_scale=8.0), step(2, INF, **bad, culprit=tuple(names))]
+    show(Run(tmp_path, {}, {"0": steps}))
+    said = capsys.readouterr().out
+    assert "All 12 parameters that are named held an inf or NaN equally often, in 1 step." in " ".join(said.split())
+    assert names[0] not in said
 
 
 def test_json_has_the_same_numbers(run, capsys):

@@ -14,6 +14,7 @@ from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPreci
 from booster.numerics import read_run
 from booster.numerics.record.run import Run, Step
 from booster.numerics.reports.page import page
+from booster.numerics.reports.summary import shortened
 from booster.numerics.reports.svg import Band, bars, lines, map_of
 
 VOID = {"meta"}
@@ -144,20 +145,41 @@ def test_skips_say_their_reason_and_culprits_that_are_all_alike_are_one_line(tmp
     assert "equally often" not in Reader(page(Run(tmp_path, {}, {"0": [*steps, differs]}))).text
 
 
-def test_a_long_name_keeps_its_beginning_and_its_end():
+def test_a_long_name_still_says_which_block_and_which_weight_it_is():
     names = [f"encoder.blocks.{n}.attention.in_proj_bias" for n in (1, 2)]
-    drawn = re.findall(r">(enc[^<]*…[^<]*)</text>", map_of(names, ["1"], [[0.5], [0.5]], width=340))
-    assert len(drawn) == 2
-    assert all(name.endswith("proj_bias") for name in drawn)
+    drawn = re.findall(r">([^<]*bias)</text>", map_of(names, ["1"], [[0.5], [0.5]], width=340))
+    assert drawn == ["e.b.1.a.in_proj_bias", "e.b.2.a.in_proj_bias"]
+    assert shortened("model.layers.10.self_attn.q_proj.weight", 24) == "m.l.10.s.q_proj.weight"
+    assert shortened("model.layers.10.a_very_long_name_of_a_weight", 20) == "m.l.10…e_of_a_weight"
 
 
-def test_bands_too_narrow_for_their_names_have_them_shortened():
-    picture = map_of(
-        ["w"], list("abcdefgh"), [[0.5] * 8], width=300, bands=[Band(0, 1, "subnormal"), Band(1, 8, "normal")]
-    )
-    assert "<title>subnormal</title>" in picture
-    assert re.search(r">su[a-z]*\.</text>", picture)
-    assert ">normal</text>" in picture
+@pytest.mark.parametrize("width", [340, 720])
+def test_the_names_of_bands_are_whole_and_do_not_touch_each_other(width):
+    names = [
+        f"model.layers.{n}.self_attn.{part}"
+        for n in (1, 2)
+        for part in ("in_proj_bias", "out_proj.bias", "out_proj.weight")
+    ]
+    columns = [f"2^{exponent}" for exponent in range(-25, 18)]
+    bands = [Band(0, 1, "lost"), Band(1, 11, "subnormal"), Band(11, 41, "normal"), Band(41, 43, "inf")]
+    picture = map_of(names, columns, [[0.5] * 43] * 6, width=width, bands=bands)
+    words = [
+        (float(x), float(y), anchor, text)
+        for x, y, anchor, text in re.findall(
+            r'<text x="([\d.]+)" y="([\d.]+)" text-anchor="(\w+)">([^<]*)</text>', picture
+        )
+    ]
+    assert {"lost", "subnormal", "normal", "inf"} <= {text for *_, text in words}
+    assert len({text for *_, text in words if re.search("bias|weight", text)}) == 6, "each name differs from the others"
+    spans = []
+    for x, y, anchor, text in words:
+        left = x - len(text) * 6 * {"start": 0, "middle": 0.5, "end": 1}[anchor]
+        spans.append((y, left, left + len(text) * 6, text))
+    for y, left, right, text in spans:
+        assert left >= 0, text
+        assert right <= width + 1, text
+        beside = [other for other in spans if other[0] == y and other[3] != text]
+        assert [other for other in beside if other[1] < right and left < other[2]] == [], text
 
 
 def test_a_long_run_makes_no_large_page(tmp_path):

@@ -9,7 +9,7 @@ from html import escape
 
 from booster.numerics.record.run import Run, Step
 from booster.numerics.record.underflow import Underflow, edges
-from booster.numerics.reports.summary import OptimizerSummary, by_tensor, summarise
+from booster.numerics.reports.summary import MOST_CULPRITS, OptimizerSummary, by_tensor, counted, summarise
 from booster.numerics.reports.svg import COLOURS, SHAPES, Band, Marks, bars, lines, map_of
 
 _WIDE, _NARROW = 720, 340  # pixels; of each picture there are two, because text in one that shrinks cannot be read
@@ -17,11 +17,6 @@ _MOST_ROWS = 40
 _MOST_COLUMNS = 60
 _WORTH_SAYING = 0.001
 _STILL = 0.05  # of a small parameter a weight or two always stand still
-_MOST_CULPRITS = 10
-_REASONS = {
-    "nonfinite_loss": "the forward pass made an inf or NaN, which no loss scale can help",
-    "nonfinite_grad": "gradients held an inf or NaN; now and then under a loss scale, which then is halved, it is ordinary",
-}
 
 _STYLE = f"""{COLOURS}{SHAPES}
 body {{ background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 16px;
@@ -50,7 +45,7 @@ def page(run: Run) -> str:
     told = [
         about.get("precision"),
         about.get("plugin"),
-        _counted(about.get("world_size", 1), "rank"),
+        counted(about.get("world_size", 1), "rank"),
         about.get("device"),
     ]
     began = datetime.fromtimestamp(about.get("time", 0), timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -80,9 +75,7 @@ def page(run: Run) -> str:
 
 def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Sequence[Underflow]) -> Iterator[str]:
     yield _tiles(summary)
-    for reason, count in summary.skips_by_reason.items():
-        why = f": {_REASONS[reason]}" if reason in _REASONS else ""
-        yield f"<p>Skipped {_counted(count, 'step')}, {escape(reason)}{why}.</p>"
+    yield from (f"<p>{escape(sentence)}</p>" for sentence in summary.skips())
     numbers = [step.number for step in steps]
     skipped = [step.number for step in steps if not step.applied]
     marks = Marks(skipped, "skipped")
@@ -115,12 +108,8 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
                 numbers, norms, width=width, logarithm=10, strip=clips, strip_name="clipped", marks=marks
             ),
         )
-    counts = set(summary.skips_by_culprit.values())
-    if len(counts) == 1 and len(summary.skips_by_culprit) > _MOST_CULPRITS:
-        alike = f"All {len(summary.skips_by_culprit)} parameters that are named held an inf or NaN equally often"
-        yield f"<h3>Skips by culprit</h3><p>{alike}, in {_counted(counts.pop(), 'step')}.</p>"
-    elif summary.skips_by_culprit:
-        culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:_MOST_CULPRITS]
+    if summary.skips_by_culprit and not summary.none_stands_out:
+        culprits = [(name, float(count)) for name, count in summary.skips_by_culprit.items()][:MOST_CULPRITS]
         more = len(summary.skips_by_culprit) - len(culprits)
         yield _panel(
             "Skips by culprit",
@@ -254,10 +243,6 @@ def _panel(title: str, text: str, picture: Callable[[int], str]) -> str:
         f'<h3>{escape(title)}</h3><p>{escape(text)}</p><div class="wide">{picture(_WIDE)}</div>'
         f'<div class="narrow">{picture(_NARROW)}</div>'
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _named(key: tuple[str, str]) -> str:

@@ -11,6 +11,12 @@ from typing import Any
 from booster.numerics.record.run import Rounded, Run, Step
 from booster.numerics.record.underflow import Underflow, best_scale
 
+MOST_CULPRITS = 10
+_REASONS = {
+    "nonfinite_loss": "the forward pass made an inf or NaN, which no loss scale can help",
+    "nonfinite_grad": "gradients held an inf or NaN; now and then under a loss scale, which then is halved, it is ordinary",
+}
+
 
 @dataclass
 class OptimizerSummary:
@@ -40,6 +46,25 @@ class OptimizerSummary:
     tensors: list[TensorSummary] = field(default_factory=list)
     best_scale: float | None = None
     nonfinite_losses: int = 0
+
+    def skips(self) -> list[str]:
+        """A sentence for each reason of skipped steps, and one on culprits where there are many and none stands out."""
+        told = []
+        for reason, count in self.skips_by_reason.items():
+            why = f": {_REASONS[reason]}" if reason in _REASONS else ""
+            told.append(f"Skipped {counted(count, 'step')}, {reason}{why}.")
+        if self.none_stands_out:
+            count = next(iter(self.skips_by_culprit.values()))
+            told.append(
+                f"All {len(self.skips_by_culprit)} parameters that are named held an inf or NaN equally often, in "
+                f"{counted(count, 'step')}."
+            )
+        return told
+
+    @property
+    def none_stands_out(self) -> bool:
+        """Whether many parameters were not finite, and all of them equally often, so that a list of them would say nothing."""
+        return len(self.skips_by_culprit) > MOST_CULPRITS and len(set(self.skips_by_culprit.values())) == 1
 
 
 @dataclass
@@ -78,6 +103,25 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain containers."""
         return asdict(self)
+
+
+def counted(count: int, noun: str) -> str:
+    """So many of them, in words."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def shortened(name: str, most: int) -> str:
+    """`name` in `most` letters: which block it is, and which of its weights, is kept.
+
+    As far as is needed modules are named by their first letter, from the outermost on; then the middle is left out.
+    """
+    *modules, last = name.split(".")
+    for place, module in enumerate(modules):
+        if len(name) > most and not module.isdigit():
+            modules[place] = module[:1]
+            name = ".".join([*modules, last])
+    before = (most - 1) // 3
+    return name if len(name) <= most else name[:before] + "…" + name[len(name) - (most - 1 - before) :]
 
 
 def summarise(run: Run) -> Summary:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
+from booster.numerics.reports.summary import shortened
+
 COLOURS = """:root { color-scheme: light dark; --paper: #fff; --ink: #1c2024; --soft: #606873; --grid: #e3e6ea;
   --accent: #1f6feb; --bad: #c62f2f; }
 @media (prefers-color-scheme: dark) {
@@ -21,6 +23,7 @@ SHAPES = """svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
 .mark { fill: none; stroke: var(--bad); stroke-width: 1.8; }
 """
 _LETTER = 6.6  # pixels, of a letter of that size, about
+_LEAST_LABEL = 140  # pixels, without which names of one block look alike
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -135,12 +138,18 @@ def map_of(
 ) -> str:
     """A row of cells for each name; the stronger its colour, the larger a share, up to `most`. None leaves a cell empty.
 
-    columns: what each column is, for tooltips and the axis below, which `axis` names. bands: named above, shortened where
-    there is little room.
+    columns: what each column is, for tooltips and the axis below, which `axis` names. bands: named above, in two rows by turns
+    where there is little room.
     """
-    label = min(width // 3, int(_LETTER * max(map(len, names), default=0)) + 10)
-    left, right, top, row = label, 8, 20 if bands else 2, 18
+    label = min(max(width // 3, _LEAST_LABEL), int(_LETTER * max(map(len, names), default=0)) + 10)
+    left, right, row = label, 8, 18
     cell = (width - left - right) / max(1, len(columns))
+    halves = [len(band.name) * _LETTER / 2 for band in bands]
+    middles = [
+        min(left + (band.start + band.stop) / 2 * cell, width - half) for band, half in zip(bands, halves, strict=True)
+    ]
+    crowded = any(middles[i + 1] - middles[i] < halves[i] + halves[i + 1] + _LETTER for i in range(len(bands) - 1))
+    top = (34 if crowded else 20) if bands else 2
     bottom = top + row * len(names)
     body = []
     for index, name in enumerate(names):
@@ -160,17 +169,15 @@ def map_of(
                 f'<rect class="cell" x="{left + place * cell:.1f}" y="{at + 1}" width="{max(1.0, cell - 0.5):.1f}" '
                 f'height="{row - 2}" fill-opacity="{opacity:.2f}"><title>{title}</title></rect>'
             )
-    for band in bands:
-        start, stop = left + band.start * cell, left + band.stop * cell
+    for place, band in enumerate(bands):
+        start = left + band.start * cell
         if band.start > 0:
             body.append(f'<line class="edge" x1="{start:.1f}" x2="{start:.1f}" y1="{top - 4}" y2="{bottom}"/>')
-        room = int((stop - start) / _LETTER)
-        if room >= 2:
-            name = band.name if len(band.name) <= room else band.name[: room - 1] + "."
-            body.append(f"<g><title>{escape(band.name)}</title>{_text((start + stop) / 2, 12, name, 'middle')}</g>")
+        body.append(_text(middles[place], 26 if crowded and place % 2 else 12, band.name, "middle"))
     shown = max(1, math.ceil(len(columns) / max(1, (width - left - right) / 60)))
     for place in range(0, len(columns), shown):
-        body.append(_text(left + (place + 0.5) * cell, bottom + 15, columns[place], "middle"))
+        middle = min(left + (place + 0.5) * cell, width - len(columns[place]) * _LETTER / 2)
+        body.append(_text(middle, bottom + 15, columns[place], "middle"))
     body.append(_text(width - right, bottom + 31, axis, "end"))
     return _svg(width, bottom + 36, body)
 
@@ -284,7 +291,4 @@ def _step_ticks(first: int, last: int, x: Callable[[float], float], y: float, wi
 
 
 def _shortened(name: str, width: float) -> str:
-    """`name`, of whose middle so much is left out that it fits: which block it is stands first, which of its weights last."""
-    most = max(4, int(width / _LETTER))
-    before = (most - 1) // 3
-    return name if len(name) <= most else name[:before] + "…" + name[len(name) - (most - 1 - before) :]
+    return shortened(name, max(4, int(width / _LETTER)))

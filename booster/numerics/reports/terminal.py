@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from booster.numerics.record.run import Run, Step
-from booster.numerics.reports.summary import OptimizerSummary, TensorSummary, summarise
+from booster.numerics.reports.summary import OptimizerSummary, TensorSummary, counted, shortened, summarise
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 _BESIDE = 61  # columns of a terminal, at most, that stand before the bars
 _MOST_ROWS = 8
+_LEAST_NAME = 12  # letters; narrower terminals break cells
 _WORTH_SAYING = 0.001
 _STILL = 0.05  # of a small parameter a weight or two always stand still
 _NEAR = 2.0  # bits below overflow, of an activation, whose loss scale nobody can lower
@@ -34,11 +35,10 @@ def show(run: Run, console: Any = None) -> None:
     summary = summarise(run)
     about = run.about
     console.print(f"[bold]{escape(summary.folder)}[/bold]")
-    ranks = about.get("world_size", 1)
     told = [
         about.get("precision"),
         about.get("plugin"),
-        f"{ranks} rank" if ranks == 1 else f"{ranks} ranks",
+        counted(about.get("world_size", 1), "rank"),
         about.get("device"),
     ]
     console.print(escape(", ".join(str(part) for part in told if part)), style="dim", highlight=False)
@@ -64,24 +64,19 @@ def show(run: Run, console: Any = None) -> None:
 
 def _show_rounded(console: Any, rows: Sequence[dict[str, Any]]) -> None:
     """What low precisions do to the operands of layers, those with most in the top bin of their blocks first."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("low precision", "product", "operand", "format", "top bin", "underflow", "saturated"):
-        table.add_column(heading, justify="right" if heading in ("top bin", "underflow", "saturated") else "left")
-    for row in rows[:_MOST_ROWS]:
-        texts = (Text(row[name]) for name in ("name", "product", "operand", "format"))
-        table.add_row(*texts, *(f"{row[name]:.2%}" for name in ("top", "underflow", "saturated")))
     console.print()
-    console.print(table)
-    _rest(console, len(rows))
+    headings = ("low precision", "product", "operand", "format", "top bin", "underflow", "saturated")
+    cells = [
+        (row["name"], row["product"], row["operand"], row["format"])
+        + tuple(f"{row[share]:.2%}" for share in ("top", "underflow", "saturated"))
+        for row in rows
+    ]
+    _print_table(console, headings, cells, texts=4)
 
 
 def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Step], *, several: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
-    from rich.text import Text
 
     pace = "" if summary.seconds_per_step is None else f", {_seconds(summary.seconds_per_step)} a step"
     skipped = f", {summary.num_skipped} skipped" if summary.num_skipped else ""
@@ -112,26 +107,18 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
         console.print(table)
     if summary.clipped:
         console.print(f"clipped in {summary.clipped:.1%} of the steps", highlight=False)
-    if summary.num_skipped:
-        reasons = ", ".join(f"{escape(reason)} {count}" for reason, count in summary.skips_by_reason.items())
-        console.print(f"[red]skipped steps[/red]: {reasons}", highlight=False)
-        culprits = Table(box=None, pad_edge=False, header_style="dim")
-        culprits.add_column("culprit")
-        culprits.add_column("skips", justify="right")
-        for name, count in list(summary.skips_by_culprit.items())[:_MOST_ROWS]:
-            culprits.add_row(Text(name), str(count))
-        if summary.skips_by_culprit:
-            console.print(culprits)
-            _rest(console, len(summary.skips_by_culprit))
+    for sentence in summary.skips():
+        console.print(escape(sentence), style="red", highlight=False)
+    if summary.skips_by_culprit and not summary.none_stands_out:
+        _print_table(
+            console, ("culprit", "skips"), [(name, f"{count}") for name, count in summary.skips_by_culprit.items()]
+        )
     if summary.num_samples:
         _show_tensors(console, summary)
 
 
 def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
     """What underflows, has little room or stands still, the worst first; a table of tensors without any of it says nothing."""
-    from rich.table import Table
-    from rich.text import Text
-
     console.print()
     rooms = [tensor.headroom for tensor in summary.tensors if tensor.headroom is not None and tensor.of != "activation"]
     if rooms and summary.scale[3] != 1.0:
@@ -143,44 +130,51 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
     small = sorted(summary.tensors, key=lambda tensor: (-tensor.lost, -tensor.subnormal))
     small = [tensor for tensor in small if max(tensor.lost, tensor.subnormal) >= _WORTH_SAYING or _near(tensor)]
     if small:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for heading in ("underflow", "of", "format", "zero", "of it lost", "subnormal", "headroom"):
-            table.add_column(heading, justify="left" if heading in ("underflow", "of", "format") else "right")
-        for tensor in small[:_MOST_ROWS]:
-            room = "" if tensor.headroom is None else f"{tensor.headroom:.1f} bits"
-            shares = (f"{share:.2%}" for share in (tensor.zeros, tensor.lost, tensor.subnormal))
-            table.add_row(Text(tensor.name), Text(tensor.of), Text(tensor.format), *shares, room)
-        console.print(table)
-        _rest(console, len(small))
+        headings = ("underflow", "of", "format", "zero", "of it lost", "subnormal", "headroom")
+        cells = [
+            (tensor.name, tensor.of, tensor.format)
+            + tuple(f"{share:.2%}" for share in (tensor.zeros, tensor.lost, tensor.subnormal))
+            + ("" if tensor.headroom is None else f"{tensor.headroom:.1f} bits",)
+            for tensor in small
+        ]
+        _print_table(console, headings, cells, texts=3)
     still = sorted((t for t in summary.tensors if (t.still or 0) >= _STILL), key=lambda t: -(t.still or 0))
     if still:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        table.add_column("stands still")
-        table.add_column("stored as")
-        table.add_column("weights that steps did not change", justify="right")
-        for tensor in still[:_MOST_ROWS]:
-            table.add_row(Text(tensor.name), Text(tensor.stored or ""), f"{tensor.still:.1%}")
-        console.print(table)
-        _rest(console, len(still))
+        rows = [(tensor.name, tensor.stored or "", f"{tensor.still:.1%}") for tensor in still]
+        _print_table(console, ("stands still", "stored as", "weights that steps did not change"), rows, texts=2)
     if summary.groups:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for heading in ("group", "gradient norm", "weight norm", "update norm", "update / weight"):
-            table.add_column(heading, justify="left" if heading == "group" else "right")
+        groups = []
         for index, norms in enumerate(summary.groups):
             grad, weight, update = norms["grad_norm"], norms["weight_norm"], norms["update_norm"]
             ratio = update / weight if update is not None and weight else None
             numbers = ("" if value is None else f"{value:.3g}" for value in (grad, weight, update, ratio))
-            table.add_row(str(index), *numbers)
-        console.print(table)
+            groups.append((str(index), *numbers))
+        _print_table(console, ("group", "gradient norm", "weight norm", "update norm", "update / weight"), groups)
 
 
 def _near(tensor: TensorSummary) -> bool:
     return tensor.of == "activation" and tensor.headroom is not None and tensor.headroom < _NEAR
 
 
-def _rest(console: Any, count: int) -> None:
-    if count > _MOST_ROWS:
-        console.print(f"and {count - _MOST_ROWS} more", style="dim", highlight=False)
+def _print_table(console: Any, headings: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> None:
+    """Print the first of `rows`, and how many more there are. Names, in the first column, lose their middle where they must.
+
+    texts: how many columns are no numbers, and stand on the left.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = rows[:_MOST_ROWS]
+    beside = sum(max(len(row[place]) for row in (headings, *shown)) + 2 for place in range(1, len(headings)))
+    room = max(_LEAST_NAME, console.width - beside)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < texts else "right")
+    for name, *cells in shown:
+        table.add_row(Text(shortened(name, room)), *map(Text, cells))
+    console.print(table)
+    if len(rows) > len(shown):
+        console.print(f"and {len(rows) - len(shown)} more", style="dim", highlight=False)
 
 
 def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, width: int = _WIDTH) -> str:
