@@ -118,6 +118,39 @@ def sums_int8_exactly() -> bool:
     return _alone(sums)
 
 
+@functools.cache
+def gives_float32_sums(device: torch.device) -> bool:
+    """Whether `device` multiplies matrices of bfloat16 fast and gives their sums as float32: looked at once, on a GPU.
+
+    Not on a CPU: torch has no such product there, see `multiplies_into_sums`.
+    """
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return _alone(lambda: bool((torch.mm(*_with_long_sums(device), out_dtype=torch.float32) == 257).all()))
+
+
+@functools.cache
+def multiplies_into_sums() -> bool:
+    """Whether this CPU multiplies matrices of bfloat16 fast and a factor into their sums before they are rounded: looked at
+    once."""
+    if "matrix product" in slow_products(torch.bfloat16):
+        return False
+
+    def multiplies() -> bool:
+        left, right = _with_long_sums(torch.device("cpu"))
+        return bool((torch.addmm(left.new_zeros(()), left, right, beta=0, alpha=3) == 772).all())  # 768 of rounded sums
+
+    return _alone(multiplies)
+
+
+def _with_long_sums(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrices whose product is 257 everywhere, which is no number of bfloat16."""
+    ones = torch.ones(16, 264, dtype=torch.bfloat16, device=device)
+    some = ones.clone()
+    some[:, 257:] = 0
+    return ones, some.t()
+
+
 def _alone(look: Callable[[], bool]) -> bool:
     """The answer of `look` in a thread of its own, where no mode of the caller's, such as one of fake tensors, is in force."""
     with ThreadPoolExecutor(max_workers=1) as thread:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from booster.ground import arguments
 
 _MANTISSA = 23  # bits, of float32
+_EXPONENT = 0x7F800000  # its bits
 CARRIERS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -102,8 +103,26 @@ def round_to(x: torch.Tensor, target: NumberFormat, *, noise: torch.Tensor | Non
     elif target is TF32:
         rounded = _to_upper_bits(wide, target.mantissa_bits, noise)
     else:
-        rounded = _to_multiples(wide, _spacing(wide, target), noise).clamp(target.lowest, target.largest)
+        rounded = rounded_within(wide.clamp(target.lowest, target.largest), target, noise)
     return rounded.to(x.dtype)
+
+
+def rounded_within(x: torch.Tensor, target: NumberFormat, noise: torch.Tensor | None) -> torch.Tensor:
+    """Return what `round_to` does of float32 numbers that lie within `target`, not E8M0 or TF32; `x` is overwritten."""
+    if target.exponent_bits:
+        powers = (x.view(torch.int32) & _EXPONENT).view(torch.float32)
+        spacing = powers.clamp_(min=target.smallest_normal).mul_(2.0**-target.mantissa_bits)
+        if noise is None:
+            return x.div_(spacing).round_().mul_(spacing)
+    elif noise is None:
+        return x.round_()
+    else:
+        spacing = torch.ones((), dtype=torch.float32, device=x.device)
+    size = (x / spacing).abs_()
+    below = size.floor()
+    up = size.sub_(below).sub_(noise).ceil_()  # 1 where the noise is below what is left, else 0
+    below.add_(up).mul_(spacing)
+    return below.copysign_(x)
 
 
 def noise_of(x: torch.Tensor) -> torch.Tensor:
@@ -114,9 +133,9 @@ def noise_of(x: torch.Tensor) -> torch.Tensor:
     """
     bits = x.contiguous().float().view(torch.int32).flatten()
     place = torch.arange(bits.numel(), dtype=torch.int32, device=x.device)
-    whole = _mixed((bits.sum() & 0x7FFFFFFF).to(torch.int32))
-    mixed = _mixed(_mixed(place + whole) ^ bits)
-    return ((mixed & 0xFFFFFF).float() * 2.0**-24).view(x.shape)
+    whole = _mix_((bits.sum() & 0x7FFFFFFF).to(torch.int32))
+    mixed = _mix_(_mix_(place.add_(whole)).bitwise_xor_(bits))
+    return mixed.bitwise_and_(0xFFFFFF).float().mul_(2.0**-24).view(x.shape)
 
 
 def encode(x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
@@ -155,24 +174,6 @@ def _needs_byte(target: NumberFormat) -> None:
         raise ValueError(arguments.refusal("format", target.name, "a format of at most 8 bits"))
 
 
-def _spacing(x: torch.Tensor, target: NumberFormat) -> torch.Tensor | float:
-    """The distance between the numbers of `target` around each of `x`, powers of two; x: float32."""
-    if not target.exponent_bits:
-        return 1.0
-    lowest = 1 - target.bias + 127
-    exponent = ((x.view(torch.int32) >> _MANTISSA) & 0xFF).clamp(min=lowest)
-    return ((exponent - target.mantissa_bits) << _MANTISSA).view(torch.float32)
-
-
-def _to_multiples(x: torch.Tensor, spacing: torch.Tensor | float, noise: torch.Tensor | None) -> torch.Tensor:
-    if noise is None:
-        return torch.round(x / spacing) * spacing
-    size = x.abs() / spacing
-    below = size.floor()
-    up = noise < size - below
-    return torch.where(torch.isfinite(size), torch.copysign((below + up.float()) * spacing, x), x)
-
-
 def _to_upper_bits(x: torch.Tensor, mantissa_bits: int, noise: torch.Tensor | None) -> torch.Tensor:
     """Keep the sign, the exponent and so many bits of the mantissa of float32 numbers; a carry runs into the exponent."""
     dropped = _MANTISSA - mantissa_bits
@@ -195,13 +196,14 @@ def _to_power_of_two(x: torch.Tensor) -> torch.Tensor:
     return torch.where((x < 0) | x.isnan(), torch.nan, rounded)
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """A hash of int32 numbers, MurmurHash3's finaliser; products wrap."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * -2048144789
-    x = x ^ ((x >> 13) & 0x7FFFF)
-    x = x * -1028477387
-    return x ^ ((x >> 16) & 0xFFFF)
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """Hash int32 numbers in place, by MurmurHash3's finaliser, and return them; products wrap."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= -2048144789
+    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x *= -1028477387
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
 
 
 NF4_LEVELS = (

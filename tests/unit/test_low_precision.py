@@ -31,7 +31,7 @@ from booster.mixed_precision import (
     TF32MixedPrecision,
 )
 from booster.mixed_precision.half import HalfPrecision
-from booster.mixed_precision.hardware import sums_int8_exactly
+from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums, sums_int8_exactly
 from booster.mixed_precision.low_precision import kernels, self_check
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiplied, product
 from booster.mixed_precision.low_precision.operands import rotated
@@ -191,6 +191,98 @@ def test_the_rotation_leaves_products_alone_and_spreads_outliers():
     spike[0, 3] = 4.0
     assert torch.equal(rotated(spike).abs(), torch.ones(1, 16))
     assert len(set(rotated(spike).flatten().tolist())) == 2
+
+
+HALF_ROADS = ["GPU's", "CPU's"]
+"""How a product of operands in bfloat16 is summed in float32: given back so, or multiplied by the scales before rounding."""
+
+
+def on_road(monkeypatch, road, seen):
+    """Have `emulate` take a road of these, or None, whatever this machine is; `seen` gets the dtypes of what is multiplied."""
+    right, scaled = torch.mm, torch.addmm
+
+    def mm(a, b, *, out_dtype):
+        seen.extend((a.dtype, b.dtype))
+        return right(a.to(out_dtype), b.to(out_dtype))
+
+    def addmm(c, a, b, *, beta, alpha):
+        seen.extend((a.dtype, b.dtype))
+        return (
+            scaled(c, a, b, beta=beta, alpha=alpha)
+            if multiplies_into_sums()
+            else (alpha * (a.float() @ b.float())).bfloat16()
+        )
+
+    where = "booster.mixed_precision.low_precision.linear"
+    monkeypatch.setattr(f"{where}.gives_float32_sums", lambda device: road == "GPU's")
+    monkeypatch.setattr(f"{where}.multiplies_into_sums", lambda: road == "CPU's")
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("road", HALF_ROADS)
+def test_operands_in_bfloat16_are_multiplied_as_those_in_float32_are(name, road, monkeypatch):
+    """Sums of so few whole numbers are exact in float32."""
+    how, recipe = RECIPES[name].output, RECIPES[name]
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-3, 4, (n, 64), generator=draw).float() for n in (21, 34))
+    for each in (a, b):
+        each[:, ::16] = 6 if recipe.name == "nvfp4" else 3.5 if recipe.kernel != "int8" else 127
+    with monkeypatch.context() as patch:
+        on_road(patch, None, [])
+        expected = product(a, b, how, recipe, dtype=torch.bfloat16, kernels=False)
+    assert error(expected, a @ b.t()) < 2.0**-8
+    seen = []
+    on_road(monkeypatch, road, seen)
+    assert torch.equal(product(a, b, how, recipe, dtype=torch.bfloat16, kernels=False), expected)
+    if road == "GPU's" or name in ("fp8", "nvfp4", "nvfp4 nearest"):
+        assert set(seen) == {torch.bfloat16}
+    else:
+        assert not seen, "rows of scales are multiplied in afterwards, and powers of two in before"
+
+
+@EVERY_RECIPE
+@pytest.mark.parametrize("road", HALF_ROADS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_computes_the_same_whatever_its_operands_are_held_in(name, road, dtype, monkeypatch):
+    linear, x, g = data((300,), 96, 64)
+    layer, half = LowPrecisionLinear.of(linear, RECIPES[name], kernels=False), dtype == torch.bfloat16
+    with monkeypatch.context() as patch:
+        on_road(patch, None, [])
+        expected = passes(layer, x, g, half=half)
+    on_road(monkeypatch, road, [])
+    got = passes(layer, x, g, half=half)
+    for key in ("y", "x", "weight"):
+        # Sums of at most 300 numbers in another order, and one rounding that may fall on the other side.
+        sums = 300 * 2.0**-24 * float(expected[key].abs().max()) * 8
+        torch.testing.assert_close(got[key], expected[key], rtol=2.0**-7 if half else 1e-5, atol=sums)
+        assert (got[key] != expected[key]).float().mean() < 0.02 or not half
+
+
+def test_a_factor_that_is_not_finite_or_too_small_for_float32_is_none(monkeypatch):
+    on_road(monkeypatch, "CPU's", [])
+    a = torch.ones(16, 16)
+    for bad in (torch.inf, torch.nan):
+        spoiled = a.clone()
+        spoiled[2, 3] = bad
+        y = product(spoiled, a, RECIPES["fp8"].output, RECIPES["fp8"], dtype=torch.bfloat16, kernels=False)
+        assert y.isnan().all()
+    tiny = product(
+        a * 2.0**-60, a * 2.0**-60, RECIPES["fp8"].output, RECIPES["fp8"], dtype=torch.bfloat16, kernels=False
+    )
+    torch.testing.assert_close(tiny, torch.full((16, 16), 2.0**-116).bfloat16(), rtol=2.0**-7, atol=0)
+
+
+def test_what_a_cpu_does_with_a_factor_is_looked_at(monkeypatch):
+    right = torch.addmm
+    monkeypatch.setattr("booster.mixed_precision.hardware.slow_products", lambda dtype: frozenset())
+    assert multiplies_into_sums.__wrapped__()
+    monkeypatch.setattr(torch, "addmm", lambda c, a, b, *, beta, alpha: right(c, a, b, beta=beta) * alpha)
+    assert not multiplies_into_sums.__wrapped__(), "sums that are rounded first"
+    monkeypatch.setattr("booster.mixed_precision.hardware.slow_products", lambda dtype: frozenset({"matrix product"}))
+    assert not multiplies_into_sums.__wrapped__()
+    assert not gives_float32_sums(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8 rowwise", "int8"])

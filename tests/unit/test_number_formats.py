@@ -14,6 +14,7 @@ from booster.number_formats import (
     FORMATS,
     INT8,
     TF32,
+    Scaled,
     Scaling,
     decode,
     decode_tensorwise,
@@ -196,6 +197,12 @@ def test_the_hash_is_uniform_and_of_the_whole_tensor_alone():
     assert abs(float(constant.mean()) - 0.5) < 6 * (1 / 12) ** 0.5 / 512
 
 
+def test_the_hash_is_what_it_was():
+    """Runs that are resumed draw what they would have drawn."""
+    drawn = noise_of(torch.tensor([[0.0, -1.5, 3.0], [1e-9, torch.inf, 0.0]])) * 2**24
+    assert drawn.flatten().tolist() == [10887637, 4643092, 11645148, 16332478, 3509620, 7137010]
+
+
 def test_numbers_wider_than_float32_are_refused_rather_than_rounded_twice():
     with pytest.raises(ValueError, match="rounded to e4m3fn from float32, bfloat16 or float16, got torch.float64"):
         round_to(torch.ones(2, dtype=torch.float64), E4M3)
@@ -279,6 +286,29 @@ def test_bfloat16_holds_what_blocks_mean(kind, scaling):
     assert torch.equal(scaled.wide(torch.bfloat16).float(), scaled.wide())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float8_numbers_are_widened_as_torch_casts_them(dtype):
+    for kind in (E4M3, E5M2):
+        values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(kind.dtype)
+        finite = torch.isfinite(values.float())
+        for given, there in ((values, finite), (values.t(), finite.t())):
+            numbers = Scaled(given, torch.ones(()), None, Scaling("tensor")).numbers(dtype)
+            assert numbers.dtype == dtype
+            assert torch.equal(numbers[there], given.to(dtype)[there])
+            assert torch.equal(torch.signbit(numbers)[there], torch.signbit(given.float())[there])
+
+
+@pytest.mark.parametrize("over", OVER, ids=str)
+def test_where_a_number_is_not_finite_its_scale_says_so(over):
+    """So that nobody need look at the numbers."""
+    for bad in (torch.inf, torch.nan):
+        x = MATRIX.clone()
+        x[3, 5] = bad
+        scaled = scale_to(x, E4M3, Scaling(over))
+        assert scaled.wide()[3, 5].isnan()
+        assert torch.equal(scaled.wide().isnan(), scaled.scale_of_each().isnan().expand(37, 70))
+
+
 @pytest.mark.parametrize(
     "scaling", [Scaling("tensor"), Scaling("row", "power_of_two"), Scaling((1, 16), "e4m3")], ids=str
 )
@@ -295,6 +325,32 @@ def test_tiny_numbers_survive_a_tiny_scale():
     x = torch.full((2, 32), 1e-30)
     for scaling in (Scaling("tensor"), Scaling((1, 32), "power_of_two")):
         torch.testing.assert_close(meant(scale_to(x, E4M3, scaling)), x, rtol=2.0**-4, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
+@pytest.mark.parametrize(
+    ("kind", "scaling", "stochastic", "most"),
+    [
+        (E4M3, Scaling((1, 32), "power_of_two"), False, 3),
+        (E2M1, Scaling((16, 16), "e4m3"), False, 4),
+        (E2M1, Scaling((1, 16), "e4m3"), True, 4),
+        (E4M3, Scaling("tensor"), False, 2),
+    ],
+    ids=["mxfp8", "nvfp4 weight", "nvfp4 gradient", "tensorwise"],
+)
+def test_compiled_an_operand_is_rounded_to_the_same_bits_by_few_kernels(kind, scaling, stochastic, most):
+    """Of torch's compiler for CPUs: its scales, those of the whole, and all the rest, the hash included, as one."""
+    from torch._inductor import metrics
+
+    def rounded(x):
+        return scale_to(x, kind, scaling, noise=noise_of(x) if stochastic else None).wide(torch.bfloat16)
+
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    torch.compiler.reset()
+    metrics.reset()
+    assert torch.equal(torch.compile(rounded, fullgraph=True, dynamic=False)(x), rounded(x))
+    assert metrics.generated_kernel_count <= most
 
 
 def test_a_scaling_that_means_nothing_is_refused():

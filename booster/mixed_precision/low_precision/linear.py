@@ -5,11 +5,14 @@ One product of two matrices in a low precision: rounded, then multiplied by a ke
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from booster.ground.torch_internals import is_fake_kind
+from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums
 from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import rounded, turned
 from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
@@ -50,15 +53,23 @@ def multiplied(
 
 
 def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
-    """Return `a @ b.t()` in `dtype` of numbers in low formats, summed in float32.
+    """Return `a @ b.t()` in `dtype` of numbers in low formats, summed in float32 and rounded once.
 
-    In bfloat16 that is its own matrix product, where that holds the scaled operands exactly; otherwise one in float32.
+    Operands are multiplied in bfloat16 where that holds them and the device does so fast and right, otherwise in float32.
     """
-    if dtype == torch.bfloat16 and _in_bfloat16(a) and _in_bfloat16(b):
-        return a.wide(torch.bfloat16) @ b.wide(torch.bfloat16).t()
-    result = _values(a) @ _values(b).t()
-    for scale in (_after(a), _after(b, transposed=True), a.outer, b.outer):
-        result = result if scale is None else result * scale
+    scales = [each for each in (_after(a), _after(b, transposed=True), a.outer, b.outer) if each is not None]
+    exact, device = _in_bfloat16(a) and _in_bfloat16(b), a.values.device
+    if exact and gives_float32_sums(device):
+        result = torch.mm(_values(a, torch.bfloat16), _values(b, torch.bfloat16).t(), out_dtype=torch.float32)
+    elif dtype == torch.bfloat16 and all(each.scaling.scale == "power_of_two" for each in (a, b)):
+        return a.wide(dtype) @ b.wide(dtype).t()
+    elif exact and dtype == torch.bfloat16 and (factor := _factor(scales, device)) is not None:
+        left, right = _values(a, dtype), _values(b, dtype)
+        return torch.addmm(left.new_zeros(()), left, right.t(), beta=0, alpha=factor)
+    else:
+        result = _values(a, torch.float32) @ _values(b, torch.float32).t()
+    for scale in scales:
+        result = result * scale
     return result.to(dtype)
 
 
@@ -66,12 +77,12 @@ def emulate(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _in_bfloat16(x: Scaled) -> bool:
-    """Whether bfloat16 holds the numbers times their scales."""
-    return x.scaling.scale == "power_of_two"
+    """Whether bfloat16 holds the numbers, times their scales where these are of blocks."""
+    return x.block is None or x.scaling.scale != "float32"
 
 
-def _values(x: Scaled) -> torch.Tensor:
-    return x.values.float() if x.block is None else x.wide()
+def _values(x: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    return x.numbers(dtype) if x.block is None else x.wide(dtype)
 
 
 def _after(x: Scaled, *, transposed: bool = False) -> torch.Tensor | None:
@@ -79,6 +90,19 @@ def _after(x: Scaled, *, transposed: bool = False) -> torch.Tensor | None:
     if x.block is not None:
         return None
     return x.scale.t() if transposed and x.scale.dim() else x.scale
+
+
+def _factor(scales: list[torch.Tensor], device: torch.device) -> float | None:
+    """The product of scales of whole matrices, where a product of halves can take it as a number; otherwise None."""
+    if (
+        device.type != "cpu"
+        or any(each.dim() or is_fake_kind(type(each)) for each in scales)
+        or torch.compiler.is_compiling()  # where a number would end the graph
+        or not multiplies_into_sums()
+    ):
+        return None
+    factor = math.prod(each.item() for each in scales)
+    return None if factor < torch.finfo(torch.float32).tiny else factor
 
 
 class LowPrecisionLinear(LinearStandIn):

@@ -63,7 +63,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     columns must be a multiple of 16.
     """
     rotation = torch.tensor(_ROTATION, dtype=torch.float32, device=x.device)
-    return (x.reshape(len(x), -1, ROTATION) @ rotation).flatten(1)
+    return (x.reshape(-1, ROTATION) @ rotation).view(x.shape)
 
 
 # ---------------------------------------------------------------------- inside
