@@ -2,13 +2,12 @@
 
 import dataclasses
 import random
-import subprocess
-import sys
 import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import run
 from torch import nn
 from torch.nn import functional as F
 from zoo import DIM, FAULTS, PRECISIONS, Cage, judge
@@ -351,8 +350,7 @@ optimizer.step()
 def test_a_job_whose_replay_raises_on_one_rank_alone_ends_with_that_ranks_error(tmp_path, when):
     """The other rank waits in a collective of FSDP, for which the process group would wait half an hour."""
     (tmp_path / "job.py").write_text(RAISES_WHEN_REPLAYED)
-    command = [sys.executable, "-m", "booster", "run", "--nproc_per_node", "2", "job.py", when]
-    job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    job = run("-m", "booster", "run", "--nproc_per_node", "2", "job.py", when, folder=tmp_path, timeout=200)
     assert job.returncode == 1
     assert "ValueError: only in the replay" in job.stderr
     assert "RanksApart: a replay raised on rank 1 of the group, and ranks [0] did not come to its end" in job.stderr

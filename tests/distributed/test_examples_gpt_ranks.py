@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from programs import Ran, run
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "examples" / "gpt" / "train.py")
@@ -27,7 +26,7 @@ JOBS = {
     "separate models": (2, ""),
 }
 
-Done = tuple[subprocess.CompletedProcess[str], Path]
+Done = tuple[Ran, Path]
 
 pytestmark = pytest.mark.slow
 
@@ -35,15 +34,8 @@ pytestmark = pytest.mark.slow
 def train(folder: Path, num_processes: int, options: str) -> Done:
     launch = ["-m", "booster", "run", "--nproc_per_node", str(num_processes)] if num_processes > 1 else []
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    done = subprocess.run(
-        [sys.executable, *launch, TRAIN, *TINY, *options.split()],
-        cwd=folder,
-        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    return done, folder
+    environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return run(*launch, TRAIN, *TINY, *options.split(), folder=folder, environment=environment, timeout=200), folder
 
 
 @pytest.fixture(scope="module")

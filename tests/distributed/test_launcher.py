@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port
+from programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120
@@ -24,14 +25,7 @@ def environment(**added):
 
 
 def start(directory, *arguments, **variables):
-    return subprocess.Popen(
-        [sys.executable, "-m", "booster", "run", *arguments],
-        cwd=directory,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Program("-m", "booster", "run", *arguments, folder=directory, environment=environment(**variables))
 
 
 def finish(process):
@@ -139,7 +133,11 @@ def test_arguments_with_spaces_quotes_and_dashes_reach_the_script_intact(tmp_pat
 def test_a_module_runs_as_with_python_dash_m(tmp_path):
     write(tmp_path, "pack/__init__.py", "")
     write(tmp_path, "pack/train.py", REPORT)
-    status, out, err = launch(tmp_path, "--nproc-per-node=1", "-m", "pack.train", "--lr", "1")
+    command = [sys.executable, "-m", "booster", "run", "--nproc-per-node=1", "-m", "pack.train", "--lr", "1"]
+    job = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    status, out, err = finish(job)
     assert status == 0, err
     (line,) = lines_of(out)
     assert line["argv"] == [str(tmp_path / "pack" / "train.py"), "--lr", "1"]
@@ -408,14 +406,5 @@ def test_tasks_of_srun_and_mpirun_meet(tmp_path, call, names):
     tasks = []
     for rank in range(2):
         variables = dict(zip(names, (rank, 2, rank), strict=True))
-        tasks.append(
-            subprocess.Popen(
-                [sys.executable, "train.py"],
-                cwd=tmp_path,
-                env=environment(**variables),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        tasks.append(Program("train.py", folder=tmp_path, environment=environment(**variables)))
     assert [finish(task) for task in tasks] == [(0, "3.0 True\n", ""), (0, "", "")]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from ports import free_port, listening
+from programs import Program
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = 65534
@@ -55,13 +56,9 @@ def job(directory, *options):
     (directory / "train.py").write_text(JOB)
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
     variables = {name: value for name, value in os.environ.items() if name not in unset}
-    return subprocess.Popen(
-        [sys.executable, "-m", "booster", "run", "--nproc_per_node", "2", *options, "train.py"],
-        cwd=directory,
-        env={**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    arguments = ("-m", "booster", "run", "--nproc_per_node", "2", *options, "train.py")
+    environment = {**variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return Program(*arguments, folder=directory, environment=environment)
 
 
 def wait_for_ranks(directory, process):

@@ -5,12 +5,12 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from ports import free_port
+from programs import Program, run
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120
@@ -91,14 +91,7 @@ def environment(**added):
 
 
 def start(directory, *arguments, **variables):
-    return subprocess.Popen(
-        [sys.executable, "-m", "booster", "run", *arguments],
-        cwd=directory,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return Program("-m", "booster", "run", *arguments, folder=directory, environment=environment(**variables))
 
 
 def finish(process):
@@ -224,12 +217,7 @@ def test_the_gpt_example_killed_five_times_ends_with_the_weights_of_the_unbroken
     ends = []
     for folder in (unbroken, broken):
         path = folder / folder_of_saves / "step-0000000040"
-        subprocess.run(
-            [sys.executable, "-m", "booster", "checkpoint", "convert", str(path), str(folder / "weights.safetensors")],
-            env=environment(),
-            check=True,
-            timeout=TIMEOUT,
-        )
+        run("-m", "booster", "checkpoint", "convert", path, folder / "weights.safetensors").check_returncode()
         (history,) = folder.glob("*.json")
         ends.append(((folder / "weights.safetensors").read_bytes(), json.loads(history.read_text())["loss"]))
     assert ends[0] == ends[1]

@@ -5,12 +5,12 @@ import importlib
 import importlib.util
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run
 from torch import nn
 
 import booster
@@ -188,14 +188,8 @@ def test_the_web_toolkit_in_a_fresh_process_does_no_harm(tmp_path):
         "print(optimizer.step().applied)\n"
     )
     path = f"{tmp_path}:{ROOT}"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run("-c", script, environment={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True"]
     assert "web toolkit from PyPI" in done.stderr
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -12,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from programs import run
 
 from booster.data import prepare_dataloader
 
@@ -245,8 +245,7 @@ def test_two_runs_are_drawn_over_one_another_and_their_distance_is_printed(gpt: 
     for name, loss in (("a", [3.0, 2.0, 1.5]), ("b", [3.0, 2.25, 1.5])):
         gpt("history").History(name, {}, loss=loss, validation_loss=1.4).save(tmp_path / f"{name}.json")
 
-    command = [sys.executable, str(EXAMPLES / "gpt" / "plot.py"), "a.json", "b.json", "--output", "new/c.png"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = run(EXAMPLES / "gpt" / "plot.py", "a.json", "b.json", "--output", "new/c.png", folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert "b: 3 steps, loss 1.5000, at most 0.25 from a (mean 0.083)" in done.stdout
@@ -315,7 +314,7 @@ def test_a_run_that_breaks_off_is_resumed_from_its_last_save_and_ends_the_same(
 def test_adapters_on_a_base_of_four_bits_come_within_two_percent_of_those_on_a_float32_base(tmp_path: Path) -> None:
     script = str(EXAMPLES / "gpt" / "adapters.py")
     options = ["--base", str(tmp_path / "base.safetensors"), "--base-steps", "150", "--steps", "100"]
-    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=280)
+    done = run(script, *options, timeout=280)
     assert done.returncode == 0, done.stderr
     words = {line.partition(":")[0]: line.replace(",", "").split() for line in done.stdout.splitlines()}
     base, wide, packed = (float(words[name][words[name].index("loss") + 1]) for name in ("base", "float32", "nf4"))

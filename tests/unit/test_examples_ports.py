@@ -5,11 +5,10 @@ The scripts themselves are not here. What they printed when they were compared i
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "ports"
@@ -83,8 +82,7 @@ def test_a_port_changes_at_most_15_lines_and_the_page_shows_them(path: Path) -> 
 def test_losses_of_a_script_and_its_port_are_compared_to_the_bit(tmp_path: Path, edits: str, outcome: str) -> None:
     (tmp_path / "train.py").write_text(PLAIN)
     (tmp_path / "port.ed").write_text(edits)
-    command = [sys.executable, FOLDER / "same_losses.py", tmp_path / "train.py", tmp_path / "port.ed"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240, check=False)
+    done = run(FOLDER / "same_losses.py", tmp_path / "train.py", tmp_path / "port.ed", folder=ROOT, timeout=240)
     assert outcome in done.stdout, done.stderr
     assert done.returncode == ("0 differ" not in outcome)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["port.ed", "train.py"]

@@ -11,7 +11,6 @@ import os
 import random
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import run
 from resealed import change, content_of, header_and_data, seal, write_safetensors
 from safetensors import SafetensorError, safe_open
 from test_checkpoint import job, same
@@ -272,9 +272,7 @@ def test_a_text_takes_the_size_of_the_files_and_64_mib_at_most_or_is_refused(sav
         sealed["files"] = {name: content["files"][name] | told}
         seal_without_reading(folder, sealed)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    ran = subprocess.run(
-        [sys.executable, "-c", READ_IN_LITTLE_MEMORY, folder, str(size)], capture_output=True, text=True, timeout=120
-    )
+    ran = run("-c", READ_IN_LITTLE_MEMORY, folder, str(size))
     assert ran.returncode == 0, ran.stderr[-500:]
     assert ran.stdout.startswith("refused"), ran.stdout
 
@@ -298,9 +296,7 @@ def test_the_largest_texts_that_are_read_take_no_more(saved, tmp_path):
     for name in ("manifest.json", "state.json"):
         assert json_cost((folder / name).read_bytes()) > 0.8 * room_of(folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    ran = subprocess.run(
-        [sys.executable, "-c", READ_IN_LITTLE_MEMORY, folder, str(size)], capture_output=True, text=True, timeout=120
-    )
+    ran = run("-c", READ_IN_LITTLE_MEMORY, folder, str(size))
     assert ran.returncode == 0, ran.stderr[-500:]
     assert ran.stdout.startswith("read")
 

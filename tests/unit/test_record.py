@@ -6,13 +6,12 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from prescribed import DEVICE, HOST, parameters, sgd, step_on
+from programs import run
 from small_job import backward, boost, net, train
 
 from booster import Booster
@@ -213,7 +212,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_kill_loses_no_step(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120)
+    done = run("-c", KILLED, tmp_path)
     assert done.returncode == -signal.SIGKILL
     assert [step.number for step in read_run(tmp_path).steps["0"]] == list(range(1, 8))
 
