@@ -18,6 +18,9 @@ DEMO := .venv-demo
 TEST := .venv-test
 DOCS := .venv-docs
 CONSTRAINTS ?= constraints.txt
+# Python reads again what it has compiled, also in a shell that has forbidden it to keep that: each process would compile
+# the library, and each worker of pytest rewrite 60,000 lines of tests, which takes 10 seconds.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .PHONY: demo compare test coverage slow kernels integrations fuzz docs docs-version docs-serve figures lint dist versions clean
@@ -76,7 +79,7 @@ docs-serve: $(DOCS)/.installed
 figures: $(DOCS)/.installed
 	for name in formats weight_bits step map pipeline curves long_run planted communication guides; do $(DOCS)/bin/python docs/figures/$$name.py || exit 1; done
 
-lint: $(TEST)/.linters
+lint: $(TEST)/.installed
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy booster
@@ -102,11 +105,7 @@ $(DEMO)/.installed: pyproject.toml constraints.txt
 
 $(TEST)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python $(INSTALL) --editable ".[examples,test]"
-	touch $@
-
-$(TEST)/.linters: $(TEST)/.installed
-	$(TEST)/bin/python $(INSTALL) --editable ".[dev]"
+	$(TEST)/bin/python $(INSTALL) --editable ".[examples,test,dev]"
 	touch $@
 
 $(DOCS)/.installed: pyproject.toml constraints.txt

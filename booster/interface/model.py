@@ -16,8 +16,8 @@ from booster.ground import arguments
 from booster.ground.guards import RawCalls
 from booster.ground.torch_internals import graph_task
 from booster.interface.tape import Tape
-from booster.interface.transparent import TransparentModule, bare
-from booster.model.modules import wait_for_weights
+from booster.interface.transparent import TransparentModule
+from booster.model.modules import bare, wait_for_weights
 from booster.tensors.cast_regions import cast_floats, region
 from booster.tensors.trees import tensors
 
