@@ -53,14 +53,25 @@ def pytest_collection_finish() -> None:
 
 
 def _make_slow(crossed: list[pytest.Function]) -> None:
-    """Mark as slow whatever has no value of a parameter that a case before it had not: a pair is tried, by its two halves."""
-    seen: dict[str, set[tuple[str, str]]] = {}
+    """Mark cases as slow until the others have each value of each parameter once: a pair is tried, by its two halves.
+
+    Those with most new values stay, so that of two parameters with five values each five cases do and not nine.
+    """
+    tests: dict[str, dict[pytest.Function, set[tuple[str, str]]]] = {}
     for item in crossed:
-        had = seen.setdefault(item.nodeid.partition("[")[0], set())
-        values = {(name, repr(value)) for name, value in item.callspec.params.items()}
-        if values <= had:
+        if not item.get_closest_marker("slow"):
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+            tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
+    for cases in tests.values():
+        had: set[tuple[str, str]] = set()
+        kept = set()
+        for wanted in range(max(map(len, cases.values())), 0, -1):
+            for item, values in cases.items():
+                if len(values - had) >= wanted:
+                    kept.add(item)
+                    had |= values
+        for item in cases.keys() - kept:
             item.add_marker(pytest.mark.slow)
-        had |= values
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
