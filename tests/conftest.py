@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from pool import RankPool
 from booster.kernels import choice
 
 torch.set_num_threads(1)
+PARTED = pytest.StashKey[bool]()
 
 if torch.cuda.is_available():
     # Torch's compiler imports inductor when it is reset where there is a GPU, and warns that parts of itself are deprecated.
@@ -38,12 +40,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _part_workers(config)
     if not config.getoption("--kernels"):
         return
     if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
         raise pytest.UsageError("--kernels needs Triton, and TRITON_INTERPRET=1; `make kernels` has both")
     choice.TAKEN_BY_TRUE = ("cpu",)
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")  # numpy's, of inf and NaN
+
+
+def _part_workers(config: pytest.Config) -> None:
+    """Have each worker of pytest-xdist collect the files in an order of its own, where all are collected.
+
+    In one order they would all rewrite the assertions of a file at once; so one of them does, and the others read its work.
+    """
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count == 1 or config.args != config.getini("testpaths"):
+        return
+    files = sorted(str(path) for path in Path(__file__).parent.rglob("test_*.py"))
+    first = len(files) * int(worker.removeprefix("gw")) // count
+    config.args[:] = files[first:] + files[:first]
+    config.stash[PARTED] = True
 
 
 def pytest_collection_finish() -> None:
@@ -75,7 +92,9 @@ def _make_slow(crossed: list[pytest.Function]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if PARTED in config.stash:
+        items.sort(key=lambda item: str(item.path))
     _make_slow([item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("crossed")])
     if torch.cuda.is_available():
         return
