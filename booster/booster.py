@@ -812,12 +812,13 @@ class Booster:
         prefix: what the names of these files begin with; None is the usual one.
         size_per_shard: in MB.
         use_safetensors: False writes files of `torch.save`.
-        weights: None writes them as the model stores them. "bf16" and "fp16" round all floating parameters. "fp8" and "int8"
-            write linear layers in 8 bits, and other floating parameters in float16 where the precision computes in it, else in
-            bfloat16. "fp8": e4m3 under a scale for each 128 x 128 numbers, as FineGrainedFP8Config of transformers and vLLM
-            read it. "int8": a scale for each row, as compressed-tensors has it for products in int8 (W8A8). Both are for models
-            of transformers, need `shard`, and leave wide what makes the logits, shared weights, and layers that 128 does not
-            divide ("fp8"), which config.json names.
+        weights: None writes them as the model stores them. The others are made of half weights where the precision computes
+            with these throughout, also where shards are float32. "bf16" and "fp16" round all floating parameters. "fp8" and
+            "int8" write linear layers in 8 bits, and other floating parameters in float16 where the precision computes in it,
+            else in bfloat16. "fp8": e4m3 under a scale for each 128 x 128 numbers, as FineGrainedFP8Config of transformers and
+            vLLM read it. "int8": a scale for each row, as compressed-tensors has it for products in int8 (W8A8). Both are for
+            models of transformers, need `shard`, and leave wide what makes the logits, shared weights, and layers that 128 does
+            not divide ("fp8"), which config.json names.
         merge: write adapters of `enable_lora` as part of what they adapt, under the names of the model without them.
 
         Weights that the optimizer keeps in float32 behind half ones are in what `save` writes, not here.
@@ -831,6 +832,7 @@ class Booster:
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
             weights=weights,
+            half=self.precision.policy.param,
             wide=self.precision.half_dtype or torch.bfloat16,
             merge=merge,
         )

@@ -201,6 +201,7 @@ class RunCheckpoints:
         size_per_shard: int,
         use_safetensors: bool,
         weights: Any,
+        half: torch.dtype | None,
         wide: torch.dtype,
         merge: bool,
     ) -> None:
@@ -223,6 +224,7 @@ class RunCheckpoints:
             size_per_shard=arguments.count("size_per_shard", size_per_shard, what="of MB"),
             use_safetensors=use_safetensors,
             weights=weights,
+            half=half,
             wide=wide,
             merge=merged if merge else None,
         )

@@ -49,6 +49,7 @@ from booster.checkpoint.weights import export
 from booster.ground.foreign_files import json_cost
 from booster.ground.installed import version_of
 from booster.interface.model import ModelWrapper
+from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import bare
 from booster.shards.divided import Divided
@@ -158,17 +159,22 @@ def save_weights(
     size_per_shard: int,
     use_safetensors: bool,
     weights: Served | None,
+    half: torch.dtype | None,
     wide: torch.dtype,
     merge: Callable[[nn.Module, Iterable[str]], tuple[nn.Module, dict[str, Source]]] | None,
 ) -> None:
     """Write the whole weights of `model` to `path`, see `Booster.save_model`; a collective.
 
     Each rank writes what it has as a checkpoint, which the first one turns into plain files tensor by tensor: nobody ever
-    holds the whole model. wide: see `serving.served`. merge: gives the model without adapters, and what is written of the
-    tensors of these names, of the model with them; None writes them as they are.
+    holds the whole model. half: in which the forward reads all weights, also those that ranks hold in float32; None where it
+    reads them as they are stored. wide: see `serving.served`. merge: gives the model without adapters, and what is written of
+    the tensors of these names, of the model with them; None writes them as they are.
     """
     own = bare(model.module)
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    if weights is not None:
+        read = dtypes_read(own, half, weights=True)
+        tensors = {name: value.to(read.get(name, value.dtype)) for name, value in tensors.items()}
     taken = Snapshot({name: storable(tensor) for name, tensor in tensors.items()}, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = exchange(asdict(layers_of(own)), group) if weights is not None else []

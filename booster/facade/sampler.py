@@ -35,14 +35,14 @@ def synced_weights(
     if arguments.flag("merge", merge):
         check_merges(own)
         sources = merged(own, state)[1]
-    return _gathered(state, dtypes, sources)
+    return _gathered(state, dtypes, sources, halves=halves)
 
 
 def _gathered(
-    state: dict[str, torch.Tensor], dtypes: dict[str, torch.dtype], sources: dict[str, Source]
+    state: dict[str, torch.Tensor], dtypes: dict[str, torch.dtype], sources: dict[str, Source], *, halves: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     def read(name: str) -> torch.Tensor:
-        return _whole(state[name], None)
+        return _whole(state[name], dtypes.get(name) if halves else None)
 
     left = Counter(_memory(state[source.stored]) for source in sources.values())
     shared: dict[int, torch.Tensor] = {}  # what was gathered and is asked for again, as tied weights are

@@ -107,6 +107,29 @@ def test_adapters_learn_on_several_ranks_what_they_learn_on_one(ranks2, tmp_path
             assert off <= 4 * 1e-2 * 0.1 + 0.05 * value.float().abs().mean(), key
 
 
+def merged(rank, world_size, name, folder):
+    from peft import LoraConfig
+
+    booster = Booster("cpu", "bf16_naive", PLUGINS[name]())
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=EVERY, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = booster.enable_lora(llama(), lora_config=config)
+    for param in model.parameters():  # no number lies between two of bfloat16, where masters round away from zero
+        bits = param.data.view(torch.int32)
+        bits[bits & 0xFFFF == 0x8000] += 1
+    model, *_ = booster.boost(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1))
+    booster.save_model(model, f"{folder}/merged.safetensors", merge=True, weights="bf16")
+    return {key: float(value.double().square().sum()) for key, value in booster.sync_weights(model, merge=True)}
+
+
+def test_merged_half_weights_are_those_of_one_device_also_from_float32_shards(ranks2, tmp_path):
+    ours = ranks2(merged, "FSDP", str(tmp_path / "ranks"))
+    theirs = merged(0, 1, "one device", str(tmp_path / "one"))
+    assert ours == [theirs, theirs]
+    files = [(tmp_path / each / "merged.safetensors").read_bytes() for each in ("ranks", "one")]
+    assert files[0] == files[1]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_parts_of_parts(ranks4, tmp_path, precision):
     ours = ranks4(train, "FSDP + TP", precision, None, str(tmp_path / "ranks"))

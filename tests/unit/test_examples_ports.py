@@ -75,6 +75,11 @@ def test_a_port_changes_at_most_15_lines_and_the_page_shows_them(path: Path) -> 
     assert f"[{path.name}](../../examples/ports/{path.name}) | {changed(edits)} |" in page
 
 
+@pytest.mark.parametrize("name", ["gan.py", "gpt.py"])
+def test_a_plain_loop_and_its_port_have_the_same_losses(name: str) -> None:
+    runpy.run_path(str(FOLDER / name))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("edits", "outcome"), [(PORT, "6 numbers, 0 differ"), (PORT.replace("(loss,", "(2 * loss,"), "6 numbers, 5 differ")]

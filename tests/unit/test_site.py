@@ -1,5 +1,6 @@
 """The documentation as a site is whole: its menu has every page, its reference every public name and every option."""
 
+import inspect
 import json
 import re
 from fnmatch import fnmatch
@@ -12,6 +13,7 @@ from pages import ROOT
 
 from booster import Booster, StepResult
 from booster.interface.optimizer import OptimizerWrapper
+from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 DOCS = ROOT / "docs"
 # Where names are public: what these export is in the reference.
@@ -106,6 +108,16 @@ def test_every_name_of_the_reference_is_there() -> None:
     for name in sorted(documented() - {"booster.logging"}):
         module, _, last = name.rpartition(".")
         assert hasattr(import_module(module), last), name
+
+
+@pytest.mark.parametrize(
+    ("page", "precision"), [("half_weights", FP16NaiveMixedPrecision), ("options", FP16TorchMixedPrecision)]
+)
+def test_a_guide_names_every_option_of_its_precision(page: str, precision: type) -> None:
+    text = (DOCS / f"guides/{page}.md").read_text()
+    assert [
+        name for name in inspect.signature(precision).parameters if f"`{name}" not in text and f"## {name}" not in text
+    ] == []
 
 
 @pytest.mark.parametrize("command", cli_page.commands(), ids=" ".join)
