@@ -14,6 +14,8 @@ INDEX = Path(__file__).resolve().parents[2] / "site/search/search_index.json"
 FIRST = {
     "accelerate": "migration/accelerate.html",
     "cheat sheet": "cheat_sheet.html",
+    "FSDP": "guides/fsdp.html",
+    "functional_call": "guides/functions.html",
     "glossary": "glossary.html",
     "gradient checkpointing": "faq.html",
     "GradScaler": "faq.html",
@@ -28,6 +30,7 @@ FIRST = {
     "resume": "checkpoints.html",
     "slow": "faq.html",
     "torch.amp": "migration/torch_amp.html",
+    "tensor parallelism": "guides/hybrid.html",
     "Trainer": "guides/trainer.html",
     "Windows": "faq.html",
 }
