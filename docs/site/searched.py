@@ -14,10 +14,14 @@ INDEX = Path(__file__).resolve().parents[2] / "site/search/search_index.json"
 FIRST = {
     "accelerate": "migration/accelerate.html",
     "cheat sheet": "cheat_sheet.html",
+    "deepspeed": "migration/deepspeed.html",
+    "export": "guides/functions.html",
+    "fp8": "low_precision.html",
     "FSDP": "guides/fsdp.html",
-    "functional_call": "guides/functions.html",
     "glossary": "glossary.html",
+    "gradient accumulation": "guides/accumulation.html",
     "gradient checkpointing": "faq.html",
+    "gradient clipping": "guides/clipping.html",
     "GradScaler": "faq.html",
     "install": "start.html",
     "LoRA": "guides/adapters.html",
@@ -29,10 +33,12 @@ FIRST = {
     "reinforcement": "guides/float16_rl.html",
     "resume": "checkpoints.html",
     "slow": "faq.html",
-    "torch.amp": "migration/torch_amp.html",
+    "SLURM": "launch.html",
     "tensor parallelism": "guides/hybrid.html",
+    "torch.amp": "migration/torch_amp.html",
     "Trainer": "guides/trainer.html",
     "Windows": "faq.html",
+    "ZeRO": "guides/zero.html",
 }
 
 
