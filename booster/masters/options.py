@@ -67,10 +67,10 @@ class MasterOptions:
             if self.states != "fp32":
                 StateSigns(optimizer)
             return
-        if self.master_weights not in ("auto", "fp32"):
-            given, fix = f"master_weights={self.master_weights!r}", "use master_weights='fp32' or 'auto'"
-        elif self.states != "fp32":
+        if self.states != "fp32":  # first: under a precision on float32 weights `master_weights` is nobody's choice
             given, fix = f"states={self.states!r}", "use states='fp32'"
+        elif self.master_weights not in ("auto", "fp32"):
+            given, fix = f"master_weights={self.master_weights!r}", "use master_weights='fp32' or 'auto'"
         elif self.offload:
             given, fix = "offload_states=True", "leave it False"
         else:

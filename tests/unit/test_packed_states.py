@@ -580,6 +580,13 @@ def test_optimizers_whose_states_cannot_be_packed_are_refused_when_they_are_boos
         Booster("cpu", BF16NaiveMixedPrecision(master_weights="fp32", states="8bit")).boost(net, make(net.parameters()))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_refusal_of_packed_states_names_no_option_that_the_precision_lacks(precision):
+    net = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="states='8bit' steps flat buckets, but Adafactor .*; use states='fp32'$"):
+        Booster("cpu", precision, states="8bit").boost(net, optim.Adafactor(net.parameters()))
+
+
 def test_states_that_are_not_legal_raise():
     with pytest.raises(ValueError, match="states='4bit' is not legal; choose 'fp32', 'bf16' or '8bit'"):
         BF16NaiveMixedPrecision(states="4bit")
