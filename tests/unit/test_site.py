@@ -64,6 +64,13 @@ def test_menu_and_page_say_the_same_words() -> None:
             assert title[1] == words, name
 
 
+def test_pages_for_users_are_read_in_eight_minutes() -> None:
+    """1,800 words, tables and code included; what is longer is two pages, or says what another page says."""
+    menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n  - Reference:")[0]
+    pages = [ROOT / "README.md", *(DOCS / name for name in re.findall(r": ([\w./-]+\.md)$", menu, re.MULTILINE))]
+    assert {path.name: words for path in pages if (words := len(path.read_text().split())) > 1800} == {}
+
+
 @pytest.mark.parametrize("page", SPOKEN, ids=lambda path: path.stem)
 def test_what_a_page_calls_is_there(page: Path) -> None:
     """`b` is the Booster on every page, `optimizer` what boost returned, and `result` what its step returned."""
