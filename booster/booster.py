@@ -23,7 +23,7 @@ from booster.facade.accumulation import Accumulation, Accumulations, Unsynchroni
 from booster.facade.as_built import AsBuilt
 from booster.facade.boosted import Boosted
 from booster.facade.config import translate
-from booster.facade.course import Course
+from booster.facade.course import PrecisionCourse
 from booster.facade.pipelined import execute
 from booster.facade.returned import Returned
 from booster.facade.switch import Switch, switch_all
@@ -132,12 +132,12 @@ class Booster:
             arguments.number("patience", patience, above=0.0, also="None")
         watch(patience)
         self.plugin.bind(self.device)
-        self._course: Course | None = None
+        self._course: PrecisionCourse | None = None
         self._autopilot = mixed_precision if isinstance(mixed_precision, Autopilot) else None
         if isinstance(mixed_precision, Autopilot):
             self.precision = mixed_precision.made(lambda each: self._ready(make(each)))
         elif isinstance(mixed_precision, PrecisionSchedule):
-            self._course = Course(
+            self._course = PrecisionCourse(
                 mixed_precision.made(lambda each: self._ready(make(each))),
                 optimizers=lambda: list(self._boosted.optimizers.values()),
                 may_go=lambda: not self._accumulations.any_open,

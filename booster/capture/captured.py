@@ -35,7 +35,7 @@ _WORD = 8  # bytes, at a multiple of which numbers lie
 _TIMES = 3  # that a graph is given up in a row before a WARNING says that it brings nothing
 
 
-class Passes(Protocol):
+class PassCount(Protocol):
     """What is counted of backward passes; see `Accumulations`."""
 
     def situation(self, optimizers: Sequence[OptimizerWrapper]) -> Hashable: ...
@@ -57,7 +57,7 @@ class CapturedStep:
         *,
         modules: Sequence[nn.Module],
         optimizers: Sequence[OptimizerWrapper],
-        passes: Passes,
+        passes: PassCount,
         device: torch.device,
         recorder: Recorder | None,
         max_graphs: int,

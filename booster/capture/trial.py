@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from booster.capture.kept import Kept, schedules_of
 from booster.capture.reads import Reads, origin_of
+from booster.capture.rewind import Rewind, schedules_of
 from booster.ground.torch_internals import compiler_is_loaded
 from booster.interface.optimizer import OptimizerWrapper
 from booster.update.application import honours_grad_scale
@@ -38,9 +38,9 @@ def reads_of(
     for optimizer in optimizers:
         optimizer.settle()
         optimizer.wait_for_weights()
-    kept = Kept([*roots, *optimizers, *schedules_of(optimizers)])
+    rewind = Rewind([*roots, *optimizers, *schedules_of(optimizers)])
     origin = origin_of(train_step)
-    reads = Reads(kept, origin, device, _counts_on_host(optimizers))
+    reads = Reads(rewind, origin, device, _counts_on_host(optimizers))
     # Compiled code shows no operations. Importing the compiler where nothing is compiled would take seconds.
     eager = torch.compiler.set_stance("force_eager") if compiler_is_loaded() else nullcontext()
     try:
@@ -56,7 +56,7 @@ def reads_of(
             finally:
                 reads.on = False
     finally:
-        kept.put_back()
+        rewind.put_back()
     return list(reads.found)
 
 

@@ -40,7 +40,7 @@ _ROOM = 16 * 2**20  # bytes of memory that a header may take, and half of those 
 _MOST_BYTES = 2**63 - 1
 
 
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """One tensor of the file: its dtype and shape, and where its bytes begin and end in the file."""
 
     dtype: torch.dtype
@@ -60,13 +60,13 @@ def header_length(first: bytes, size: int) -> int:
     return length
 
 
-def read_header(file: IO[bytes]) -> dict[str, Place]:
+def read_header(file: IO[bytes]) -> dict[str, Extent]:
     """Return what the file, open at its beginning, holds, by name. Raises ValueError where its header is none."""
     size = os.fstat(file.fileno()).st_size
     return places_of(file.read(header_length(file.read(8), size)), size)
 
 
-def places_of(text: bytes, size: int) -> dict[str, Place]:
+def places_of(text: bytes, size: int) -> dict[str, Extent]:
     """Return what the header `text` of a file of `size` bytes says. Raises ValueError where it is none."""
     if text[:1] != b"{":
         raise ValueError("its header is no JSON object")
@@ -107,7 +107,7 @@ def sizes(given: Any) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _place(name: str, entry: Any, begin: int) -> Place:
+def _place(name: str, entry: Any, begin: int) -> Extent:
     if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} has no dtype, shape and data_offsets")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
@@ -116,4 +116,4 @@ def _place(name: str, entry: Any, begin: int) -> Place:
     shape, offsets = sizes(entry["shape"]), sizes(entry["data_offsets"])
     if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes(dtype, shape):
         raise ValueError(f"{name} lies at {list(offsets)}, and its {entry['dtype']} {list(shape)} take other bytes")
-    return Place(dtype, shape, begin + offsets[0], begin + offsets[1])
+    return Extent(dtype, shape, begin + offsets[0], begin + offsets[1])

@@ -18,7 +18,7 @@ from booster.frozen import Form, FrozenLinear, note_origin
 from booster.ground.foreign_files import open_regular
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
 from booster.model.modules import spelled
-from booster.model.tied import Place, places_of
+from booster.model.tied import TensorPlace, places_of
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Step:
     """One tensor of the model, all its places, where its values come from, and in what it is stored."""
 
     tensor: torch.Tensor
-    places: list[Place]
+    places: list[TensorPlace]
     entry: Entry
     stored: Form | torch.dtype
     frozen: bool
@@ -161,7 +161,7 @@ def _plan(
     return steps, problems
 
 
-def _can_freeze(places: list[Place], kept: KeptModules) -> bool:
+def _can_freeze(places: list[TensorPlace], kept: KeptModules) -> bool:
     """Whether the tensor of these places is the weight of one plain linear layer, not kept."""
     holder = places[0].holder
     return (

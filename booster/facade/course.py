@@ -12,7 +12,7 @@ from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.schedule import due
 
 
-class Course:
+class PrecisionCourse:
     """Before a forward pass or a group of micro-batches, goes over to the one of `phases` that is due, by `go`.
 
     See `PrecisionSchedule`.

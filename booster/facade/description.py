@@ -23,7 +23,7 @@ _COLUMNS = ("module", "kind", "stored in", "loaded from", "computes in", "gradie
 
 
 @dataclass(frozen=True)
-class Row:
+class DescribedModule:
     """A module that holds tensors of its own, children aside; several dtypes stand with commas between them.
 
     stored: of its parameters and floating buffers, or the form of a frozen weight. loaded: of the same in the file that
@@ -54,7 +54,7 @@ class Description:
 
     model: str
     precision: str
-    rows: tuple[Row, ...]
+    rows: tuple[DescribedModule, ...]
 
     @property
     def bytes(self) -> int:
@@ -111,7 +111,7 @@ def describe(model: nn.Module) -> Description:
         counted = [tensor for _, tensor in own if first[id(tensor)] is module]
         origins = origins_of(module)
         rows.append(
-            Row(
+            DescribedModule(
                 name=name or "(model)",
                 kind=type(module).__name__,
                 stored=_stored(module, own),

@@ -241,7 +241,7 @@ class _Again:
         made, old = self._plugin.make_shards(optimizer), self._shards[id(optimizer)]
         now = dict(bare(self._placed).named_parameters())
         made.follow(old, {param: now[name] for param, name in self._names.items()})
-        made.kept = old.kept
+        made.selection = old.selection
         return made
 
 

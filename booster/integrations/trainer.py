@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
 @functools.cache
 def _boosted_class(trainer: Any) -> Any:
-    class Boosted(trainer):
+    class BoostedTrainer(trainer):
         trained_by_booster: Trained
         accelerator: Any
 
@@ -144,9 +144,9 @@ def _boosted_class(trainer: Any) -> Any:
         def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
             return False  # norms of divided gradients are the boosted optimizer's
 
-    Boosted.__name__ = Boosted.__qualname__ = f"Boosted{trainer.__name__}"
-    Boosted.__doc__ = f"{trainer.__name__} under a Booster; see `booster.integrations.trainer.boosted_trainer`."
-    return Boosted
+    BoostedTrainer.__name__ = BoostedTrainer.__qualname__ = f"Boosted{trainer.__name__}"
+    BoostedTrainer.__doc__ = f"{trainer.__name__} under a Booster; see `booster.integrations.trainer.boosted_trainer`."
+    return BoostedTrainer
 
 
 def _booster_for(args: Any, mixed_precision: Any, plugin: Any, accelerator: Any, model: Any) -> Booster:

@@ -127,7 +127,7 @@ class OptimizerWrapper(Optimizer):
             if history.waiting:
                 history.settle()
             if closure is None:
-                if self._clip_grad_norm and (gradients.release is None or not gradients.release.pending):
+                if self._clip_grad_norm and (gradients.release is None or not gradients.release.uncounted):
                     gradients.clip_norm(float(self._clip_grad_norm), asked=False)
                 if update.shards.shares:
                     update.shards.check_gradients()
@@ -349,8 +349,9 @@ class OptimizerWrapper(Optimizer):
 
         A parameter that is not of the model is named by group and place.
         """
-        names, kept = self._update.names, self._update.shards.kept
-        known = [] if kept is None else kept.positions  # of the groups that there were when the model was divided
+        names, selection = self._update.names, self._update.shards.selection
+        # Of the groups that there were when the model was divided.
+        known = [] if selection is None else selection.positions
         places = [
             known[index] if index < len(known) else range(len(group["params"]))
             for index, group in enumerate(self.param_groups)

@@ -13,35 +13,35 @@ import torch
 
 from booster.tensors.grads import agree_on
 from booster.update.device import DeviceNorm, nonfinite
-from booster.update.parts import Parts
+from booster.update.gradual import GradualStep
 from booster.update.released_pass import ReleasedPass
 
 
-class KernelParts(Parts):
+class KernelGradualStep(GradualStep):
     """`parts` of a step, which kernels make in their place. decision: a `KernelDecision`."""
 
-    def __init__(self, parts: Parts, decision: Any) -> None:
-        super().__init__(parts.optimizer, parts.shards)
-        self._parts, self._decision = parts, decision
+    def __init__(self, gradual: GradualStep, decision: Any) -> None:
+        super().__init__(gradual.optimizer, gradual.shards)
+        self._gradual, self._decision = gradual, decision
 
     def units(self) -> list[list[torch.Tensor]]:
-        return self._parts.units()
+        return self._gradual.units()
 
     def begin(self) -> None:
-        self._parts.begin()
+        self._gradual.begin()
 
     def rest(self, params: Sequence[torch.Tensor]) -> None:
-        self._parts.rest(params)
+        self._gradual.rest(params)
 
     def end(self) -> None:
-        self._parts.end()
+        self._gradual.end()
 
     def _step(self, params: Sequence[torch.Tensor], divisor: Any) -> None:
         if self._decision.step_part(params):
             return
         found = self._decision.found_of_part  # what kernels do not know waits for the device
         if found is None or not bool(found):
-            self._parts.step(params, float(divisor))
+            self._gradual.step(params, float(divisor))
 
 
 class KernelPass(ReleasedPass):
@@ -72,8 +72,8 @@ class KernelPass(ReleasedPass):
             self.release.previous = torch.full((), previous, dtype=torch.float64, device=device)
         super().begin()
 
-    def _make_parts(self) -> Parts:
-        return KernelParts(super()._make_parts(), self.decision)
+    def _make_gradual(self) -> GradualStep:
+        return KernelGradualStep(super()._make_gradual(), self.decision)
 
     def _judge(self) -> None:
         params, self._unjudged = self._unjudged, []

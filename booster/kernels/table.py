@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
-from booster.kernels.kept import Kept
+from booster.kernels.compiled import CompiledKernels
 from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
 from booster.kernels.rules.rule import MOST_STATES
 from booster.kernels.states import ABSENT, StateForm
@@ -84,7 +84,7 @@ class Table:
         clocks: Sequence[tuple[int, int]],
         device: torch.device,
     ) -> None:
-        self.device, self.kept = device, Kept()
+        self.device, self.compiled = device, CompiledKernels()
         apart = {id(each.bucket): place for place, each in enumerate(stretches) if each.travels}
         keyed = [
             (
@@ -179,7 +179,7 @@ class Table:
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
         if self.num_tiles:
             constants = {"COLUMNS": COLUMNS, "TILE": TILE}
-            self.kept.launch(measure, None, self.num_tiles, (self.rows, self.tiles, partials), constants)
+            self.compiled.launch(measure, None, self.num_tiles, (self.rows, self.tiles, partials), constants)
         return partials
 
     def squares_of_params(self, partials: torch.Tensor) -> dict[torch.Tensor, float]:

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from booster.ground.device import HostCopy
 from booster.ground.torch_internals import note_step, step_hooks
-from booster.kernels.kept import Kept, current, kinds_of
+from booster.kernels.compiled import CompiledKernels, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, clip_by, decide, norm_of, update
 from booster.kernels.released import KernelPass
 from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
@@ -199,11 +199,11 @@ class KernelDecision(DeviceDecision):
         self.covered = covered
         self.steps = covered.steps
         self._parts: list[_Steps] = []  # of what is stepped together within a backward pass, in its order
-        self.begin_parts()
+        self.begin_gradual()
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, bound = self.gradients, self.gradients.bound
-        if gradients.release is not None and gradients.release.pending:
+        if gradients.release is not None and gradients.release.uncounted:
             return super().step(params)
         table = self.covered.ready(params)
         if table is not None:
@@ -251,7 +251,7 @@ class KernelDecision(DeviceDecision):
     def released_pass(self, gradients: Gradients) -> KernelPass:
         return KernelPass(gradients)
 
-    def begin_parts(self) -> None:
+    def begin_gradual(self) -> None:
         self._num_parts = 0
         self.found_along: torch.Tensor | None = None
         """Whether gradients that came so far are not finite, 0-dim; None: nobody looked."""
@@ -283,7 +283,7 @@ class KernelDecision(DeviceDecision):
 
     def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
         release = self.gradients.release
-        return True if release is not None and release.pending else super()._apply(params, told)
+        return True if release is not None and release.uncounted else super()._apply(params, told)
 
     def _follow_scale(self, out: torch.Tensor) -> None:
         single, scaler = out.view(torch.float32), self.gradients.scaler
@@ -315,7 +315,7 @@ class _Steps:
         self._found: Any = None  # dtypes and addresses of the gradients in the table
         self._laid: list[torch.Tensor] = []
         self._values: dict[str, tuple[Any, torch.Tensor]] = {}
-        self._kept = Kept()
+        self._compiled = CompiledKernels()
         self._said = False
         self._broken: str | None = None
         self.reason: str | None = None
@@ -443,7 +443,7 @@ class _Steps:
         )
         constants = {"CLIP": bound is not None, "PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS}
         constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
-        self._kept.launch(decide, (bound is not None, *kinds_of(maybe)), 1, args, constants)
+        self._compiled.launch(decide, (bound is not None, *kinds_of(maybe)), 1, args, constants)
         if covered.dither is not None and not is_part:
             covered.dither.next()
         chances = self._chances(table, covered.dither)
@@ -454,7 +454,7 @@ class _Steps:
                 if kind.tiles:
                     args = self._arguments(table, kind, single, chances[kind.names])
                     constants = self._constants(kind, checks=checks, divide=divide)
-                    table.kept.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
+                    table.compiled.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
 
         noise = covered.draw()  # memory that lives until the launch
         for bucket, drawn in noise.items():

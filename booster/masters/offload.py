@@ -30,7 +30,7 @@ from booster.masters.stand_in import State
 _ALIGNMENT = 256  # bytes, as the allocator's: kernels read several numbers at once
 
 
-class Event(Protocol):
+class QueueEvent(Protocol):
     """A point in a queue."""
 
     def synchronize(self) -> None:
@@ -46,7 +46,7 @@ class Queue(Protocol):
     def wait(self, event: Any) -> None:
         """Run what comes later after `event`."""
 
-    def mark(self) -> Event:
+    def mark(self) -> QueueEvent:
         """Return the point behind all so far."""
 
 
@@ -108,7 +108,7 @@ def moves(device: torch.device) -> bool:
     return device.type in TRANSFERS
 
 
-class Bucket(Protocol):
+class Travelling(Protocol):
     """What is asked of a bucket that has one flat handle."""
 
     size: int
@@ -124,7 +124,7 @@ class HostMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.transfers = TRANSFERS[device.type](device)
-        self.saved: Event | None = None  # the end of what was last sent here
+        self.saved: QueueEvent | None = None  # the end of what was last sent here
         self._lent: set[int] = set()  # ids of buckets whose remainder is on the device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
@@ -137,12 +137,12 @@ class HostMemory:
             self.saved.synchronize()
             self.saved = None
 
-    def keep_rest(self, bucket: Bucket) -> None:
+    def keep_rest(self, bucket: Travelling) -> None:
         """Move what `bucket` keeps of its masters here, and wait for it."""
         if bucket.rest is not None:
             bucket.rest = self._moved(bucket.rest)
 
-    def keep_states(self, bucket: Bucket, state: MutableMapping[Any, State]) -> None:
+    def keep_states(self, bucket: Travelling, state: MutableMapping[Any, State]) -> None:
         """Move the entries of `bucket` in the optimizer's `state` here, and wait for it."""
         own = state.get(bucket.handles[0], {})
         for name, value in own.items():
@@ -152,7 +152,7 @@ class HostMemory:
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.transfers.room(tensor).copy_(tensor)
 
-    def near(self, bucket: Bucket) -> torch.Tensor | None:
+    def near(self, bucket: Travelling) -> torch.Tensor | None:
         """Return the remainder of `bucket` on its device: what is there while it is stepped, else a copy."""
         if bucket.rest is None or id(bucket) in self._lent:
             return bucket.rest
@@ -160,7 +160,7 @@ class HostMemory:
         return bucket.rest.to(self._device, copy=True)
 
     @contextmanager
-    def lent(self, bucket: Bucket, rest: torch.Tensor | None) -> Iterator[None]:
+    def lent(self, bucket: Travelling, rest: torch.Tensor | None) -> Iterator[None]:
         """For its length, let `rest` be what `bucket` keeps."""
         home, bucket.rest = bucket.rest, rest
         self._lent.add(id(bucket))
@@ -177,12 +177,12 @@ class Journey:
     state: the optimizer's. The buckets are those of one `HostMemory`. Takes memory on the device for the two largest.
     """
 
-    def __init__(self, host: HostMemory, buckets: Sequence[Bucket], state: MutableMapping[Any, State]) -> None:
+    def __init__(self, host: HostMemory, buckets: Sequence[Travelling], state: MutableMapping[Any, State]) -> None:
         self._host, self._transfers = host, host.transfers
         self._buckets, self._state = list(buckets), state
         self._place = {id(bucket): index for index, bucket in enumerate(self._buckets)}
-        self._fetched: dict[int, tuple[dict[str, Any], torch.Tensor | None, Event]] = {}
-        self._free: list[Event | None] = [None, None]
+        self._fetched: dict[int, tuple[dict[str, Any], torch.Tensor | None, QueueEvent]] = {}
+        self._free: list[QueueEvent | None] = [None, None]
         largest = max((self._bytes(bucket) for bucket in self._buckets), default=0)
         device = self._buckets[0].device
         count = min(len(self._buckets), 2)
@@ -195,7 +195,7 @@ class Journey:
         self._fetch(0)
 
     @contextmanager
-    def here(self, bucket: Bucket) -> Iterator[None]:
+    def here(self, bucket: Travelling) -> Iterator[None]:
         """For its length, have what `bucket` keeps, and its states, on the device; afterwards they are on their way back.
 
         Where it is left by an exception, they are what they were.
@@ -216,10 +216,10 @@ class Journey:
             raise
         self._save(index, bucket, homes, rest)
 
-    def _bytes(self, bucket: Bucket) -> int:
+    def _bytes(self, bucket: Travelling) -> int:
         return sum(_room_of(tensor) for value in self._goods(bucket).values() for tensor in tensors_of(value))
 
-    def _goods(self, bucket: Bucket) -> dict[str | None, Any]:
+    def _goods(self, bucket: Travelling) -> dict[str | None, Any]:
         """Return what travels, by name of a state; the remainder has None."""
         if bucket.whole:
             return {}
@@ -244,7 +244,7 @@ class Journey:
         rest = near.pop(None, None)
         self._fetched[index] = near, rest, into.mark()  # type: ignore[assignment]
 
-    def _save(self, index: int, bucket: Bucket, homes: dict[str, Any], rest: torch.Tensor | None) -> None:
+    def _save(self, index: int, bucket: Travelling, homes: dict[str, Any], rest: torch.Tensor | None) -> None:
         out = self._transfers.out
         out.wait(self._transfers.computing.mark())
         if rest is not None:

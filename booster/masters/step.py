@@ -43,7 +43,7 @@ from booster.masters.plain import StateLayouts, laid_like, lots
 from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import AS_THEY_ARE, Told, honours_grad_scale, start_late_momentum
-from booster.update.parts import Restricted, bare_step, hooks_once
+from booster.update.gradual import Restricted, bare_step, hooks_once
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 

@@ -24,17 +24,17 @@ from booster.update.application import Application, Told
 from booster.update.choice import Stepping, choose_update
 from booster.update.compiled import OWN_CACHE
 from booster.update.gradients import Gradients
+from booster.update.gradual import GradualStep
 from booster.update.host import HostDecision, HostNorms
 from booster.update.job import Job
 from booster.update.outcome import StepResult
-from booster.update.parts import Parts
 from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)
 _DTYPE = attrgetter("dtype")
 
 
-class MasterParts(Parts):
+class MasterGradualStep(GradualStep):
     """Parts of `step`: a bucket and its parameters, and what has no master by itself."""
 
     def __init__(self, step: MasterStep, shards: Shards) -> None:
@@ -123,8 +123,8 @@ class MasterApplication(Application):
 
         return self.whole.step_with_closure(closure, taken), divisor
 
-    def parts(self, gradients: Gradients) -> Parts | None:
-        return MasterParts(self.whole, self.shards) if self._keeps_any() else super().parts(gradients)
+    def gradual(self, gradients: Gradients) -> GradualStep | None:
+        return MasterGradualStep(self.whole, self.shards) if self._keeps_any() else super().gradual(gradients)
 
     def must_know(self, gradients: Gradients, told: Told) -> bool:
         if super().must_know(gradients, told):
@@ -175,7 +175,7 @@ class ReportingDecision(HostDecision):
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients = self.gradients
         before = gradients.scaler.scale
-        released = gradients.release is not None and gradients.release.pending
+        released = gradients.release is not None and gradients.release.uncounted
         zeros = (
             None if not self._count_zeros else self._zeros_released if released else _zeros_in(gradient_values(params))
         )
@@ -188,7 +188,7 @@ class ReportingDecision(HostDecision):
             _logger.info("loss scale %g -> %g after %s", before, gradients.scaler.scale, _outcome(result))
         return result, scale
 
-    def begin_parts(self) -> None:
+    def begin_gradual(self) -> None:
         self._zeros_released = 0
 
     def look_at_part(self, params: Sequence[torch.Tensor]) -> None:

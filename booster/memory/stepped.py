@@ -17,7 +17,7 @@ from booster.memory.tracker import StorageTracker
 from booster.model.optimizer_kinds import kind_of, probe_of
 from booster.tensors.flat import aligned, bucket_size
 from booster.update.fused import switch_to_fused
-from booster.update.parts import largest_part
+from booster.update.gradual import most_at_once
 
 _ELEMENTS = 2**10
 _CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def stepped(
             continue
         temporaries = max(temporaries, n * probe.at_once)
         states += has * (n * sum(probe.names.values()) + probe.beside(shape))
-    parts = largest_part(sum(n for _, n in sizes))
+    parts = most_at_once(sum(n for _, n in sizes))
     masters = host = 0
     total = sum(n for _, n in bucketed)
     for dtype in {dtype for dtype, _ in bucketed}:
@@ -117,11 +117,11 @@ def stepped(
 def _kept(packing: Packing | None, name: str, size: float) -> float:
     if packing is None:
         return size
-    way = packing.way_of(name, torch.empty(64, dtype=torch.float32), _Bucket())
+    way = packing.way_of(name, torch.empty(64, dtype=torch.float32), _NoBucket())
     return {None: size, "bf16": 2.0}.get(way, 1 + 2 / GROUP)
 
 
-class _Bucket:
+class _NoBucket:
     size = 64
     handles: list[object] = []
 

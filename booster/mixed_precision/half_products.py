@@ -21,7 +21,7 @@ from booster.ground import arguments
 from booster.ground.torch_internals import has_saved_tensors_hooks, in_transform, uninterceptable, version
 from booster.mixed_precision import hardware
 from booster.mixed_precision.engine import run_engine
-from booster.mixed_precision.kept_operands import KeptOperands, Operand
+from booster.mixed_precision.kept_operands import KeptOperands, WideOperand
 from booster.tensors.cast_regions import CastMode
 from booster.tensors.trees import HALF_DTYPES
 
@@ -170,7 +170,7 @@ class WideProducts(CastMode):
         self._kinds = kinds
         self._recomputation = recomputation
         self._training = training
-        self._weights: dict[int, tuple[torch.Tensor, int, torch.Tensor, Operand]] = {}
+        self._weights: dict[int, tuple[torch.Tensor, int, torch.Tensor, WideOperand]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -296,7 +296,7 @@ class WideProducts(CastMode):
         narrow = value if value.dtype is half else value.to(half)
         wide = narrow.float()
         if is_weight or kept is not None:
-            operand = Operand(narrow)
+            operand = WideOperand(narrow)
             if is_weight:
                 self._weights[id(value)] = value, version(value), wide, operand
             if kept is not None:

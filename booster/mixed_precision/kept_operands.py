@@ -11,7 +11,7 @@ from booster.ground.torch_internals import storage_key, version
 from booster.model.dtensors import is_dtensor
 
 
-class Operand:
+class WideOperand:
     """A half that products read in float32, for the backward passes that need it again."""
 
     __slots__ = ("_uses", "_wide", "half")
@@ -21,7 +21,7 @@ class Operand:
         self._uses = 0
         self._wide: torch.Tensor | None = None
 
-    def keep(self) -> Operand:
+    def keep(self) -> WideOperand:
         """A reference for one backward pass, which `widen` ends."""
         self._uses += 1
         return self
@@ -41,10 +41,10 @@ class KeptOperands(saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        self._operands: dict[int, tuple[Operand, torch.Tensor]] = {}
+        self._operands: dict[int, tuple[WideOperand, torch.Tensor]] = {}
         super().__init__(self._pack, _unpack)
 
-    def add(self, operand: Operand, wide: torch.Tensor) -> None:
+    def add(self, operand: WideOperand, wide: torch.Tensor) -> None:
         """Know `wide`, and views of it, as that operand in float32."""
         self._operands[storage_key(wide)] = operand, wide
 

@@ -42,12 +42,12 @@ def rebind_all(
     """Make `optimizers` hold the parameters of `placed` in place of those of `before`, see `params.rebind`."""
     params = placed_parameters(placed) if optimizers else {}
     partial = isinstance(placed, PlacedModule) and placed.is_partial
-    kept = [rebind(each, before, params, partial=partial) for each in optimizers]
+    selections = [rebind(each, before, params, partial=partial) for each in optimizers]
     # All before the first is wrapped: together they may settle how parameters are divided.
     all_shards = [placement.make_shards(each) for each in optimizers]
     rebound = []
-    for optimizer, shards, of_rank in zip(optimizers, all_shards, kept, strict=True):
-        shards.keep(of_rank)
+    for optimizer, shards, selection in zip(optimizers, all_shards, selections, strict=True):
+        shards.select(selection)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         own = frozenset(name for name, param in params.items() if param in held)
         rebound.append(Rebound(optimizer, shards, params, own))

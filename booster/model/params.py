@@ -47,7 +47,7 @@ def no_optimizer(given: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Selection:
     """Which parameters of a whole model's optimizer a rank kept: positions in each group, and the sizes the groups had.
 
     elsewhere: the names of the model's parameters that it did not keep, in a group or in none yet.
@@ -77,7 +77,7 @@ class Kept:
 
 def rebind(
     optimizer: Optimizer, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], *, partial: bool = False
-) -> Kept | None:
+) -> Selection | None:
     """Make `optimizer` hold `new[name]` wherever it held `old[name]`, and move its state along.
 
     Groups are edited in place, because LR schedulers hold them. State of the parameter's shape goes to the new
@@ -110,7 +110,7 @@ def rebind(
                 if param in optimizer.state:
                     optimizer.state[replacement] = optimizer.state.pop(param)
             _move_state(optimizer, replacement)
-    return Kept(kept, sizes, frozenset(old.keys() - new.keys())) if partial else None
+    return Selection(kept, sizes, frozenset(old.keys() - new.keys())) if partial else None
 
 
 def _move_state(optimizer: Optimizer, param: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A name of a tensor in a model: `path`, the modules from the model to the one that holds it, and its name in there."""
 
     name: str
@@ -22,12 +22,12 @@ class Place(NamedTuple):
         return self.path[-1]
 
 
-def places_of(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tensor, list[Place]]:
+def places_of(model: nn.Module, *, buffers: bool = False) -> dict[torch.Tensor, list[TensorPlace]]:
     """Return every parameter of `model`, and with `buffers` every buffer, with all its places, in the model's order.
 
     By path: what a module holds that stands in two places has two places, too.
     """
-    found: dict[torch.Tensor, list[Place]] = {}
+    found: dict[torch.Tensor, list[TensorPlace]] = {}
     for tensor, place in _visit(model, "", (model,), buffers):
         found.setdefault(tensor, []).append(place)
     return found
@@ -43,11 +43,11 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 def _visit(
     module: nn.Module, prefix: str, path: tuple[nn.Module, ...], buffers: bool
-) -> Iterator[tuple[torch.Tensor, Place]]:
+) -> Iterator[tuple[torch.Tensor, TensorPlace]]:
     tensors = (*module._parameters.items(), *(module._buffers.items() if buffers else ()))
     for own, tensor in tensors:
         if tensor is not None:
-            yield tensor, Place(f"{prefix}{own}", path, own)
+            yield tensor, TensorPlace(f"{prefix}{own}", path, own)
     for name, child in module._modules.items():
         if child is not None:
             yield from _visit(child, f"{prefix}{name}.", (*path, child), buffers)

@@ -35,8 +35,7 @@ from booster.plugin.fsdp.fully_sharded import (
 )
 from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_policy
 from booster.plugin.fsdp.sharding import ShardingPlugin
-from booster.plugin.pipeline import Pipeline as StagePipeline
-from booster.plugin.pipeline import PipelinePlan, plan_pipeline
+from booster.plugin.pipeline import PipelinePlan, StagePipeline, plan_pipeline
 from booster.plugin.pipeline.layers_loaded import LayersLoaded
 from booster.plugin.pipeline.schedule import check_count, check_style
 from booster.plugin.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, fsdp_placement

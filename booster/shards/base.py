@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from booster.model.dtensors import is_dtensor
 
 if TYPE_CHECKING:
-    from booster.model.params import Kept
+    from booster.model.params import Selection
     from booster.shards.divided import Divided
 
 State = dict[str, Any]
@@ -32,7 +32,7 @@ class Shards:
     sharded = False
     names: Mapping[Any, str] = {}
     """The name of each parameter and part, for messages."""
-    kept: Kept | None = None
+    selection: Selection | None = None
     """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -44,9 +44,9 @@ class Shards:
         """Call parameters and parts by `names` in messages."""
         self.names = names
 
-    def keep(self, kept: Kept | None) -> None:
+    def select(self, selection: Selection | None) -> None:
         """Take note of which parameters of the whole optimizer are here, where layers are divided among ranks."""
-        self.kept = kept
+        self.selection = selection
 
     def local(self) -> AbstractContextManager[Any]:
         """Return a context in which the optimizer's groups hold this rank's parts, in the same order, each with its gradient.

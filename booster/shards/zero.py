@@ -17,7 +17,7 @@ from booster.model.optimizer_kinds import Kind, kind_of, unknown
 from booster.shards.base import FROZEN, UNSYNCHRONISED, Shards, State, StateOfParts
 from booster.shards.divided import Divided
 from booster.shards.replicated import Reducer, Replica, check_averaged, check_replicas, watch_reduced
-from booster.shards.zero_buckets import FlatParameters, Layout, stretch
+from booster.shards.zero_buckets import FlatParameters, ModuleBuckets, stretch
 from booster.shards.zero_states import Holding, gather_states
 from booster.tensors.flat import flat_like, shaped_like
 
@@ -68,7 +68,7 @@ class ZeroShards(Shards):
     def __init__(
         self,
         optimizer: Optimizer,
-        layouts: Sequence[Layout],
+        layouts: Sequence[ModuleBuckets],
         *,
         reduced: bool = False,
         overlaps: bool = False,

@@ -245,7 +245,7 @@ class FlatParameters:
         return [dist.broadcast(self.slice_of(data, r), group=group, group_src=r, async_op=True) for r in ranks]
 
 
-class Layout:
+class ModuleBuckets:
     """The trainable parameters of one module in flat buckets, in about the order in which backward reaches them.
 
     bucket_bytes: of parameters in a bucket, at most, unless a single one is larger. Raises ValueError for parameters that are

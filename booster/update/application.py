@@ -16,8 +16,8 @@ from booster.tensors.flat import is_dense, lies_like
 from booster.tensors.grads import gradient_values, own_memory, scale_values
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.gradients import Gradients
+from booster.update.gradual import GradualStep, bare_step
 from booster.update.job import Job
-from booster.update.parts import Parts, bare_step
 
 _logger = logging.getLogger(__name__)
 
@@ -148,11 +148,11 @@ class Application:
 
         return self.optimizer.step(clipped), 1.0
 
-    def parts(self, gradients: Gradients) -> Parts | None:
+    def gradual(self, gradients: Gradients) -> GradualStep | None:
         """Return what makes the next step in parts, within backward; None where it is made all at once."""
         trained = [param for param in gradients.held() if param.requires_grad]
         watched = any(step_hooks(self.optimizer)) or torch.float64 in map(_DTYPE, trained)
-        return PlainParts(self, gradients, divides=honours_grad_scale(self.optimizer) and not watched)
+        return PlainGradualStep(self, gradients, divides=honours_grad_scale(self.optimizer) and not watched)
 
     def must_know(self, gradients: Gradients, told: Told) -> bool:
         """Return whether the host must know what a device decided: hooks fire for updates only, a skipped first step would
@@ -173,7 +173,7 @@ class Application:
         )
 
 
-class PlainParts(Parts):
+class PlainGradualStep(GradualStep):
     """Parts of a step of the optimizer on the parameters themselves.
 
     divides: whether its kernel is to divide gradients, instead of a multiplication.

@@ -17,7 +17,7 @@ from booster.loss_scaler import LossScaler
 from booster.shards import Shards
 from booster.tensors.cast_regions import region
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.outcome import Blame, Copy, Report, SkippedReason
+from booster.update.outcome import Blame, Copy, SkippedReason, SkipReport
 from booster.update.release import Release
 from booster.update.released_backward import run_released
 
@@ -72,7 +72,7 @@ class JointDecision:
             self._losses = [loss for member in self.members for loss in member.losses]
             self._blame = [member.norms.blame(member) for member in self.members]
 
-    def report(self) -> Report:
+    def report(self) -> SkipReport:
         """Return what tells reason and culprits if this decision is to skip; calling it waits for the device."""
         return _Report(self._losses, self._blame, self.nonfinite_loss)
 

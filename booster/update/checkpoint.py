@@ -43,7 +43,7 @@ def state_of(update: Update, *, divided: bool = False) -> tuple[dict[str, Any], 
         own["masters"][IN_MODEL] = update.kept.weights_in_model()
     if update.gradients.release is not None and update.gradients.release.previous is not None:
         own = {**own, RELEASE: {PREVIOUS_NORM: float(update.gradients.release.previous)}}
-    if shards.kept is not None:
+    if shards.selection is not None:
         own = {**own, PARAMETERS: [name for names in _names(update) for name in names]}
     return state, own
 
@@ -66,7 +66,7 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
     By name, where the state calls parameters by the names that they have here, or says in `own` which numbers have which
     names; otherwise by their order. Raises ValueError for the state of other layers than this rank's.
     """
-    kept = update.shards.kept
+    selection = update.shards.selection
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     names = own.get(PARAMETERS)
     if names is not None:
@@ -82,7 +82,7 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
     here = _names(update)
     mine = {name for group in here for name in group}
     if all(isinstance(key, str) for key in keys) and mine <= set(keys):
-        foreign = set(keys) - mine - (kept.elsewhere if kept is not None else set())
+        foreign = set(keys) - mine - (selection.elsewhere if selection is not None else set())
         if foreign:
             raise ValueError(
                 f"the optimizer state holds parameters {_few(foreign)}, which this optimizer does not have"
@@ -95,7 +95,7 @@ def numbered(update: Update, state_dict: dict[str, Any], own: Mapping[str, Any])
             f"{lacking} of this rank. Save on every rank, in a file each, and load on the same rank; or put the states of "
             "all ranks together by name, see docs/parallelism.md, Checkpoints"
         )
-    return _numbered(kept.of(state_dict) if kept is not None else state_dict)
+    return _numbered(selection.of(state_dict) if selection is not None else state_dict)
 
 
 def _names(update: Update) -> list[list[str]]:

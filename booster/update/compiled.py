@@ -62,7 +62,7 @@ class CompiledApplication(Application):
                 group["lr"] = rate
         return True
 
-    def parts(self, gradients: Gradients) -> None:
+    def gradual(self, gradients: Gradients) -> None:
         return None
 
     def _lies_as_compiled(self, params: list[torch.Tensor]) -> bool:

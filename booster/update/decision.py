@@ -34,7 +34,7 @@ class Decision(ABC):
         """Return what uses `gradients` in a backward pass, where that is asked for."""
         return ReleasedPass(gradients)
 
-    def begin_parts(self) -> None:
+    def begin_gradual(self) -> None:
         """A step that is made of parts, within backward, begins."""
 
     def look_at_part(self, params: Sequence[torch.Tensor]) -> None:

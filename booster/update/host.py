@@ -128,7 +128,7 @@ class HostDecision(Decision):
         if skip:
             return self._skip()
         scale: Any = 1.0
-        if gradients.release is None or not gradients.release.pending:
+        if gradients.release is None or not gradients.release.uncounted:
             told = AS_THEY_ARE
             if factor is not None:
                 told = Told(gradients.divisor)

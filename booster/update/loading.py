@@ -29,7 +29,7 @@ from booster.update.fused import implementation, keep_implementation
 from booster.update.outcome import StepHistory, read_counters
 
 if TYPE_CHECKING:
-    from booster.model.params import Kept
+    from booster.model.params import Selection
     from booster.update.update import Update
 
 _WIDE = (torch.float32, torch.float64)
@@ -74,7 +74,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
         rest = dict(own.rest)
         values: dict[torch.Tensor, torch.Tensor] = {}
         if "masters" in rest:
-            rest["masters"], values = update.kept.read_masters(_here(update.shards.kept, rest["masters"]))
+            rest["masters"], values = update.kept.read_masters(_here(update.shards.selection, rest["masters"]))
         moved = _moved(update, state, rest)
     update.gradients.require_alike(repr(moved), "the tensors that change their layout among ranks")
     before = implementation(optimizer)
@@ -259,11 +259,11 @@ def _moved(update: Update, state_dict: Mapping[str, Any], own: Mapping[str, Any]
     ]
 
 
-def _here(kept: Kept | None, masters: Mapping[str, Any]) -> Mapping[str, Any]:
+def _here(selection: Selection | None, masters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Of masters of a whole model, those that are not of other ranks' layers."""
-    if kept is None:
+    if selection is None:
         return masters
-    weights = {name: weight for name, weight in masters["weights"].items() if name not in kept.elsewhere}
+    weights = {name: weight for name, weight in masters["weights"].items() if name not in selection.elsewhere}
     return {**masters, "weights": weights}
 
 

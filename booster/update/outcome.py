@@ -51,12 +51,12 @@ class Blame(Protocol):
     def copied(self, copy: Copy) -> Blame: ...
 
 
-class Report(Protocol):
+class SkipReport(Protocol):
     """Why a step was skipped, and the names of the parameters to blame. Calling it waits for the device."""
 
     def __call__(self) -> tuple[SkippedReason, tuple[str, ...]]: ...
 
-    def copied(self, copy: Copy) -> Report: ...
+    def copied(self, copy: Copy) -> SkipReport: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class DeviceFields:
 
     loss_scale: Any
     grad_norm: Any = None
-    report: Report | None = None
+    report: SkipReport | None = None
 
     def __call__(self, applied: bool) -> StepFields:
         norm = None if self.grad_norm is None else float(self.grad_norm)

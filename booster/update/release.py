@@ -13,16 +13,16 @@ def _nothing_waits() -> None:
 class Release:
     """How the gradients of one update are released, and what of that is known between passes.
 
-    mode: "exact" or "previous_norm". max_norm: to clip to; 0 does not. decision: the `Decision` by which a pass steps. pending:
-    a pass has stepped, or decided to skip, and `step()` is still to count it. previous: the norm of the last step, where that
-    is what clips.
+    mode: "exact" or "previous_norm". max_norm: to clip to; 0 does not. decision: the `Decision` by which a pass steps.
+    uncounted: a pass has stepped, or decided to skip, and `step()` is still to count it. previous: the norm of the last step,
+    where that is what clips.
     """
 
     def __init__(self, mode: str, max_norm: float, decision: Any) -> None:
         self.decision = decision
         self.mode = mode
         self.max_norm = max_norm
-        self.pending = False
+        self.uncounted = False
         self.settle: Callable[[], None] = _nothing_waits
         """Counts the last step: schedules that wait for it write the learning rates by which a pass steps."""
         self.previous: Any = None  # a float, or a 0-dim tensor where a device decides
@@ -37,7 +37,7 @@ class Release:
         """Raise RuntimeError or ValueError if a pass cannot use its gradients."""
         self.check_weights()
         self.settle()
-        if self.pending:
+        if self.uncounted:
             raise RuntimeError(
                 "a second backward pass before optimizer.step(): release_gradients has stepped on the gradients of the first, "
                 "so they cannot be added up. Call step() after each backward pass, or put the passes of one step in "
@@ -51,7 +51,7 @@ class Release:
 
     def refuse(self, what: str) -> None:
         """Raise RuntimeError if gradients were used already. what: the call that needs them."""
-        if self.pending:
+        if self.uncounted:
             raise RuntimeError(
                 f"{what} comes too late: release_gradients has stepped on the gradients within backward and freed them. Clip "
                 "by Booster(clip_grad_norm=...), or use release_gradients=False"

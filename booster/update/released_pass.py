@@ -11,7 +11,7 @@ import torch
 
 from booster.tensors.grads import gradient_values, nonfinite_indices, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.parts import Parts, largest_part
+from booster.update.gradual import GradualStep, most_at_once
 from booster.update.release import Release
 
 
@@ -39,7 +39,7 @@ class ReleasedPass:
         wide = torch.float64 if torch.float64 in dtypes else torch.float32
         self._dtype = None if dtypes.isdisjoint(HALF_DTYPES) else wide
         self._shards = gradients.shards
-        self._most = largest_part(sum(param.numel() for param in self.params))
+        self._most = most_at_once(sum(param.numel() for param in self.params))
         self._num_stepped = 0
         exact = self.release.mode == "exact" or self.release.previous is None
         self.measures_first = exact and bool(gradients.check or self.release.max_norm)
@@ -151,10 +151,10 @@ class ReleasedPass:
             self.gradients.clip_by(self.release.max_norm, self.release.previous)
         self._divisor: float = self.gradients.divisor
         with self._shards.local():
-            self.decision.begin_parts()
-            self._parts = self._make_parts()
+            self.decision.begin_gradual()
+            self._gradual = self._make_gradual()
             param_of = {self._shards.part_of(param): param for param in self.params}
-            units = [[param_of[part] for part in unit] for unit in self._parts.units()]
+            units = [[param_of[part] for part in unit] for unit in self._gradual.units()]
         self._unit = {param: index for index, unit in enumerate(units) for param in unit}
         self._units = units
         self._missing = [sum(param.requires_grad for param in unit) for unit in units]
@@ -163,8 +163,8 @@ class ReleasedPass:
         self._num_unjudged = self._num_loose = 0
         self._began = self._stopped = False
 
-    def _make_parts(self) -> Parts:
-        return self.decision.application.parts(self.gradients)
+    def _make_gradual(self) -> GradualStep:
+        return self.decision.application.gradual(self.gradients)
 
     def step_on(self, param: torch.Tensor) -> None:
         """The gradient of `param` is complete: step it, or what it completes."""
@@ -196,11 +196,11 @@ class ReleasedPass:
                 parts = {param: self._shards.part_of(param) for param in rest}
                 for param in self._apart:
                     parts[param].grad = self._apart[param]
-                self._parts.rest(list(parts.values()))
+                self._gradual.rest(list(parts.values()))
             self._apart.clear()
             self._step(rest)
         if self._began:
-            self._parts.end()
+            self._gradual.end()
 
     def _judge(self) -> None:
         """Go on with those that wait for it, unless the gradient of one of them, or of one before, is not finite on any rank.
@@ -242,12 +242,12 @@ class ReleasedPass:
     def _step(self, params: Sequence[torch.Tensor]) -> None:
         if not self._began:
             self._began = True
-            self._parts.begin()
+            self._gradual.begin()
         with self._lent(params) as lent:
             parts = [part for part in lent if part.grad is not None]
             if parts:
                 self.decision.look_at_part(parts)
-                self._parts.step(parts, self._divisor)
+                self._gradual.step(parts, self._divisor)
         self._num_stepped += len(params)
         for param in params:
             self._drop(param)
@@ -290,7 +290,7 @@ class ReleasedPass:
 
     def finish(self) -> None:
         """The gradients were used, or dropped."""
-        self.release.pending = bool(self._seen) or self._num_stepped > 0
+        self.release.uncounted = bool(self._seen) or self._num_stepped > 0
         for param in self.params:
             self._shards.drop_gradient(param)
         if self.release.mode == "previous_norm" and self.gradients.norm is not None:

@@ -51,7 +51,7 @@ class Update:
         release = gradients.release
         if release is not None:
             release.check_weights()
-            if release.pending:
+            if release.uncounted:
                 return self._finish(release)
         with shards.local() if shards.sharded else WHOLE:
             try:
@@ -76,7 +76,7 @@ class Update:
         try:
             result, _ = self.decision.step([])
         finally:
-            release.pending = False
+            release.uncounted = False
         # What came before a gradient that is not finite may have been stepped.
         if self.shards.sharded and (self.decision.on_device or result.applied or release.mode == "previous_norm"):
             self.shards.publish()

@@ -26,7 +26,7 @@ from booster.ground.torch_internals import computes_weights_apart
 from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
 from booster.plugin import HybridParallelPlugin
-from booster.plugin.pipeline import Pipeline, plan_pipeline
+from booster.plugin.pipeline import StagePipeline, plan_pipeline
 from booster.shards.dtensor import local_of
 from booster.tensors.micro_batch import divide
 
@@ -105,7 +105,7 @@ def build(model, rank, world_size, style, split_points=None, group=None, **optio
         model, pp_size=world_size, style=style, num_model_chunks=STYLES[style], split_points=split_points, device=CPU
     )
     plan.cut(rank)
-    return Pipeline(plan, group=group, device=CPU, **options)
+    return StagePipeline(plan, group=group, device=CPU, **options)
 
 
 def compare(
@@ -783,7 +783,7 @@ def sharded(rank, world_size, mesh_shape, style):
                 if any(True for _ in block.parameters()):
                     fully_shard(block, **options)
             fully_shard(root, **options)
-        pipeline = Pipeline(plan, group=group, device=CPU)
+        pipeline = StagePipeline(plan, group=group, device=CPU)
         held = {id(param) for param in pipeline.own_parameters().values()}
         assert {id(param) for param in pipeline.module.parameters()} == held  # the model names what its stages have
         if policy is not None:
@@ -836,7 +836,7 @@ def tensor_parallel(rank, world_size):
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], styles)
         plan.cut(stage)
-        pipeline = Pipeline(plan, group=mesh["pp"].get_group(), device=CPU)
+        pipeline = StagePipeline(plan, group=mesh["pp"].get_group(), device=CPU)
         got, _ = pipeline.run(pieces(text()), loss_of, seed=1.0)
         for mine, whole in zip(got, losses, strict=False):
             torch.testing.assert_close(mine, whole, rtol=1e-5, atol=1e-6)
@@ -872,7 +872,7 @@ def half_sequence(rank, world_size):
     model = Halves()
     plan = plan_pipeline(model, pp_size=2)
     plan.cut(rank)
-    pipeline = Pipeline(plan, group=None, device=CPU, boundary=lambda shape: (shape[0], shape[1] // 2, *shape[2:]))
+    pipeline = StagePipeline(plan, group=None, device=CPU, boundary=lambda shape: (shape[0], shape[1] // 2, *shape[2:]))
     model.divided = True
     x = torch.randn(4, 6, DIM)
     _, outputs = pipeline.run(pieces((x, x), 2), lambda out, target: out.square().mean(), seed=1.0)

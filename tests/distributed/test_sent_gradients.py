@@ -10,7 +10,7 @@ from torch import nn
 
 from booster.plugin.ddp.fp8_communication import ExchangedSum
 from booster.plugin.zero.sliced_gradients import SliceReducer
-from booster.shards.zero_buckets import Layout
+from booster.shards.zero_buckets import ModuleBuckets
 
 SIZE = 2**16  # elements of a bucket, of which each of two ranks keeps half
 
@@ -28,7 +28,7 @@ def exchanged():
 
 def sliced(fp8=False):
     param = nn.Parameter(torch.zeros(SIZE))
-    reducer = SliceReducer(Layout([param], group=dist.group.WORLD, bucket_bytes=4 * SIZE), fp8=fp8)
+    reducer = SliceReducer(ModuleBuckets([param], group=dist.group.WORLD, bucket_bytes=4 * SIZE), fp8=fp8)
     reducer.buckets()
     param.grad = torch.ones(SIZE)
     return reducer, reducer.send(0, [param])

@@ -60,6 +60,21 @@ def test_private_names_of_torch_stand_in_one_file():
     assert found(private_names_of_torch, [file for file in FILES if file != home]) == []
 
 
+def named_twice(files):
+    """Names of classes, those that begin with `_` aside, of which several files have one."""
+    places = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{file.relative_to(ROOT.parent)}:{node.lineno}")
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_no_two_classes_have_one_name():
+    # Both are public: what an update is made from, which precisions of others are given, and what `estimate` is given.
+    assert named_twice(FILES).keys() == {"Job"}
+
+
 def test_nothing_calls_itself_a_mixin():
     said = [f"{file.relative_to(ROOT.parent)}" for file in FILES if re.search(r"\bmixin\b", file.read_text(), re.I)]
     assert said == []

@@ -149,7 +149,7 @@ class _Entry:
         return entry is not None and dtype_of(entry) in HALF_DTYPES and current.dtype == dtype_of(entry)
 
 
-class Pins(Part):
+class PinnedModules(Part):
     """Modules that were pinned to float32 during the run; other precisions, and checkpoints of earlier versions, have none."""
 
     turn = 3

@@ -150,7 +150,7 @@ class _Entry:
                 },
                 **({"rounding": self._saved.value(rounding)} if rounding else {}),
             }
-        if update.shards.kept is not None:
+        if update.shards.selection is not None:
             own[PARAMETERS] = list(numbers)
         return {"state": state, "param_groups": param_groups, STATE_KEY: own}
 

@@ -20,7 +20,7 @@ from booster.ground.randomness import seeded
 from booster.mixed_precision import LowPrecision, MixedPrecision, TF32MixedPrecision, available, make
 from booster.numerics.choosing import subject
 from booster.numerics.choosing.advice import Advice, Budget, Row, ranked
-from booster.numerics.choosing.subject import GradientError, Gradients, Subject, Task, gradient_error
+from booster.numerics.choosing.subject import GradientError, LossAndGradients, Subject, Task, gradient_error
 
 _SETTLING = 5  # float32 steps between the two points at which gradients are compared
 _WARM_UP = 2
@@ -114,7 +114,7 @@ class _Point:
     """Weights at which gradients are compared, as a state dict, and the float32 gradients there."""
 
     weights: dict[str, Any]
-    exact: Gradients
+    exact: LossAndGradients
 
 
 class _Measurement:
@@ -218,7 +218,7 @@ class _Measurement:
         weights = {name: _copied(value) for name, value in reference.model.state_dict().items()}
         return _Point(weights, reference.gradients())
 
-    def _error(self, found: Gradients, point: _Point) -> GradientError:
+    def _error(self, found: LossAndGradients, point: _Point) -> GradientError:
         return gradient_error(found.grads, point.exact.grads, whole=self._whole)
 
     def _beside(self, other: Subject) -> tuple[list[float], float]:

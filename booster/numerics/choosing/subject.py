@@ -43,7 +43,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class LossAndGradients:
     """The loss of one pass and its gradients, in float32 and without their loss scale, by the name of the parameter.
 
     finite: of all of them. Where they never were, the last ones are here, at the last loss scale that was tried.
@@ -100,7 +100,7 @@ class Subject:
         self.step()
         return clock(self._task.device) - start
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> LossAndGradients:
         """Return the gradients at the weights of now, with the random numbers of the seed.
 
         Under a loss scaler, steps that overflow are made, which change nothing but the scale, until none does.
@@ -120,7 +120,7 @@ class Subject:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.optimizer.zero_grad()
-        return Gradients(loss, grads, scale, finite and math.isfinite(loss))
+        return LossAndGradients(loss, grads, scale, finite and math.isfinite(loss))
 
     def memory(self) -> tuple[int, Measured]:
         """Make one training step; returns the highest bytes of tensors in it, and what is held at its end.

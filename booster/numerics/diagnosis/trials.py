@@ -142,7 +142,7 @@ _MAX_SCALES = 12
 
 
 @dataclass(frozen=True)
-class Shown:
+class Evidence:
     """What one replay shows, on all ranks alike but for `own`.
 
     bad: whether any rank's loss or gradient was. cause: that all ranks name. own: of this rank's bad numbers, as it sees it.
@@ -170,7 +170,7 @@ class Trials:
         self._rank = dist.get_rank() if group is not None else 0
         self._meeting = None if group is None else Meeting.of(group)
 
-    def run(self, **how: Any) -> Shown:
+    def run(self, **how: Any) -> Evidence:
         """Replay on all ranks. If it raises on any, all raise: there its own error, elsewhere `ReplayError`.
 
         Raises `RanksApart` where others wait in a collective for a rank that raised.
@@ -197,7 +197,7 @@ class Trials:
                 raise ReplayError(f"rank {rank} of the group could not replay the step: {each['error']}")
         causes = [Cause.read(each["cause"]) for each in told if each["cause"] is not None]
         losses = [each["loss"] for each in told if each["loss"] is not None]
-        return Shown(
+        return Evidence(
             bad=any(each["bad"] for each in told),
             cause=min(causes, key=lambda cause: cause.order, default=None),
             own=own,
@@ -211,7 +211,7 @@ class Trials:
     def _agree(self, failed: bool) -> bool:
         return bool(agreement.largest(float(failed), self._group))
 
-    def first(self) -> Shown:
+    def first(self) -> Evidence:
         """Replay the step as it is."""
         self._first = self.run()
         return self._first

@@ -78,8 +78,8 @@ class FP8Average:
         """Under error feedback what rounding took from the gradient of each parameter: float32, 1-dim."""
         self.feeds_back = options.error_feedback
         self._group = group
-        self._summing: deque[_Bucket] = deque()
-        self._gathering: deque[_Bucket] = deque()
+        self._summing: deque[_BucketSum] = deque()
+        self._gathering: deque[_BucketSum] = deque()
         self._finite: list[torch.Tensor] = []
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -88,7 +88,7 @@ class FP8Average:
             self._summing.clear()
             self._gathering.clear()
             self._finite = []
-        begun = _Bucket(bucket, self._group, self.carried if self.feeds_back else None)
+        begun = _BucketSum(bucket, self._group, self.carried if self.feeds_back else None)
         self._summing.append(begun)
         last = bucket.is_last()
         while len(self._summing) > (not last):
@@ -100,7 +100,7 @@ class FP8Average:
             self._forget_if_skipped()
         return begun.future
 
-    def _finish(self, bucket: _Bucket) -> None:
+    def _finish(self, bucket: _BucketSum) -> None:
         bucket.finish()
         if self.feeds_back:
             self._finite.append(torch.isfinite(bucket.buffer).all())
@@ -112,7 +112,7 @@ class FP8Average:
             carried.copy_(torch.where(finite.to(carried.device), carried, 0.0))
 
 
-class _Bucket:
+class _BucketSum:
     """One bucket on its way: summed, rounded again, gathered. carried: see `FP8Average`; None: nothing is carried."""
 
     def __init__(

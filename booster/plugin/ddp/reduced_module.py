@@ -15,7 +15,7 @@ from torch import nn
 from booster.ground.torch_internals import graph_task
 from booster.model.modules import PlacedModule
 from booster.plugin.ddp.gradient_reducer import GradientReducer
-from booster.shards.zero_buckets import Layout
+from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.trees import tensors
 
 
@@ -25,7 +25,7 @@ class LaidOut(nn.Module):
     The first base of a wrapper that is laid out and also of another kind, so that clearing gradients clears these too.
     """
 
-    layout: Layout | None = None
+    layout: ModuleBuckets | None = None
 
     def wait_for_weights(self) -> None:
         """Wait for weights that a step left on their way."""
@@ -51,7 +51,7 @@ class ReducedModule(LaidOut, PlacedModule):
         reducer: GradientReducer,
         group: dist.ProcessGroup,
         *,
-        layout: Layout | None = None,
+        layout: ModuleBuckets | None = None,
         synchronise_buffers: bool,
     ) -> None:
         super().__init__(module)

@@ -33,21 +33,22 @@ How it comes about, file by file, in the order in which a model passes them:
     provenance.py    while rehearsing, remember for every fake tensor which foreign parameters it comes from: one that reaches
                      a block of this stage other than as an argument (a skip over the cut, say) is named in the error.
     route.py         what the rehearsal found. `Boundary`: which arguments cross a cut, their shapes and dtypes, and which are
-                     only passed on (relayed). `slots`: where received tensors go. `Replay`: what a foreign block answers.
+                     only passed on (relayed). `slots`: where received tensors go. `Echo`: what a foreign block answers.
     stage.py         at run time: the first foreign block raises `StageEnd` (of rehearsal.py) and so leaves the user's forward.
                      A hook on own blocks puts received tensors into the slots.
     schedule.py      torch's schedules (gpipe, 1f1b, interleaved, zbv) over these stages; `STYLES` has their classes, and the
                      plugin's `pp_style` chooses. The route declares what travels.
     tied_weights.py  a weight that two stages hold (embedding and head): its gradients are summed after each run.
     layers_loaded.py when weights are loaded: take this rank's layers out of the state of a whole model.
-    pipeline.py      `Pipeline`, what the plugin gives back for the model: `run(micro_batches, criterion, seed=...)`.
+    pipeline.py      `StagePipeline`, what the plugin gives back for the model: `run(micro_batches, criterion, seed=...)`.
 
-Who calls whom: `HybridParallelPlugin.place` plans, cuts and makes the `Pipeline`; `b.execute_pipeline` divides a batch
-and calls `Pipeline.run`, which rehearses if the shapes are new and lets the schedule call `Stage.compute` for each micro-batch.
+Who calls whom: `HybridParallelPlugin.place` plans, cuts and makes the `StagePipeline`; `b.execute_pipeline` divides a batch
+and calls `StagePipeline.run`, which rehearses if the shapes are new and lets the schedule call `Stage.compute` for each
+micro-batch.
 """
 
-from booster.plugin.pipeline.pipeline import Pipeline
+from booster.plugin.pipeline.pipeline import StagePipeline
 from booster.plugin.pipeline.plan import PipelinePlan, plan_pipeline
 from booster.plugin.pipeline.split import Split, find_split
 
-__all__ = ["Pipeline", "PipelinePlan", "Split", "find_split", "plan_pipeline"]
+__all__ = ["StagePipeline", "PipelinePlan", "Split", "find_split", "plan_pipeline"]

@@ -20,7 +20,7 @@ from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import HALF_DTYPES, form, leaves, map_tensors
 
 
-class Pipeline(PlacedModule):
+class StagePipeline(PlacedModule):
     """This rank's stages of a model. It is not called, but run over micro-batches by all ranks of the pipeline together.
 
     Parameters and state dict keys are those of the user's model that this rank has.

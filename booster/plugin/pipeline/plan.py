@@ -19,7 +19,7 @@ from booster.plugin.pipeline.stage import Stage
 
 
 class PipelinePlan:
-    """How one model is cut. Make it with `plan_pipeline`, then `cut` once, then `Pipeline(plan, ...)`."""
+    """How one model is cut. Make it with `plan_pipeline`, then `cut` once, then `StagePipeline(plan, ...)`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import torch
 
 from booster.ground.torch_internals import DataDependentOutputException, DynamicOutputShapeException
 from booster.plugin.pipeline.provenance import NOWHERE, Origins, foreign_use
-from booster.plugin.pipeline.route import Boundary, Replay, Route, TensorSpec, substitute
+from booster.plugin.pipeline.route import Boundary, Echo, Route, TensorSpec, substitute
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
 from booster.plugin.pipeline.split import Split
 from booster.tensors.trees import leaves as leaves_of
@@ -133,7 +133,7 @@ class _Rehearsal:
         if slots:
             self._route.slots[position] = slots
             args, kwargs = substitute(args, kwargs, slots, self._received)
-        replay = Replay(args, kwargs, forward(*args, **kwargs), self._to_fake)
+        replay = Echo(args, kwargs, forward(*args, **kwargs), self._to_fake)
         self._route.replays[position] = replay
         return replay.output
 

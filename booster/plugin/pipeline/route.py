@@ -45,7 +45,7 @@ class Route:
 
     boundaries: list[Boundary] = field(default_factory=list)
     slots: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    replays: dict[int, Replay] = field(default_factory=dict)
+    replays: dict[int, Echo] = field(default_factory=dict)
     answers: dict[int, Answers | None] = field(default_factory=dict)
     _constants: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Route:
         return self._constants[stage]
 
 
-class Replay:
+class Echo:
     """Returns what a module returned once, with fake tensors in place of what depends on parameters.
 
     A leaf of the result that was an argument is taken from the arguments of the call at hand.

@@ -71,15 +71,15 @@ class TiedWeights:
             _accumulate(param, total)
 
     def _check(self) -> None:
-        mine = {name: _layout(param) for name, param in self.params.items()}
+        mine = {name: _placed(param) for name, param in self.params.items()}
         texts = exchange(json.dumps(mine).encode(), self._group or dist.group.WORLD)
         everyone = [json.loads(text) for text in texts]
         for name in self._ranks:
-            layouts = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
-            if any(layout != layouts[min(layouts)] for layout in layouts.values()):
+            placings = {rank: held[name] for rank, held in enumerate(everyone) if name in held}
+            if any(placing != placings[min(placings)] for placing in placings.values()):
                 raise ValueError(
                     f"the weight {name} is tied across pipeline stages, and its copies are laid out differently, by rank: "
-                    f"{layouts}; give both of its modules the same tensor-parallel style"
+                    f"{placings}; give both of its modules the same tensor-parallel style"
                 )
 
 
@@ -105,7 +105,7 @@ def _accumulate(param: torch.Tensor, local: torch.Tensor) -> None:
         param.grad += total
 
 
-def _layout(param: torch.Tensor) -> tuple[Any, ...]:
+def _placed(param: torch.Tensor) -> tuple[Any, ...]:
     if isinstance(param, DTensor):
         local = param.to_local()
         return tuple(local.shape), str(local.dtype), str(param.placements)

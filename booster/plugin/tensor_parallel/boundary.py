@@ -21,12 +21,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 def copy(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The same tensor for ranks that each use it in their own way; backward sums their gradients."""
-    return _Layout.apply(x, mesh, Replicate(), Replicate(), Partial(), Replicate())
+    return _Redistribution.apply(x, mesh, Replicate(), Replicate(), Partial(), Replicate())
 
 
 def reduce(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' tensors, on every rank."""
-    return _Layout.apply(x, mesh, Partial(), Replicate(), Replicate(), Replicate())
+    return _Redistribution.apply(x, mesh, Partial(), Replicate(), Replicate(), Replicate())
 
 
 def gather(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sum_gradients: bool) -> torch.Tensor:
@@ -36,24 +36,24 @@ def gather(x: torch.Tensor, mesh: DeviceMesh, dim: int, *, sum_gradients: bool) 
     each takes its part of it.
     """
     part = Shard(dim % x.dim())
-    return _Layout.apply(x, mesh, part, Replicate(), Partial() if sum_gradients else Replicate(), part)
+    return _Redistribution.apply(x, mesh, part, Replicate(), Partial() if sum_gradients else Replicate(), part)
 
 
 def split(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's part of a tensor that all ranks have, cut along `dim`. Raises ValueError if it does not divide."""
     _check_even(x, mesh, dim)
     part = Shard(dim % x.dim())
-    return _Layout.apply(x, mesh, Replicate(), part, part, Replicate())
+    return _Redistribution.apply(x, mesh, Replicate(), part, part, Replicate())
 
 
 def reduce_scatter(x: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's part, along `dim`, of the sum of the ranks' tensors. Raises ValueError if it does not divide."""
     _check_even(x, mesh, dim)
     part = Shard(dim % x.dim())
-    return _Layout.apply(x, mesh, Partial(), part, part, Replicate())
+    return _Redistribution.apply(x, mesh, Partial(), part, part, Replicate())
 
 
-class _Layout(torch.autograd.Function):
+class _Redistribution(torch.autograd.Function):
     """From one layout to another, and the gradient from that of the result to that of the input.
 
     What DTensor's own conversions return is a view, which users could not modify in place.
@@ -79,7 +79,7 @@ class _Layout(torch.autograd.Function):
         if not grad.requires_grad:
             return _move(grad, *ctx.layouts), None, None, None, None, None
         # What comes back to gradients is laid out as the values are that they belong to.
-        return _Layout.apply(grad, *ctx.layouts, *ctx.layouts_of_values), None, None, None, None, None
+        return _Redistribution.apply(grad, *ctx.layouts, *ctx.layouts_of_values), None, None, None, None, None
 
 
 def _move(x: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> torch.Tensor:

@@ -21,7 +21,7 @@ from booster.shards import Shards
 from booster.shards.arriving import WaitsForWeights
 from booster.shards.replicated import Replica
 from booster.shards.zero import ZeroShards, check_parts
-from booster.shards.zero_buckets import Layout
+from booster.shards.zero_buckets import ModuleBuckets
 
 
 class LowLevelZeroPlugin(TorchDDPPlugin):
@@ -107,7 +107,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
         self._bucket_bytes = bucket_cap_mb * 2**20
         self._broadcast_buffers = broadcast_buffers
         # What optimizers that come later find their parameters in; it lives as long as the placed module.
-        self._layouts: WeakKeyDictionary[nn.Module, Layout] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[nn.Module, ModuleBuckets] = WeakKeyDictionary()
         self._waiting: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()  # hooks
 
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
@@ -119,7 +119,7 @@ class LowLevelZeroPlugin(TorchDDPPlugin):
             self.synchronise(placed)
         if self.group is None:
             return placed
-        layout = Layout(bare(placed).parameters(), group=self.group, bucket_bytes=self._bucket_bytes)
+        layout = ModuleBuckets(bare(placed).parameters(), group=self.group, bucket_bytes=self._bucket_bytes)
         if self._stage == 2 and layout.params:
             slices = SliceReducer(layout, dtype=policy.reduce, fp8=self._fp8 is not None)
             placed = ReducedModule(

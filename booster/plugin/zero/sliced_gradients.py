@@ -18,7 +18,7 @@ from booster.plugin.ddp.fp8_communication import ExchangedSum, FP8Sum
 from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.plugin.ddp.reduced_module import LaidOut
 from booster.shards.zero import SPARSE
-from booster.shards.zero_buckets import FlatParameters, Layout
+from booster.shards.zero_buckets import FlatParameters, ModuleBuckets
 
 # torch 2.13 renamed the collective and warns about the old name.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,7 +34,7 @@ class SliceReducer(GradientReducer):
     with an unreached parameter waits for.
     """
 
-    def __init__(self, layout: Layout, *, dtype: torch.dtype | None = None, fp8: bool = False) -> None:
+    def __init__(self, layout: ModuleBuckets, *, dtype: torch.dtype | None = None, fp8: bool = False) -> None:
         super().__init__(layout.params, layout.group)
         self._layout = layout
         self._fp8 = fp8
@@ -106,7 +106,7 @@ class BucketReducer(SliceReducer):
     """
 
     def __init__(
-        self, layout: Layout, *, dtype: torch.dtype | None = None, fp8: bool = False, finds_unused: bool = False
+        self, layout: ModuleBuckets, *, dtype: torch.dtype | None = None, fp8: bool = False, finds_unused: bool = False
     ) -> None:
         super().__init__(layout, dtype=dtype, fp8=fp8)
         self._finds_unused = finds_unused
@@ -177,7 +177,7 @@ class ZeroDDP(LaidOut, DistributedDataParallel):
 
     slices: BucketReducer | None = None
 
-    def lay_out(self, layout: Layout, reducer: BucketReducer | None) -> None:
+    def lay_out(self, layout: ModuleBuckets, reducer: BucketReducer | None) -> None:
         """The trainable parameters lie in `layout`. reducer: takes their gradients; None leaves them in `.grad`."""
         self.layout, self.slices = layout, reducer
         if reducer is not None:

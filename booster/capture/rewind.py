@@ -21,7 +21,7 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _OF_TORCH = (nn.Module, Optimizer, LRScheduler)
 
 
-class Kept:
+class Rewind:
     """Everything that is reached from `roots` as it is now, until `put_back`.
 
     Reached are attributes of modules, optimizers and schedulers, and of objects of this library, what is in containers there,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Kept:
+class CompiledKernels:
     """Compiled kernels, by what of their arguments they were compiled for, which is `key`."""
 
     def __init__(self) -> None:

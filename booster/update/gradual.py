@@ -80,12 +80,12 @@ _FEWEST = 2**16  # elements; fewer are not stepped at once, as a call costs more
 _SHARE = 64  # of all elements: so many wait at most for others to be stepped with
 
 
-def largest_part(num_elements: int) -> int:
+def most_at_once(num_elements: int) -> int:
     """Return how many of all elements are stepped at once, where nothing else binds parameters together."""
     return max(_FEWEST, num_elements // _SHARE)
 
 
-class Parts(ABC):
+class GradualStep(ABC):
     """One step of `optimizer`: `units`, `begin`, `step` for some parameters at a time, `rest` before the last ones, `end`.
 
     Step hooks are called once, before the first part and after the last one. Parameters are this rank's parts of them; `units`
