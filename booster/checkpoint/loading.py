@@ -17,10 +17,11 @@ from booster.checkpoint.hashing import new_hash
 from booster.checkpoint.manifest import MANIFEST, CheckpointError
 from booster.checkpoint.objects import Loaded, Objects, named
 from booster.checkpoint.parts.part import Found
-from booster.checkpoint.saved import Saved, listed
+from booster.checkpoint.saved import Saved
 from booster.checkpoint.way_back import load_module
 from booster.checkpoint.weights import weights_for
 from booster.ground.foreign_files import printable
+from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 
 _logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ def load_model(model: ModelWrapper, path: Path, *, strict: bool, group: dist.Pro
             load_module(model, state, undo)
         undo.pop_all()
     if left_out:
-        _logger.warning("%s: %s", path, printable(listed(left_out)))
+        _logger.warning("%s: %s", path, printable(listed(left_out, 8)))
 
 
 class _Loading:

@@ -197,8 +197,3 @@ class Saved:
     def value(self, tree: Any) -> Any:
         """Return what a part of the tree stands for, with the tensors that were read."""
         return decode(tree, self._targets)
-
-
-def listed(names: list[str], most: int = 8) -> str:
-    """Return `names` in a sentence, so many of them."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

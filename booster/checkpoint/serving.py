@@ -18,7 +18,7 @@ from booster.checkpoint.tensor_file import dtype_of
 from booster.checkpoint.weights import Read, Written
 from booster.frozen import FORMS, Form, FrozenLinear, origins_of
 from booster.ground import arguments
-from booster.model.modules import spelled
+from booster.ground.text import listed
 from booster.model.tied import places_of
 from booster.number_formats import E4M3, INT8, NumberFormat, Scaled, Scaling, scale_to
 
@@ -161,7 +161,7 @@ def served(
         return {name: _rounded(name, each, _HALF[weights], layers) for name, each in plain.items()}, None
     if layers.experts:
         raise ValueError(
-            f"weights={weights!r} is of linear layers, and {spelled(layers.experts)} hold matrices of several experts, which "
+            f"weights={weights!r} is of linear layers, and {listed(layers.experts)} hold matrices of several experts, which "
             "servers would read in 8 bits as well; write weights='bf16'"
         )
     left = {name: why or _misfit(plain, name, weights) for name, why in layers.linear.items()}

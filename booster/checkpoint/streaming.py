@@ -16,8 +16,8 @@ from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.weights import Entry, entries_of, is_safetensors, pieces, read_entry, weight_files
 from booster.frozen import Form, FrozenLinear, note_origin
 from booster.ground.foreign_files import open_regular
+from booster.ground.text import listed
 from booster.mixed_precision.keep_fp32 import KeepFP32, KeptModules
-from booster.model.modules import spelled
 from booster.model.tied import TensorPlace, places_of
 
 _logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def stream(
             len(frozen),
             type(model).__name__,
             str(storage.linear).removeprefix("torch."),
-            spelled(layers) or "none",
+            listed(layers) or "none",
         )
     return model
 

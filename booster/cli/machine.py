@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from booster.ground.installed import find_apex, version_of
+from booster.ground.text import columns
 from booster.ground.torch_internals import scaled_matmul
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,7 +214,7 @@ def _as_text(report: dict[str, Any]) -> str:
     base = {(p["operation"], p["shape"]): p["gflops"] for p in report["precisions"] if p["precision"] == "fp32"}
     table = [header, *(_probe_row(p, base.get((p["operation"], p["shape"]))) for p in report["precisions"])]
     note = "forward and backward, best of several short runs; fp8: forward only; -: not timed in fp32 at that size"
-    return f"{aligned(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{aligned(table)}"
+    return f"{columns(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{columns(table)}"
 
 
 def _units(cpu: dict[str, Any]) -> str:
@@ -238,13 +239,6 @@ def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
         return (*start, "-", "-", f"does not run here: {probe['error']}")
     ratio = f"{probe['gflops'] / base:.2f}x" if base else "-"
     return (*start, f"{probe['milliseconds']:.2f}", f"{probe['gflops']:.1f}", ratio)
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return `rows` as lines, every column as wide as its widest cell."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "\n".join(lines)
 
 
 _PACKAGES = (
@@ -387,4 +381,4 @@ def _environment_as_text(report: dict[str, Any]) -> str:
         *report["settings"].items(),
         *report["variables"].items(),
     ]
-    return aligned([(name, str(value)) for name, value in rows if value is not None])
+    return columns([(name, str(value)) for name, value in rows if value is not None])

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from booster.data import DataLoaderWrapper, check_sharded
 from booster.ground import arguments
+from booster.ground.text import listed
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
@@ -325,7 +326,7 @@ def check_shared(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     shared = [name for name, param in named.items() if sum(id(param) in own for own in held) > 1]
     if shared:
         raise ValueError(
-            f"{_shown(shared)} {'is' if len(shared) == 1 else 'are'} in several of the {len(optimizers)} optimizers, and "
+            f"{listed(shared, 5)} {'is' if len(shared) == 1 else 'are'} in several of the {len(optimizers)} optimizers, and "
             "would be stepped by each of them; give every parameter to one"
         )
     idle = [n for n, p in named.items() if p.requires_grad and not any(id(p) in own for own in held)]
@@ -333,15 +334,11 @@ def check_shared(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         _logger.warning(
             "%s of %s %s in none of the %d optimizers, and will not be trained; give them to one, or freeze them with "
             "requires_grad_(False)",
-            _shown(idle),
+            listed(idle, 5),
             type(bare(model)).__name__,
             "is" if len(idle) == 1 else "are",
             len(optimizers),
         )
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def scheduler_owners(

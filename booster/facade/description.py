@@ -10,6 +10,7 @@ from torch import nn
 
 from booster.frozen import FrozenLinear, origins_of
 from booster.ground import arguments
+from booster.ground.text import columns
 from booster.interface.model import PrecisionModule, precision_of
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.keep_fp32 import Float32Forward
@@ -71,17 +72,10 @@ class Description:
             _COLUMNS,
             *((r.name, r.kind, r.stored, r.loaded, r.computes, r.gradient, f"{r.bytes:,}") for r in self.rows),
         ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
-        table = [
-            "  ".join(
-                text.rjust(width) if column == len(_COLUMNS) - 1 else text.ljust(width)
-                for column, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
+        table = columns(lines, right=[len(_COLUMNS) - 1])
         under = f" under {self.precision}" if self.precision else ""
         share = f", {self.bytes / self.numbers:.2f} bytes a parameter" if self.numbers else ""
-        return "\n".join([f"{self.model}{under}: {self.bytes:,} bytes{share}", *table])
+        return "\n".join([f"{self.model}{under}: {self.bytes:,} bytes{share}", table])
 
 
 def describe(model: nn.Module) -> Description:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.ground.text import listed
 from booster.masters.options import MasterOptions
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
@@ -68,11 +69,10 @@ class HalfPrecision(MixedPrecision):
             return
         half = [name for name, param in model.named_parameters() if param.requires_grad and param.dtype in HALF_DTYPES]
         if half:
-            shown = ", ".join(half[:10]) + (f" and {len(half) - 10} more" if len(half) > 10 else "")
             naive = "fp16_naive" if self.policy.compute == torch.float16 else "bf16_naive"
             raise ValueError(
-                f"{type(self).__name__} trains float32 parameters, but these trainable ones are in half precision: {shown}. "
-                f"{_cure(model, naive)}"
+                f"{type(self).__name__} trains float32 parameters, but these trainable ones are in half precision: "
+                f"{listed(half)}. {_cure(model, naive)}"
             )
 
     def convert(self, model: nn.Module) -> nn.Module:

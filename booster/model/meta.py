@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from booster.ground.text import listed
 from booster.model.modules import bare
 
 # torch's own attention and some libraries spell it with an underscore.
@@ -21,11 +22,10 @@ def check_meta(module: nn.Module) -> None:
         if any(tensor.is_meta for tensor in _own_tensors(child)) and _initialiser(child) is None
     ]
     if without:
-        shown = ", ".join(without[:10]) + (f" and {len(without) - 10} more" if len(without) > 10 else "")
         raise ValueError(
             f"these modules have parameters or buffers on the meta device, but no reset_parameters() that would give them "
-            f"values: {shown}. Define it, where it sets every parameter and buffer of its module, or build the model on "
-            "the CPU"
+            f"values: {listed(without)}. Define it, where it sets every parameter and buffer of its module, or build the model "
+            "on the CPU"
         )
 
 

@@ -6,7 +6,7 @@ Patterns for the qualified names of modules and parameters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,8 +77,3 @@ def parents(name: str) -> Iterator[str]:
     """Yield the names of what holds `name`, outermost first; the whole model, whose name is empty, is not among them."""
     parts = name.split(".")
     return (".".join(parts[:i]) for i in range(1, len(parts)))
-
-
-def spelled(names: Sequence[str], most: int = 10) -> str:
-    """Return `names` for a message: the first `most` of them, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -10,11 +10,11 @@ from small_job import boost, train
 from test_record import INF, recorded
 
 from booster.cli import main
+from booster.ground.text import shortened
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.numerics import read_run
 from booster.numerics.record.run import Run, Step
 from booster.numerics.reports.page import page
-from booster.numerics.reports.summary import shortened
 from booster.numerics.reports.svg import Band, bars, lines, map_of
 
 VOID = {"meta"}

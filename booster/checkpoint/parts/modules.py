@@ -14,10 +14,11 @@ from torch import nn
 from booster.checkpoint.layout import placed_like, reference
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.parts.part import Collection, Found, Part, Step, leaves_out_frozen
-from booster.checkpoint.saved import Saved, listed
+from booster.checkpoint.saved import Saved
 from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.checkpoint.way_back import load_module, may_refuse
 from booster.checkpoint.weights import ties_that_differ
+from booster.ground.text import listed
 from booster.interface.model import ModelWrapper, Pinned, pins_of
 from booster.masters.keeps import LoadedWeights
 from booster.model.modules import bare
@@ -94,9 +95,9 @@ class _Entry:
         extra = [] if partial else [key for key in saved if key not in current]
         for keys, text in ((missing, "are not in the checkpoint"), (extra, "are not in this model")):
             if keys and strict:
-                yield f"{self.what}: {listed(keys)} {text}"
+                yield f"{self.what}: {listed(keys, 8)} {text}"
             elif keys:
-                self._saved.notes.append(f"{self.what}: {listed(keys)} {text}")
+                self._saved.notes.append(f"{self.what}: {listed(keys, 8)} {text}")
         for key, value in current.items():
             if key not in saved or not isinstance(value, torch.Tensor):
                 self._saved.want_all(saved.get(key))

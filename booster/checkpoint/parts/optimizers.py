@@ -14,7 +14,8 @@ from booster.checkpoint.layout import Held, reference
 from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.objects import Objects
 from booster.checkpoint.parts.part import Collection, Found, Part, Step
-from booster.checkpoint.saved import Saved, listed
+from booster.checkpoint.saved import Saved
+from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.model.modules import bare
@@ -97,7 +98,7 @@ class _Entry:
         for index, (own, group) in enumerate(zip(groups, saved["groups"], strict=True)):
             unknown = [param for param, _ in own if param not in group["params"]]
             if unknown:
-                yield f"{self.what}: {listed(unknown)} of group {index} are not in that group of the checkpoint"
+                yield f"{self.what}: {listed(unknown, 8)} of group {index} are not in that group of the checkpoint"
         params = dict(zip((n for g in groups for n, _ in g), _params(optimizer), strict=True))
         for param_name, param in params.items():
             for value in (saved["state"].get(param_name) or {}).values():

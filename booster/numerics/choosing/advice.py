@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from booster.ground import arguments
+from booster.ground.text import columns
 from booster.mixed_precision import MixedPrecision
 from booster.numerics.choosing.subject import LayerError
 
@@ -131,12 +132,7 @@ class Advice:
         return [*_LEGEND, *([_REHEARSED] if any(row.status == "rehearsed" for row in self.rows) else []), _PAGE]
 
     def __str__(self) -> str:
-        table = self.table()
-        widths = [max(len(row[place]) for row in table) for place in range(len(_HEADING))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
-        return "\n".join([*lines, "", *self.legend(), "", *self.reasons])
+        return "\n".join([columns(self.table()), "", *self.legend(), "", *self.reasons])
 
 
 def ranked(rows: Sequence[Row], budget: Budget, noise: float) -> tuple[str | None, tuple[Row, ...], tuple[str, ...]]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from booster.ground.text import listed
 from booster.numerics.diagnosis.places import Numbers
 
 Kind = Literal["data", "weights", "loss", "overflow", "loss_scale", "operation"]
@@ -116,9 +117,7 @@ class Diagnosis:
         if len(self.modules) > 1:
             said.append(f"Called through {' > '.join(self.modules)}.")
         if self.passed:
-            shown = self.passed[:4]
-            more = f" and {len(self.passed) - len(shown)} more" if len(self.passed) > len(shown) else ""
-            said.append(f"From there it went through {', '.join(shown)}{more}.")
+            said.append(f"From there it went through {listed(self.passed, 4)}.")
         return said
 
     def _numbers(self) -> list[str]:

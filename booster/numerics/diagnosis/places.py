@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from booster.ground.installed import is_users
+from booster.ground.text import dtype_name
 from booster.ground.torch_internals import (
     engine_starts,
     graph_task,
@@ -164,10 +165,6 @@ def numbers_of(tensor: torch.Tensor) -> Numbers:
     num_nan = int(values.isnan().sum())
     num_inf = int(values.numel() - int(finite.sum())) - num_nan
     return Numbers(tuple(tensor.shape), dtype_name(tensor.dtype), low, high, num_nan, num_inf)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def bad_rows(tensor: torch.Tensor, most: int = 8) -> list[int]:

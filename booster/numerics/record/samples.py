@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from booster.ground.device import HostCopy
+from booster.ground.text import dtype_name
 from booster.masters.formats import Kahan, Nearest
 from booster.masters.keeps import KeptMasters
 from booster.tensors.flat import flat_like, is_dense
@@ -153,7 +154,9 @@ class Sample:
                     **places[param],
                 }
                 copies = update.shards.copies(param)
-                self._lines.append({**line, "copies": copies if copies != 1 else None, "format": _name(format(param))})
+                self._lines.append(
+                    {**line, "copies": copies if copies != 1 else None, "format": dtype_name(format(param))}
+                )
                 rows.append(_row(value, carried, loss_scale))
                 if value.shape == param.shape and is_dense(param):
                     self._nonzero[param] = _spread_out(flat_like(value, param)) != 0
@@ -248,7 +251,7 @@ def _stored(update: Update, wanted: Mapping[torch.Tensor, Any]) -> dict[torch.Te
             found[param] = _Stored(formats[param], torch.cat(ordered))
     for param in wanted:
         if param not in found:
-            found[param] = _Stored(_name(param.dtype), _spread_out(flat_like(param.detach(), param)).clone())
+            found[param] = _Stored(dtype_name(param.dtype), _spread_out(flat_like(param.detach(), param)).clone())
     return found
 
 
@@ -283,11 +286,7 @@ def _spread_out(values: torch.Tensor) -> torch.Tensor:
     return values[:: _stride(values.numel())]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _name_of_format(format: Any, dtype: torch.dtype) -> str:
     if isinstance(format, Kahan):
-        return f"{_name(dtype)} and its error"
-    return _name(dtype) if isinstance(format, Nearest) else "float32"
+        return f"{dtype_name(dtype)} and its error"
+    return dtype_name(dtype) if isinstance(format, Nearest) else "float32"

@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 
+from booster.ground.text import raised
 from booster.numerics.record.run import Run, Step
 from booster.numerics.record.underflow import Underflow, edges
-from booster.numerics.reports.summary import MOST_CULPRITS, OptimizerSummary, by_tensor, counted, summarise
+from booster.numerics.reports.summary import MOST_CULPRITS, STILL, WORTH_SAYING, OptimizerSummary, by_tensor, summarise
 from booster.numerics.reports.svg import COLOURS, SHAPES, Band, Marks, bars, lines, map_of
 
 _WIDE, _NARROW = 720, 340  # pixels; of each picture there are two, because text in one that shrinks cannot be read
 _MOST_ROWS = 40
 _MOST_COLUMNS = 60
-_WORTH_SAYING = 0.001
-_STILL = 0.05  # of a small parameter a weight or two always stand still
 
 _STYLE = f"""{COLOURS}{SHAPES}
 body {{ background: var(--paper); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 16px;
@@ -41,18 +40,11 @@ svg {{ display: block; max-width: 100%; height: auto; }}
 def page(run: Run) -> str:
     """The page of `run`, as HTML. A panel that would say nothing is left out."""
     summary = summarise(run)
-    about = run.about
-    told = [
-        about.get("precision"),
-        about.get("plugin"),
-        counted(about.get("world_size", 1), "rank"),
-        about.get("device"),
-    ]
-    began = datetime.fromtimestamp(about.get("time", 0), timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    began = datetime.fromtimestamp(run.about.get("time", 0), timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     name = run.folder.resolve().name
     body = [
         f"<h1>{escape(name)}</h1>",
-        f"<p>{escape(', '.join(str(part) for part in told if part))}; began {began}</p>",
+        f"<p>{escape(summary.told)}; began {began}</p>",
     ]
     body += [f'<p class="note">{escape(note)}</p>' for note in summary.notes]
     body += [
@@ -90,7 +82,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
             + (" Crosses: skipped steps, whose losses are left out." if skipped else ""),
             lambda width: lines(numbers, losses, width=width, logarithm=base, marks=marks),
         )
-    if summary.scale[3] != 1.0:
+    if summary.is_scaled:
         scales = [step.loss_scale for step in steps]
         yield _panel(
             "Loss scale",
@@ -131,7 +123,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
         "Share of weights that a step did not change, although their gradient was not zero: updates below half an ulp.",
         tensors,
         lambda row: row.still,
-        least=_STILL,
+        least=STILL,
     )
     for format, left_out, picture in exponent_maps([own[-1] for own in tensors.values()]):
         text = f"In the last sample, times the loss scale, in {format}. The strongest colour is the most frequent of a row."
@@ -139,9 +131,7 @@ def _of_optimizer(summary: OptimizerSummary, steps: Sequence[Step], samples: Seq
 
 
 def _tiles(summary: OptimizerSummary) -> str:
-    pace = summary.seconds_per_step
-    rooms = [t.headroom for t in summary.tensors if t.headroom is not None and t.of != "activation"]
-    scaled = summary.scale[3] != 1.0
+    room, scaled = summary.least_headroom, summary.is_scaled
     last_loss = "none finite" if summary.nonfinite_losses else ""
     if summary.loss is not None:
         last_loss = f"{summary.loss[1]:.4g}"
@@ -149,20 +139,15 @@ def _tiles(summary: OptimizerSummary) -> str:
         ("steps", f"{summary.first_step} – {summary.last_step}"),
         ("skipped", f"{summary.num_skipped}" if scaled or summary.num_skipped else ""),
         ("last loss", last_loss),
-        ("a step", "" if pace is None else f"{pace:.2f} s" if pace >= 1 else f"{pace * 1e3:.3g} ms"),
-        ("least headroom", f"{min(rooms):.1f} bits" if rooms and scaled else ""),
+        ("a step", summary.pace),
+        ("least headroom", "" if room is None else f"{room:.1f} bits"),
         ("best constant scale", f"{summary.best_scale:g}" if summary.best_scale is not None and scaled else ""),
     ]
     return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles if value) + "</dl>"
 
 
 def _groups(summary: OptimizerSummary) -> str:
-    rows = []
-    for index, norms in enumerate(summary.groups):
-        grad, weight, update = norms["grad_norm"], norms["weight_norm"], norms["update_norm"]
-        ratio = update / weight if update is not None and weight else None
-        cells = "".join(f"<td>{'' if v is None else f'{v:.3g}'}</td>" for v in (grad, weight, update, ratio))
-        rows.append(f"<tr><td>{index}</td>{cells}</tr>")
+    rows = ["".join(["<tr>", *(f"<td>{cell}</td>" for cell in row), "</tr>"]) for row in summary.rows_of_groups()]
     head = "".join(f"<th>{name}</th>" for name in ("group", "gradient", "weight", "update", "update / weight"))
     return f"<h3>Norms by parameter group</h3><p>In the last sample.</p><table><tr>{head}</tr>{''.join(rows)}</table>"
 
@@ -172,7 +157,7 @@ def _over_time(
     text: str,
     tensors: dict[tuple[str, str], list[Underflow]],
     share: Callable[[Underflow], float | None],
-    least: float = _WORTH_SAYING,
+    least: float = WORTH_SAYING,
 ) -> Iterator[str]:
     """A map of a share over steps, of the tensors where it is worth saying, in the order of the model."""
     worst = {key: max((share(row) or 0.0 for row in own), default=0.0) for key, own in tensors.items()}
@@ -229,7 +214,7 @@ def _map_of_exponents(rows: Sequence[Underflow], format: str) -> Callable[[int],
         shares.append([count / most for count in counts + [0.0] * (high - low - len(counts))])
     return lambda width: map_of(
         [_named((row.of, row.name)) for row in rows],
-        [f"2{_power(exponent)}" for exponent in range(low, high)],
+        [f"2{raised(exponent)}" for exponent in range(low, high)],
         shares,
         width=width,
         bands=bands,
@@ -248,7 +233,3 @@ def _panel(title: str, text: str, picture: Callable[[int], str]) -> str:
 def _named(key: tuple[str, str]) -> str:
     of, name = key
     return name if of == "gradient" else f"{name} ({of})"
-
-
-def _power(exponent: int) -> str:
-    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from booster.ground.text import counted
 from booster.numerics.record.run import Rounded, Run, Step
 from booster.numerics.record.underflow import Underflow, best_scale
 
 MOST_CULPRITS = 10
+WORTH_SAYING = 0.001
+STILL = 0.05  # of a small parameter a weight or two always stand still
 _REASONS = {
     "nonfinite_loss": "the forward pass made an inf or NaN, which no loss scale can help",
     "nonfinite_grad": "gradients held an inf or NaN; now and then under a loss scale, which then is halved, it is ordinary",
@@ -66,6 +69,32 @@ class OptimizerSummary:
         """Whether many parameters were not finite, and all of them equally often, so that a list of them would say nothing."""
         return len(self.skips_by_culprit) > MOST_CULPRITS and len(set(self.skips_by_culprit.values())) == 1
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether a loss was scaled, so that scales and room below overflow say something."""
+        return self.scale[3] != 1.0
+
+    @property
+    def pace(self) -> str:
+        """The median time between steps, in words; "" where it is not known."""
+        seconds = self.seconds_per_step
+        return "" if seconds is None else f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+    @property
+    def least_headroom(self) -> float | None:
+        """Of all gradients, in bits; None where nobody looked, or no loss was scaled."""
+        rooms = [each.headroom for each in self.tensors if each.headroom is not None and each.of != "activation"]
+        return min(rooms) if rooms and self.is_scaled else None
+
+    def rows_of_groups(self) -> list[list[str]]:
+        """Of each parameter group its index, the norms of gradient, weight and update, and update / weight."""
+        rows = []
+        for index, norms in enumerate(self.groups):
+            grad, weight, update = norms["grad_norm"], norms["weight_norm"], norms["update_norm"]
+            ratio = update / weight if update is not None and weight else None
+            rows.append([f"{index}", *("" if v is None else f"{v:.3g}" for v in (grad, weight, update, ratio))])
+        return rows
+
 
 @dataclass
 class TensorSummary:
@@ -100,28 +129,16 @@ class Summary:
     rounded: list[dict[str, Any]] = field(default_factory=list)
     piloted: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def told(self) -> str:
+        """Precision, plugin, ranks and device, in a line."""
+        ranks = counted(self.about.get("world_size", 1), "rank")
+        told = (self.about.get("precision"), self.about.get("plugin"), ranks, self.about.get("device"))
+        return ", ".join(str(part) for part in told if part)
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain containers."""
         return asdict(self)
-
-
-def counted(count: int, noun: str) -> str:
-    """So many of them, in words."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def shortened(name: str, most: int) -> str:
-    """`name` in `most` letters: which block it is, and which of its weights, is kept.
-
-    As far as is needed modules are named by their first letter, from the outermost on; then the middle is left out.
-    """
-    *modules, last = name.split(".")
-    for place, module in enumerate(modules):
-        if len(name) > most and not module.isdigit():
-            modules[place] = module[:1]
-            name = ".".join([*modules, last])
-    before = (most - 1) // 3
-    return name if len(name) <= most else name[:before] + "…" + name[len(name) - (most - 1 - before) :]
 
 
 def summarise(run: Run) -> Summary:

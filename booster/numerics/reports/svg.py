@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from booster.numerics.reports.summary import shortened
+from booster.ground.text import raised, shortened
 
 COLOURS = """:root { color-scheme: light dark; --paper: #fff; --ink: #1c2024; --soft: #606873; --grid: #e3e6ea;
   --accent: #1f6feb; --bad: #c62f2f; }
@@ -24,7 +24,6 @@ SHAPES = """svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
 """
 _LETTER = 6.6  # pixels, of a letter of that size, about
 _LEAST_LABEL = 140  # pixels, without which names of one block look alike
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 class Marks(NamedTuple):
@@ -269,7 +268,7 @@ def _ticks(low: float, high: float, logarithm: int | None) -> list[tuple[float, 
     if logarithm is not None and high - low >= 2:
         step = math.ceil((high - low) / 5)
         whole = range(math.ceil(low / step) * step, math.floor(high) + 1, step)
-        return [(float(power), f"{logarithm}{str(power).translate(_SUPERSCRIPTS)}") for power in whole]
+        return [(float(power), f"{logarithm}{raised(power)}") for power in whole]
     if logarithm is not None:
         inner = [tick for tick, _ in _ticks(logarithm**low, logarithm**high, None)]
         return [(math.log(tick, logarithm), f"{tick:.4g}") for tick in inner if tick > 0]

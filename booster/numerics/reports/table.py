@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from booster.ground import arguments
+from booster.ground.text import columns
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.numerics.record.run import Run, read_run
 from booster.numerics.record.samples import Sample
@@ -47,11 +48,7 @@ class Report:
     def __str__(self) -> str:
         table = [_COLUMNS, *map(_cells, self.rows)]
         shown = [place for place in range(len(_COLUMNS)) if any(row[place] for row in table[1:])]
-        widths = [max(len(row[place]) for row in table) for place in shown]
-        return "\n".join(
-            "  ".join(row[place].ljust(width) for place, width in zip(shown, widths, strict=True)).rstrip()
-            for row in table
-        )
+        return columns([[row[place] for place in shown] for row in table])
 
 
 def report(source: Any, *, format: torch.dtype | None = None) -> Report:

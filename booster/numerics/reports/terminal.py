@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from booster.ground.text import shortened
 from booster.numerics.record.run import Run, Step
-from booster.numerics.reports.summary import OptimizerSummary, TensorSummary, counted, shortened, summarise
+from booster.numerics.reports.summary import STILL, WORTH_SAYING, OptimizerSummary, TensorSummary, summarise
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 _BESIDE = 61  # columns of a terminal, at most, that stand before the bars
 _MOST_ROWS = 8
 _LEAST_NAME = 12  # letters; narrower terminals break cells
-_WORTH_SAYING = 0.001
-_STILL = 0.05  # of a small parameter a weight or two always stand still
 _NEAR = 2.0  # bits below overflow, of an activation, whose loss scale nobody can lower
 
 
@@ -33,15 +32,8 @@ def show(run: Run, console: Any = None) -> None:
         ) from error
     console = console or Console()
     summary = summarise(run)
-    about = run.about
     console.print(f"[bold]{escape(summary.folder)}[/bold]")
-    told = [
-        about.get("precision"),
-        about.get("plugin"),
-        counted(about.get("world_size", 1), "rank"),
-        about.get("device"),
-    ]
-    console.print(escape(", ".join(str(part) for part in told if part)), style="dim", highlight=False)
+    console.print(escape(summary.told), style="dim", highlight=False)
     for note in summary.notes:
         console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False)
     for switch in summary.switches:
@@ -78,7 +70,7 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
     from rich.markup import escape
     from rich.table import Table
 
-    pace = "" if summary.seconds_per_step is None else f", {_seconds(summary.seconds_per_step)} a step"
+    pace = f", {summary.pace} a step" if summary.pace else ""
     skipped = f", {summary.num_skipped} skipped" if summary.num_skipped else ""
     title = f"optimizer {escape(summary.name)}: " if several else ""
     console.print()
@@ -91,7 +83,7 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
     rows: list[tuple[str, Any, list[float | None], bool]] = [
         ("loss", summary.loss, [step.loss for step in steps], False),
         ("gradient norm", summary.grad_norm, [step.grad_norm for step in steps], True),
-        ("loss scale", summary.scale if summary.scale[3] != 1.0 else None, [step.loss_scale for step in steps], True),
+        ("loss scale", summary.scale if summary.is_scaled else None, [step.loss_scale for step in steps], True),
     ]
     for name, spread, values, logarithmic in rows:
         known = [value for value in values if value is not None]
@@ -120,15 +112,14 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
 def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
     """What underflows, has little room or stands still, the worst first; a table of tensors without any of it says nothing."""
     console.print()
-    rooms = [tensor.headroom for tensor in summary.tensors if tensor.headroom is not None and tensor.of != "activation"]
-    if rooms and summary.scale[3] != 1.0:
+    if summary.least_headroom is not None:
         console.print(
-            f"In {summary.num_samples} samples gradients came within {min(rooms):.1f} bits of overflow. "
+            f"In {summary.num_samples} samples gradients came within {summary.least_headroom:.1f} bits of overflow. "
             f"Of constant loss scales {summary.best_scale:g} would have lost least to underflow.",
             highlight=False,
         )
     small = sorted(summary.tensors, key=lambda tensor: (-tensor.lost, -tensor.subnormal))
-    small = [tensor for tensor in small if max(tensor.lost, tensor.subnormal) >= _WORTH_SAYING or _near(tensor)]
+    small = [tensor for tensor in small if max(tensor.lost, tensor.subnormal) >= WORTH_SAYING or _near(tensor)]
     if small:
         headings = ("underflow", "of", "format", "zero", "of it lost", "subnormal", "headroom")
         cells = [
@@ -138,18 +129,13 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
             for tensor in small
         ]
         _print_table(console, headings, cells, texts=3)
-    still = sorted((t for t in summary.tensors if (t.still or 0) >= _STILL), key=lambda t: -(t.still or 0))
+    still = sorted((t for t in summary.tensors if (t.still or 0) >= STILL), key=lambda t: -(t.still or 0))
     if still:
         rows = [(tensor.name, tensor.stored or "", f"{tensor.still:.1%}") for tensor in still]
         _print_table(console, ("stands still", "stored as", "weights that steps did not change"), rows, texts=2)
     if summary.groups:
-        groups = []
-        for index, norms in enumerate(summary.groups):
-            grad, weight, update = norms["grad_norm"], norms["weight_norm"], norms["update_norm"]
-            ratio = update / weight if update is not None and weight else None
-            numbers = ("" if value is None else f"{value:.3g}" for value in (grad, weight, update, ratio))
-            groups.append((str(index), *numbers))
-        _print_table(console, ("group", "gradient norm", "weight norm", "update norm", "update / weight"), groups)
+        of_groups = ("group", "gradient norm", "weight norm", "update norm", "update / weight")
+        _print_table(console, of_groups, summary.rows_of_groups())
 
 
 def _near(tensor: TensorSummary) -> bool:
@@ -199,7 +185,3 @@ def sparkline(values: Sequence[float | None], *, logarithmic: bool = False, widt
         return "×" if math.isnan(height) else _BARS[max(0, min(len(_BARS) - 1, int((height - low) / step)))]
 
     return "".join(map(bar, heights))
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"

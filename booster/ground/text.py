@@ -1,0 +1,53 @@
+"""How messages and tables are worded: names in a sentence, counts, columns, dtypes and powers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return `names` for a message: the first `most` of them, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `count` of `noun`, an "s" behind it but for one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Return `rows` as lines, every column as wide as its widest cell. right: places of columns that end alike."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(f"{cell:{'>' if place in right else '<'}{widths[place]}}" for place, cell in enumerate(row)).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of `dtype` in torch, as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raised(exponent: int) -> str:
+    """Return `exponent` as what stands small behind a base."""
+    return str(exponent).translate(_SUPERSCRIPTS)
+
+
+def shortened(name: str, most: int) -> str:
+    """Return `name` in `most` letters: which block it is, and which of its weights, is kept.
+
+    As far as is needed modules are named by their first letter, from the outermost on; then the middle is left out.
+    """
+    *modules, last = name.split(".")
+    for place, module in enumerate(modules):
+        if len(name) > most and not module.isdigit():
+            modules[place] = module[:1]
+            name = ".".join([*modules, last])
+    before = (most - 1) // 3
+    return name if len(name) <= most else name[:before] + "…" + name[len(name) - (most - 1 - before) :]
