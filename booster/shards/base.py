@@ -39,6 +39,9 @@ class Shards:
         self.optimizer = optimizer
         self.shares = type(self) is not Shards
         """Whether other ranks have any part in these parameters; where not, nothing here does anything, and none need ask."""
+        # The part of each parameter that has one, and back.
+        self._parts: dict[torch.Tensor, Any] = {}
+        self._params: dict[torch.Tensor, torch.Tensor] = {}
 
     def name(self, names: Mapping[Any, str]) -> None:
         """Call parameters and parts by `names` in messages."""
@@ -188,18 +191,30 @@ class Shards:
 
     def widen_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of whole parameters from that of parts. May be a collective."""
-        return states
+        return self._whole(states, self._by_index())
 
     def divided_state(self, states: dict[int, State]) -> dict[int, State]:
         """Return state by index, as in a torch state dict, of this rank's parts, each of which knows the whole that it is of.
 
         As `widen_state`, with a `Divided` where that would gather; not a collective.
         """
-        return self.widen_state(states)
+        return self._divided(states, self._by_index())
+
+    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
+        """Return the inverse of `widen_state`, also of states of whole tensors where that makes DTensors."""
+        return self._own(states, self._by_index())
+
+    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        """Return tensors by parameter name, in the shape of parameters, from those of parts. May be a collective."""
+        return self._of_weights(self._whole, weights, names)
 
     def divided_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
         """Return tensors by parameter name from those of parts: `widen_weights`, with a `Divided` where that would gather."""
-        return self.widen_weights(weights, names)
+        return self._of_weights(self._divided, weights, names)
+
+    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
+        """Return the inverse of `widen_weights`."""
+        return self._of_weights(self._own, weights, names)
 
     def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         """Return float32 tensors by parameter, each laid out as its parameter is, from those of parts. May be a collective."""
@@ -215,17 +230,29 @@ class Shards:
         """Return memory for this rank's part of a tensor of the shape of `param`; None where a whole tensor is wanted."""
         return None
 
-    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
-        """Return the inverse of `widen_state`, also of states of whole tensors where that makes DTensors."""
-        return states
+    def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        """Return `entries` of parts as those of whole parameters, which are `params` by the same keys. May be a collective."""
+        return entries
 
-    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """Return tensors by parameter name, in the shape of parameters, from those of parts. May be a collective."""
-        return weights
+    def _divided(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        """As `_whole`, with a `Divided` where that would gather; not a collective."""
+        return self._whole(entries, params)
 
-    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        """Return the inverse of `widen_weights`."""
-        return weights
+    def _own(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        """Return the inverse of `_whole` and of `_divided`."""
+        return entries
+
+    def _by_index(self) -> dict[int, torch.Tensor]:
+        held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return dict(enumerate(self._params.get(param, param) for param in held))
+
+    def _of_weights(
+        self, made: Callable[..., dict[Any, State]], weights: Any, names: Mapping[Any, str]
+    ) -> dict[str, Any]:
+        """Return what `made` makes of weights by name: each is an entry of its own, called ""."""
+        params = {name: param for param, name in names.items() if param not in self._params}
+        alone = made({name: {"": weight} for name, weight in weights.items()}, params)
+        return {name: own[""] for name, own in alone.items()}
 
 
 UNSYNCHRONISED = (

@@ -46,8 +46,6 @@ class DTensorShards(Shards):
         self._steps_parts = check_steps_parts(optimizer)
         self._ranks_of_stage = world_size(group) // num_stages
         self._num_holders = num_holders
-        self._parts: dict[torch.Tensor, nn.Parameter] = {}
-        self._params: dict[torch.Tensor, torch.Tensor] = {}
         self._copies: dict[torch.Tensor, int] = {}
         self._inside = False
         self._divide_state()
@@ -173,27 +171,16 @@ class DTensorShards(Shards):
 
         return StateOfParts(state, self._parts, self._params, shown)
 
-    def widen_state(self, states: dict[int, State]) -> dict[int, State]:
-        params = self._by_index()
+    def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
-            index: {key: self._widen(value, params[index]) for key, value in own.items()}
-            for index, own in states.items()
+            key: {name: self._widen(value, params[key]) for name, value in own.items()} for key, own in entries.items()
         }
 
-    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
-        params = self._by_index()
+    def _own(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
-            index: {key: self._cut_entry(value, params.get(index)) for key, value in own.items()}
-            for index, own in states.items()
+            key: {name: self._cut_entry(value, params.get(key)) for name, value in own.items()}
+            for key, own in entries.items()
         }
-
-    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        params = {name: param for param, name in names.items() if param not in self._params}
-        return {name: self._widen(value, params[name]) for name, value in weights.items()}
-
-    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        params = {name: param for param, name in names.items() if param not in self._params}
-        return {name: self._cut_entry(value, params.get(name)) for name, value in weights.items()}
 
     def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         params = {part: self._params.get(part, part) for part in masters}
@@ -212,10 +199,6 @@ class DTensorShards(Shards):
             if isinstance(param, DTensor) and param in state:
                 own = {key: _as_wide_as(value, param) for key, value in state.pop(param).items()}
                 state[self.part_of(param)] = {key: self._cut_entry(value, param) for key, value in own.items()}
-
-    def _by_index(self) -> dict[int, torch.Tensor]:
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
-        return dict(enumerate(self._params.get(param, param) for param in held))
 
     def _widen(self, value: Any, param: torch.Tensor) -> Any:
         part = self._parts.get(param)

@@ -88,8 +88,6 @@ class ZeroShards(Shards):
         self._reduced, self._overlaps = reduced, overlaps
         self._holdings: dict[torch.Tensor, Holding] = {}
         self._groups: list[_Group] = []  # when `local` was last entered
-        self._parts: dict[torch.Tensor, torch.Tensor] = {}
-        self._params: dict[torch.Tensor, torch.Tensor] = {}
         self._versions: dict[FlatParameters, list[int]] = {}  # of parameters, when `local` was last entered
         self._divisor: Any = 1.0  # of what this rank's parts of whole gradients were divided by, and the rest was not
         self._held: list[list[torch.Tensor]] | None = None  # the groups' parameters while `local` is entered
@@ -318,32 +316,29 @@ class ZeroShards(Shards):
 
         return StateOfParts(state, self._parts, self._params, shown)
 
-    def widen_state(self, states: dict[int, State]) -> dict[int, State]:
-        holdings = self._by_index()
-        plain = {index: own for index, own in states.items() if index not in holdings}
-        wide = self._gather({index: own for index, own in states.items() if index in holdings}, holdings)
-        return dict(sorted({**plain, **wide}.items()))
+    def _whole(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        holdings = {key: holding for key, param in params.items() if (holding := self._holding(param)) is not None}
+        found = {key: own for key, own in entries.items() if key not in holdings}
+        found |= self._gather({key: own for key, own in entries.items() if key in holdings}, holdings)
+        return {key: found[key] for key in dict.fromkeys((*params, *found)) if key in found}
 
-    def cut_state(self, states: dict[int, State]) -> dict[int, State]:
-        holdings = self._by_index()
-        kept = {}
-        for index, own in states.items():
-            if index not in holdings:
-                kept[index] = own
-            elif self.part_of(holdings[index].param).numel():
-                kept[index] = {key: self._cut_entry(value, holdings[index].param) for key, value in own.items()}
-        return kept
-
-    def divided_state(self, states: dict[int, State]) -> dict[int, State]:
-        holdings = self._by_index()
+    def _divided(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
         return {
-            index: {key: self._divided(value, holdings.get(index)) for key, value in own.items()}
-            for index, own in states.items()
+            key: {name: self._as_divided(value, params.get(key)) for name, value in own.items()}
+            for key, own in entries.items()
         }
 
-    def divided_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, Any]:
-        holdings = self._by_name(names)
-        return {name: self._divided(weight, holdings.get(name)) for name, weight in weights.items()}
+    def _own(self, entries: dict[Any, State], params: Mapping[Any, torch.Tensor]) -> dict[Any, State]:
+        found = {}
+        for key, own in entries.items():
+            param = params.get(key)
+            # A weight that does not fit stays, for whoever reads it to refuse on all ranks alike.
+            misfit = param is not None and "" in own and own[""].shape != param.shape
+            if param is None or misfit or self._holding(param) is None:
+                found[key] = own
+            elif self.part_of(param).numel():
+                found[key] = {name: self._cut_entry(value, param) for name, value in own.items()}
+        return found
 
     def part_to_read(self, param: torch.Tensor, dtype: torch.dtype) -> Divided | None:
         holding = self._holding(param)
@@ -353,31 +348,14 @@ class ZeroShards(Shards):
         values = torch.empty(stop - start, dtype=dtype, device=param.device)
         return Divided(values, start, param.shape, param.stride())
 
-    def _divided(self, value: Any, holding: Holding | None) -> Any:
+    def _as_divided(self, value: Any, param: torch.Tensor | None) -> Any:
+        holding = None if param is None else self._holding(param)
         if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or not holding.param.dim():
             return value
         if not holding.has_shape_of_part(value, self._rank):
             return value
         start, _ = holding.bucket.overlap(holding.position, self._rank)
         return Divided(value, start, holding.param.shape, holding.param.stride())
-
-    def widen_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        holdings = self._by_name(names)
-        states = {name: {"": weight} for name, weight in weights.items() if name in holdings}
-        wide = {name: own[""] for name, own in self._gather(states, holdings).items()}
-        return {**{name: weight for name, weight in weights.items() if name not in holdings}, **wide}
-
-    def cut_weights(self, weights: dict[str, torch.Tensor], names: Mapping[Any, str]) -> dict[str, torch.Tensor]:
-        holdings = self._by_name(names)
-        kept = {}
-        for name, weight in weights.items():
-            param = holdings[name].param if name in holdings else None
-            # One that does not fit stays, for whoever reads it to refuse on all ranks alike.
-            if param is None or weight.shape != param.shape:
-                kept[name] = weight
-            elif self.part_of(param).numel():
-                kept[name] = self._cut_entry(weight, param)
-        return kept
 
     def widen_masters(self, masters: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
         wide = {param: value for part, value in masters.items() if (param := self._params.get(part, part)) is part}
@@ -440,15 +418,6 @@ class ZeroShards(Shards):
             if place is not None:
                 holding = self._holdings[param] = Holding(*place)
         return holding
-
-    def _by_index(self) -> dict[int, Holding]:
-        lists = self._held or [group["params"] for group in self.optimizer.param_groups]
-        found = {index: self._holding(p) for index, p in enumerate(p for params in lists for p in params)}
-        return {index: holding for index, holding in found.items() if holding is not None}
-
-    def _by_name(self, names: Mapping[Any, str]) -> dict[str, Holding]:
-        found = {name: self._holding(param) for param, name in names.items() if param not in self._params}
-        return {name: holding for name, holding in found.items() if holding is not None}
 
     def _known(self, lists: list[list[torch.Tensor]]) -> list[_Group]:
         """Return what is known of the groups, of which `lists` are the parameters."""
