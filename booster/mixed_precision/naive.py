@@ -182,21 +182,20 @@ class FP16NaiveMixedPrecision(NaiveMixedPrecision):
             states=states,
         )
         arguments.flag("dynamic_grad_scale", dynamic_grad_scale)
-        bounds = (min_scale, max_scale) if dynamic_grad_scale else (initial_scale, initial_scale)
-        rule = (growth_factor, backoff_factor, growth_interval, hysteresis)
-        check_scale_options(initial_scale, *rule, *bounds, initial="initial_scale")
         options: dict[str, Any] = {
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
             "hysteresis": hysteresis,
+            "min_scale": min_scale,
+            "max_scale": max_scale,
         }
+        first = {"initial_scale": initial_scale, "dynamic_grad_scale": dynamic_grad_scale}
+        made = options if dynamic_grad_scale else options | {"min_scale": initial_scale, "max_scale": initial_scale}
+        check_scale_options(initial_scale, **made, initial="initial_scale")
         if scale is not None:
-            first = {"initial_scale": initial_scale, "dynamic_grad_scale": dynamic_grad_scale}
-            given = {**first, **options, "min_scale": min_scale, "max_scale": max_scale}
-            check_scale(scale, given, FP16NaiveMixedPrecision)
-        own = DynamicScale(init_scale=initial_scale, **options, min_scale=bounds[0], max_scale=bounds[1])
-        self._scale: LossScaler = own if scale is None else scale
+            check_scale(scale, first | options, FP16NaiveMixedPrecision)
+        self._scale: LossScaler = DynamicScale(init_scale=initial_scale, **made) if scale is None else scale
 
     def make_scaler(self) -> LossScaler:
         return copy.deepcopy(self._scale)

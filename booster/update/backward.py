@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -129,15 +130,8 @@ def run_backward(
     `BackwardPass`. Side effect: the plugin's gradient collectives run inside. If the pass raises, gradients that were set
     aside for it come back.
     """
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else arguments.described(loss)
-        raise ValueError(f"the loss must be a tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
-    if loss.is_complex():
-        raise ValueError(f"the loss must be real, got {loss.dtype}; take its real part or absolute value")
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "the loss does not require gradients: it was computed under no_grad, or from detached tensors"
-        )
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.is_complex() or not loss.requires_grad:
+        _refuse_loss(loss)
     if retain_graph is not False:
         arguments.flag("retain_graph", retain_graph)
     if create_graph is not False:
@@ -161,11 +155,7 @@ def run_backward(
 
     try:
         if released:
-
-            def engine(retain_graph: bool) -> None:
-                with region(context):
-                    torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
-
+            engine = functools.partial(_run_engine, context, loss, gradient, create_graph, inputs)
             run_released(members, loss, engine, lambda: end_backward(this, loss), retain_graph=retain_graph)
         else:
             with region(context):
@@ -176,6 +166,18 @@ def run_backward(
     if not released:
         for member in members:
             member.after_backward(loss)
+
+
+def _run_engine(
+    context: Callable[[], AbstractContextManager[Any]],
+    loss: torch.Tensor,
+    gradient: torch.Tensor | None,
+    create_graph: bool,
+    inputs: Any,
+    retain_graph: bool,
+) -> None:
+    with region(context):
+        torch.autograd.backward(loss, gradient, retain_graph or None, create_graph, inputs=inputs)
 
 
 def begin_backward(
@@ -212,6 +214,15 @@ def abandon_backward(this: BackwardPass) -> None:
     for member in this.members:
         member.abandon_backward()
         member.shards.abandon_backward()
+
+
+def _refuse_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else arguments.described(loss)
+        raise ValueError(f"the loss must be a tensor of one element, got {shape}; reduce it first, e.g. loss.mean()")
+    if loss.is_complex():
+        raise ValueError(f"the loss must be real, got {loss.dtype}; take its real part or absolute value")
+    raise RuntimeError("the loss does not require gradients: it was computed under no_grad, or from detached tensors")
 
 
 def _checked_inputs(inputs: Any) -> tuple[Any, ...]:

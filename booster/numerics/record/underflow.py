@@ -14,6 +14,8 @@ from booster.numerics.record.samples import Exponents
 _FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _STEEPEST = 0.85  # of a natural logarithm, an octave
 _WIDTH = 0.25  # octaves, of a step of the sum
+_TOLD = """name of optimizer step group format scale zeros lost subnormal headroom largest norm stored still update_norm
+weight_norm"""
 _MARGIN = 1  # bits that the best scale leaves free above the largest magnitude seen
 
 
@@ -80,21 +82,7 @@ class Underflow:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain numbers."""
-        names = (
-            "name",
-            "of",
-            "optimizer",
-            "step",
-            "group",
-            "format",
-            "scale",
-            "zeros",
-            "lost",
-            "subnormal",
-            "headroom",
-        )
-        more = ("largest", "norm", "stored", "still", "update_norm", "weight_norm")
-        return {name: getattr(self, name) for name in (*names, *more)} | {"exponents": self.exponents.as_dict()}
+        return {name: getattr(self, name) for name in _TOLD.split()} | {"exponents": self.exponents.as_dict()}
 
 
 def edges(format: str) -> tuple[int, int, int]:
