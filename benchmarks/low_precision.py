@@ -27,6 +27,7 @@ PRECISIONS = {
     "fp8": lambda emulate: FP8MixedPrecision(emulate=emulate, keep=()),
     "fp8 rowwise": lambda emulate: FP8MixedPrecision("rowwise", emulate=emulate, keep=()),
     "fp8 rowwise_with_gw_hp": lambda emulate: FP8MixedPrecision("rowwise_with_gw_hp", emulate=emulate, keep=()),
+    "fp8 blocks": lambda emulate: FP8MixedPrecision("blocks", emulate=emulate, keep=()),
     "mxfp8": lambda emulate: MXFP8MixedPrecision(emulate=emulate, keep=()),
     "nvfp4": lambda emulate: NVFP4MixedPrecision(emulate=emulate, keep=()),
     "int8": lambda emulate: Int8MixedPrecision(emulate=emulate, keep=()),

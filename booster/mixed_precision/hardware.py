@@ -10,12 +10,14 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from booster.ground.torch_internals import int_mm
 from booster.tensors.cast_regions import surrounding
+
+Answer = TypeVar("Answer")
 
 
 def CUDA() -> tuple[Any, ...]:
@@ -98,7 +100,7 @@ def rounds_to_bfloat16() -> bool:
         with switched(ONEDNN, "bf16"):
             return bool((x @ x)[0, 0] == 256)
 
-    return _alone(rounds)
+    return alone(rounds)
 
 
 @functools.cache
@@ -115,7 +117,7 @@ def sums_int8_exactly() -> bool:
         wide = left.to(torch.int32) @ right.to(torch.int32).t()
         return torch.equal(int_mm(left, right.t()), wide)
 
-    return _alone(sums)
+    return alone(sums)
 
 
 @functools.cache
@@ -126,7 +128,7 @@ def gives_float32_sums(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
         return False
-    return _alone(lambda: bool((torch.mm(*_with_long_sums(device), out_dtype=torch.float32) == 257).all()))
+    return alone(lambda: bool((torch.mm(*_with_long_sums(device), out_dtype=torch.float32) == 257).all()))
 
 
 @functools.cache
@@ -140,7 +142,7 @@ def multiplies_into_sums() -> bool:
         left, right = _with_long_sums(torch.device("cpu"))
         return bool((torch.addmm(left.new_zeros(()), left, right, beta=0, alpha=3) == 772).all())  # 768 of rounded sums
 
-    return _alone(multiplies)
+    return alone(multiplies)
 
 
 def _with_long_sums(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,7 +153,7 @@ def _with_long_sums(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return ones, some.t()
 
 
-def _alone(look: Callable[[], bool]) -> bool:
+def alone(look: Callable[[], Answer]) -> Answer:
     """The answer of `look` in a thread of its own, where no mode of the caller's, such as one of fake tensors, is in force."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(look).result()

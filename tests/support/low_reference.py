@@ -74,6 +74,19 @@ def mx(x):
     return scaled(x, E4M3, 32, power_of_two=True)
 
 
+def blocks(x):
+    return scaled(x, E4M3, 128)
+
+
+def squares(x):
+    """Blocks of 128 x 128."""
+    rows, columns = x.shape
+    padded = np.pad(x, ((0, -rows % 128), (0, -columns % 128)))
+    parts = padded.reshape(-1, 128, padded.shape[1] // 128, 128).transpose(0, 2, 1, 3)
+    low = scaled(parts.reshape(-1, 128 * 128), E4M3, "row").reshape(parts.shape)
+    return low.transpose(0, 2, 1, 3).reshape(padded.shape)[:rows, :columns].astype(np.float32)
+
+
 def int8_rows(x):
     return scaled(x, None, "row")
 
@@ -101,6 +114,7 @@ RECIPES = {
         (e4m3_rows, lambda w: scaled(w, E4M3, "tensor", power_of_two=True)),
         None,
     ),
+    "fp8 blocks": ((blocks, squares), (blocks, squares), (blocks, blocks)),
     "mxfp8": ((mx, mx),) * 3,
     "nvfp4": (
         (nv, lambda w: nv(w, square=True)),

@@ -1,6 +1,7 @@
 """Linear layers in 4 to 8 bits compute what a hand-written one does, say where they run, and keep what a model is."""
 
 import copy
+import itertools
 import logging
 import re
 from contextlib import nullcontext
@@ -35,7 +36,14 @@ from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into
 from booster.mixed_precision.low_precision import kernels, self_check
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiplied, product
 from booster.mixed_precision.low_precision.operands import rotated
-from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
+from booster.mixed_precision.low_precision.recipes import (
+    FP8_RECIPES,
+    INT8_RECIPE,
+    MXFP8,
+    Product,
+    fp8_blocks_recipe,
+    nvfp4_recipe,
+)
 from booster.mixed_precision.low_precision.strategy import LinearConversion
 from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
 
@@ -43,6 +51,7 @@ RECIPES = {
     "fp8": FP8_RECIPES["tensorwise"],
     "fp8 rowwise": FP8_RECIPES["rowwise"],
     "fp8 rowwise_with_gw_hp": FP8_RECIPES["rowwise_with_gw_hp"],
+    "fp8 blocks": fp8_blocks_recipe(power_of_two_scales=False),
     "mxfp8": MXFP8,
     "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
     "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
@@ -125,6 +134,7 @@ ERRORS = {
     "fp8": (0.052, 0.087, 0.085),
     "fp8 rowwise": (0.052, 0.059, 0.057),
     "fp8 rowwise_with_gw_hp": (0.052, 0.045, 0.057),
+    "fp8 blocks": (0.052, 0.059, 0.057),
     "mxfp8": (0.052, 0.059, 0.057),
     "nvfp4 nearest": (0.208, 0.217, 0.223),
     "nvfp4": (0.208, 0.265, 0.267),
@@ -236,10 +246,12 @@ def test_operands_in_bfloat16_are_multiplied_as_those_in_float32_are(name, road,
     seen = []
     on_road(monkeypatch, road, seen)
     assert torch.equal(product(a, b, how, recipe, dtype=torch.bfloat16, kernels=False), expected)
-    if road == "GPU's" or name in ("fp8", "nvfp4", "nvfp4 nearest"):
+    if name != "fp8 blocks" and (road == "GPU's" or name in ("fp8", "nvfp4", "nvfp4 nearest")):
         assert set(seen) == {torch.bfloat16}
     else:
-        assert not seen, "rows of scales are multiplied in afterwards, and powers of two in before"
+        assert not seen, (
+            "scales of rows are multiplied in afterwards, of blocks before, where bfloat16 has no float32 ones"
+        )
 
 
 @EVERY_RECIPE
@@ -438,19 +450,99 @@ def test_a_device_without_the_format_is_refused_with_the_way_out():
 
 @pytest.mark.parametrize(
     ("capability", "has"),
-    [((7, 0), ""), ((8, 0), "int8"), ((8, 9), "fp8 int8"), ((9, 0), "fp8 int8"), ((10, 0), "fp8 mxfp8 nvfp4 int8")],
+    [
+        ((7, 0), ""),
+        ((8, 0), "int8"),
+        ((8, 9), "fp8 int8"),
+        ((9, 0), "fp8 fp8 blocks int8"),
+        ((10, 0), "fp8 fp8 blocks mxfp8 nvfp4 int8"),
+    ],
 )
 def test_what_a_gpu_has_goes_by_its_compute_capability(monkeypatch, capability, has):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Something")
+    monkeypatch.setattr(kernels, "fails", lambda recipe, device: "")
     device = torch.device("cuda", 0)
-    lacking = {name: kernels.lacks(RECIPES[name], device) for name in ("fp8", "mxfp8", "nvfp4", "int8")}
-    assert [name for name, said in lacking.items() if not said] == has.split()
+    lacking = {name: kernels.lacks(RECIPES[name], device) for name in ("fp8", "fp8 blocks", "mxfp8", "nvfp4", "int8")}
+    assert " ".join(name for name, said in lacking.items() if not said) == has
     assert all(
         said.endswith(f"NVIDIA Something has {capability[0]}.{capability[1]}") for said in lacking.values() if said
     )
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD's" in kernels.lacks(RECIPES["fp8"], device)
+
+
+PROBED = ["fp8", "fp8 rowwise", "fp8 rowwise_with_gw_hp", "fp8 blocks", "mxfp8", "nvfp4", "int8"]
+
+
+def products_of(run):
+    """A stand-in for `kernels.multiply`, which a CPU has not for all: what is emulated, changed by `run`."""
+    return lambda a, b, how, recipe: run(emulate(a, b, torch.bfloat16), a, how, recipe)
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_a_gpu_is_asked_for_each_product_that_a_recipe_makes(monkeypatch, name):
+    """By what comes out, whatever the generation: one that refuses and one that is wrong are named, with the way out."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA RTX Something")
+    recipe, cpu, asked = RECIPES[name], torch.device("cpu"), []
+    monkeypatch.setattr(kernels, "multiply", products_of(lambda y, a, how, recipe: asked.append(how) or y))
+    assert kernels.fails.__wrapped__(recipe, cpu) == ""
+    low = [how for how in (recipe.output, recipe.input_gradient, recipe.weight_gradient) if isinstance(how, Product)]
+    assert asked == low
+
+    def refuse(y, a, how, recipe):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul\nand more")
+
+    monkeypatch.setattr(kernels, "multiply", products_of(refuse))
+    said = kernels.fails.__wrapped__(recipe, cpu)
+    assert said == (
+        f"{recipe.name} cannot run on NVIDIA RTX Something, where the product of the output is refused: "
+        "CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"
+    )
+    for wrong in (lambda y: y * 1.02, lambda y: y * torch.nan, lambda y: torch.cat([y[:64], y[:64]])):
+        monkeypatch.setattr(
+            kernels, "multiply", products_of(lambda y, a, how, recipe, wrong=wrong: wrong(y) if how is low[-1] else y)
+        )
+        assert kernels.fails.__wrapped__(recipe, cpu).endswith(" is wrong")
+    monkeypatch.setattr(kernels, "fails", lambda recipe, device: said)
+    with pytest.raises(ValueError, match=r"where the product of the output is refused.*\(emulate=True\)"):
+        LinearConversion(recipe, precision="X").runs(torch.device("cuda:0"))
+    assert not LinearConversion(recipe, "auto").runs(torch.device("cuda:0"))
+
+
+def as_cublas_reads(scale, kind, rows, length):
+    """Scales of blocks of 128 from where cuBLAS's documentation says that they lie in memory, as rows x blocks of a matrix."""
+    memory = torch.as_strided(scale, (scale.untyped_storage().nbytes() // 4,), (1,), 0)
+    across = length // 128
+    if kind is F.ScalingType.BlockWise1x128:
+        return torch.stack([memory[block * rows : block * rows + rows] for block in range(across)], 1)
+    filled = -(-across // 4) * 4
+    blocks = [memory[down * filled : down * filled + across] for down in range(-(-rows // 128))]
+    return torch.stack(blocks).repeat_interleave(128, 0)[:rows]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("powers", [False, True])
+def test_scales_of_blocks_lie_as_cublas_reads_them_whatever_their_number(monkeypatch, blocks, powers):
+    """Those of 128 x 128 are filled up to a multiple of 4 along what is summed over; torch did not look once, and was wrong."""
+
+    def scaled_mm(a, b, left, of_left, right, of_right, *, output_dtype):
+        length = a.shape[1]
+        a_scale = as_cublas_reads(left, of_left, a.shape[0], length)
+        b_scale = as_cublas_reads(right, of_right, b.shape[1], length)
+        a, b = (x.float() * s.repeat_interleave(128, 1) for x, s in ((a, a_scale), (b.t(), b_scale)))
+        return (a @ b.t()).to(output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    recipe = fp8_blocks_recipe(power_of_two_scales=powers)
+    draw = torch.Generator().manual_seed(0)
+    spread = torch.logspace(-2, 2, 128 * blocks)
+    a, b = (torch.randn(rows, 128 * blocks, generator=draw) * spread for rows in (21, 256))
+    for how in (recipe.output, recipe.input_gradient, recipe.weight_gradient):
+        for left, right in ((a, b), (a[:, : 128 * blocks - 40], b[:, : 128 * blocks - 40])):
+            both = [product(left, right, how, recipe, dtype=torch.bfloat16, kernels=each) for each in (False, True)]
+            torch.testing.assert_close(both[1], both[0], rtol=2.0**-7, atol=2.0**-7 * float(both[0].abs().mean()))
 
 
 def hardware_table():
@@ -472,6 +564,7 @@ def hardware_table():
 def test_the_table_of_hardware_says_what_precisions_do_there(monkeypatch, hardware, cells):
     makes = {
         "fp8": FP8MixedPrecision,
+        "fp8 blocks": lambda **options: FP8MixedPrecision("blocks", **options),
         "mxfp8": MXFP8MixedPrecision,
         "nvfp4": NVFP4MixedPrecision,
         "int8": Int8MixedPrecision,
@@ -482,13 +575,23 @@ def test_the_table_of_hardware_says_what_precisions_do_there(monkeypatch, hardwa
     monkeypatch.setattr(torch.version, "hip", "6.4" if hardware == "AMD" else None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: hardware)
     monkeypatch.setattr(HalfPrecision, "bind", MixedPrecision.bind)  # it asks the device itself
+    refusing = True  # whether a product that is asked for is refused
+    refused = {"fp8 blocks"} if hardware.startswith(("B200", "RTX 50")) else set()  # by torch, but for Hopper
+    monkeypatch.setattr(
+        kernels,
+        "fails",
+        lambda recipe, device: (
+            "no product" if recipe.name in refused or refusing and cells.get(recipe.name) == "asked" else ""
+        ),
+    )
     for capability in capabilities or [(9, 9)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         device = torch.device("cpu" if hardware == "CPU" else "cuda:0")
-        for name, make in makes.items():
+        for (name, make), refusing in itertools.product(makes.items(), (True, False)):
             allowed = make(emulate="auto")
             allowed.bind(device)
-            assert ("rehearses" if allowed.is_rehearsal else "runs") == cells[name], name
+            cell = {"asked": "rehearses" if refusing else "runs"}.get(cells[name], cells[name])
+            assert ("rehearses" if allowed.is_rehearsal else "runs") == cell, name
             with pytest.raises(ValueError, match="emulate=True") if allowed.is_rehearsal else nullcontext():
                 make().bind(device)
 
@@ -498,6 +601,8 @@ def test_options_that_contradict_each_other_are_refused(monkeypatch):
         FP8MixedPrecision(weights="bf16", compute_dtype=torch.float32)
     with pytest.raises(ValueError, match="keep_fp32 says nothing"):
         MXFP8MixedPrecision(compute_dtype=torch.float32, keep_fp32=nn.LayerNorm)
+    with pytest.raises(ValueError, match="power_of_two_scales=True goes with recipe='blocks'"):
+        FP8MixedPrecision("rowwise", power_of_two_scales=True)
     with pytest.raises(TypeError, match="has no recipe"):
         LowPrecision()
     monkeypatch.setattr("booster.mixed_precision.low_precision.strategy.lacks", lambda recipe, device: "")

@@ -10,12 +10,19 @@ from torch.utils.checkpoint import checkpoint
 
 from booster.mixed_precision.low_precision import linear
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
-from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, INT8_RECIPE, MXFP8, nvfp4_recipe
+from booster.mixed_precision.low_precision.recipes import (
+    FP8_RECIPES,
+    INT8_RECIPE,
+    MXFP8,
+    fp8_blocks_recipe,
+    nvfp4_recipe,
+)
 
 RECIPES = {
     "fp8": FP8_RECIPES["tensorwise"],
     "fp8 rowwise": FP8_RECIPES["rowwise"],
     "fp8 rowwise_with_gw_hp": FP8_RECIPES["rowwise_with_gw_hp"],
+    "fp8 blocks": fp8_blocks_recipe(power_of_two_scales=False),
     "mxfp8": MXFP8,
     "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
     "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
@@ -141,6 +148,7 @@ KEPT = {
     "fp8": lambda tokens, inputs: tokens * inputs + 4,
     "fp8 rowwise": lambda tokens, inputs: tokens * inputs + 4 * inputs,
     "fp8 rowwise_with_gw_hp": lambda tokens, inputs: 2 * tokens * inputs,
+    "fp8 blocks": lambda tokens, inputs: tokens * inputs + 4 * inputs * (tokens // 128),
     "mxfp8": lambda tokens, inputs: tokens * inputs + 4 * inputs * (tokens // 32),
     "nvfp4": lambda tokens, inputs: 2 * tokens * inputs,
     "nvfp4 nearest": lambda tokens, inputs: 2 * tokens * inputs,

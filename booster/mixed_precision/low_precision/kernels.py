@@ -1,8 +1,8 @@
 """Products on hardware that has the formats: torch's scaled matrix products, with operands filled up and laid out for them.
 
-On an H100 fp8 and int8 agreed with their emulation. mxfp8 and nvfp4 need another GPU, which they have not met: their layouts
-are those that torch's own tests use. What runs on a CPU is compared with the emulation there (float8 with scales of tensors
-and rows, int8).
+On an H100 fp8 and int8 agreed with their emulation. mxfp8 and nvfp4 need another GPU, which they have not met, and fp8 in
+blocks has not met its own: their layouts are those that torch's tests and cuBLAS's documentation have. What runs on a CPU is
+compared with the emulation there (float8 with scales of tensors and rows, int8).
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from booster.ground.torch_internals import int_mm
-from booster.mixed_precision.hardware import missing, sums_int8_exactly
-from booster.mixed_precision.low_precision.recipes import Product, Recipe
+from booster.mixed_precision.hardware import alone, missing, sums_int8_exactly
+from booster.mixed_precision.low_precision.operands import rounded
+from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
 from booster.number_formats import E2M1, Scaled, encode
 
+_ROUNDING = 0.01  # of sums to bfloat16, and some more
 _ROWS = 32  # a multiple of 16, and more than 16 for int8
 _TILE = (128, 4)  # of block scales, see "1D block scaling factors layout" in cuBLAS's documentation
 
@@ -28,7 +30,39 @@ def lacks(recipe: Recipe, device: torch.device) -> str:
     """What `device` lacks to run `recipe`, as a sentence; empty where it lacks nothing."""
     if device.type == "cpu" and recipe.on_cpu:
         return ""
-    return missing(recipe.name, device, capability=recipe.capability, generations=recipe.generations)
+    lacking = missing(recipe.name, device, capability=recipe.capability, generations=recipe.generations)
+    return lacking or fails(recipe, device)
+
+
+@functools.cache
+def fails(recipe: Recipe, device: torch.device) -> str:
+    """What is wrong with the products of `recipe` on the GPU `device`, as a sentence; empty where they are right.
+
+    Each is tried once, for a compute capability does not tell: some products are those of one generation alone, or wait for a
+    version of cuBLAS. 640 numbers are summed over, of which blocks of 128 are no multiple of 4, see `blockwise`.
+    """
+    wrong = alone(functools.partial(_fails, recipe, device))
+    return f"{recipe.name} cannot run on {torch.cuda.get_device_name(device)}, where {wrong}" if wrong else ""
+
+
+def _fails(recipe: Recipe, device: torch.device) -> str:
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 640, generator=draw, dtype=torch.float32).to(device) for rows in (128, 256))
+    products = {"output": recipe.output, "input": recipe.input_gradient, "weight": recipe.weight_gradient}
+    for name, how in products.items():
+        if isinstance(how, Wide):
+            continue
+        what = "the product of the output" if name == "output" else f"that of the {name}'s gradient"
+        left, right = rounded(a, how.left, how, recipe), rounded(b, how.right, how, recipe)
+        meant = [each.wide() if each.outer is None else each.wide() * each.outer for each in (left, right)]
+        expected = meant[0] @ meant[1].t()
+        try:
+            got = multiply(left, right, how, recipe).float()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            return f"{what} is refused: {str(error).strip().splitlines()[0]}"
+        if not float((got - expected).norm() / expected.norm()) < _ROUNDING:
+            return f"{what} is wrong"
+    return ""
 
 
 def for_device(recipe: Recipe, device: torch.device) -> Recipe:
@@ -43,6 +77,7 @@ def multiply(a: Scaled, b: Scaled, how: Product, recipe: Recipe) -> torch.Tensor
     if recipe.kernel == "fp8":
         return scaled(a, b, fast_accumulation=how.fast_accumulation)
     run = {
+        "fp8 blocks": blockwise,
         "mxfp8": microscaled,
         "nvfp4": microscaled,
         "int8": whole_numbers,
@@ -73,6 +108,27 @@ def scaled(a: Scaled, b: Scaled, *, fast_accumulation: bool = False) -> torch.Te
         right = right.expand(b.values.shape[0], 1).contiguous().t()
     options = {"output_dtype": torch.bfloat16, "use_fast_accum": fast_accumulation}
     return F.scaled_mm(a.values, b.values.t(), left, kind, right, kind, **options)  # type: ignore[arg-type]
+
+
+def blockwise(a: Scaled, b: Scaled) -> torch.Tensor:
+    """Return `a @ b.t()`, bfloat16, of float8 matrices with a scale for 1 x 128 numbers, or on the right for 128 x 128."""
+    left, right = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise1x128
+    if b.block == (128, 128):
+        right = F.ScalingType.BlockWise128x128
+    options = {"output_dtype": torch.bfloat16}
+    return F.scaled_mm(a.values, b.values.t(), column_major(a), left, column_major(b), right, **options)  # type: ignore[arg-type]
+
+
+def column_major(x: Scaled) -> torch.Tensor:
+    """Return scales of blocks of 128 as cuBLAS reads them.
+
+    Of 1 x 128 numbers: rows x blocks, rows beside each other in memory. Of 128 x 128: blocks along what is summed over x blocks
+    of rows, the first beside each other and filled up to a multiple of 4; without that, products of other lengths are
+    silently wrong. Source: "Scaling factors layouts" in cuBLAS's documentation.
+    """
+    if x.block == (1, 128):
+        return x.scale.t().contiguous().t()
+    return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).t()
 
 
 def microscaled(a: Scaled, b: Scaled) -> torch.Tensor:

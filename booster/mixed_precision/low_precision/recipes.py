@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, Scaling
+from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, ScaleKind, Scaling
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Recipe:
     input_gradient: Product | Wide
     weight_gradient: Product | Wide
     multiple: int
-    kernel: Literal["fp8", "mxfp8", "nvfp4", "int8", "int8 in float32"]
+    kernel: Literal["fp8", "fp8 blocks", "mxfp8", "nvfp4", "int8", "int8 in float32"]
     capability: tuple[int, int]
     generations: str
     bounds: tuple[float, float, float]
@@ -140,6 +140,28 @@ FP8_RECIPES = {
         **_ADA,  # type: ignore[arg-type]
     ),
 }
+
+
+def fp8_blocks_recipe(*, power_of_two_scales: bool) -> Recipe:
+    """DeepSeek-AI 2024, DeepSeek-V3 Technical Report (arXiv 2412.19437), section 3.3.
+
+    Weights in blocks of 128 x 128, activations and gradients of 128 numbers, e4m3 throughout. Here both are rounded from the
+    wide numbers for each dimension that is summed over, where the report rounds an activation in fp8 again.
+    """
+    scale: ScaleKind = "power_of_two" if power_of_two_scales else "float32"
+    tokens, weight = (Operand(E4M3, Scaling(block, scale)) for block in ((1, 128), (128, 128)))
+    return Recipe(
+        name="fp8 blocks",
+        output=Product(tokens, weight),
+        input_gradient=Product(tokens, weight),
+        weight_gradient=_both(tokens),
+        multiple=128,
+        kernel="fp8 blocks",
+        capability=(9, 0),
+        generations="Hopper",
+        bounds=(0.075, 0.075, 0.075),
+    )
+
 
 # Mishra et al. 2025, Recipes for Pre-training LLMs with MXFP8 (arXiv 2506.08027): e4m3 throughout, scales rounded up.
 MXFP8 = Recipe(

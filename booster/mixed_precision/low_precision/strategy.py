@@ -26,6 +26,7 @@ from booster.mixed_precision.low_precision.recipes import (
     ROLES,
     Recipe,
     Role,
+    fp8_blocks_recipe,
     nvfp4_recipe,
 )
 from booster.mixed_precision.low_precision.self_check import Forward, complaint
@@ -299,10 +300,12 @@ class LowPrecision(HalfPrecision):
 
 
 class FP8MixedPrecision(LowPrecision):
-    """fp8 training: linear layers multiply in float8, scaled by the largest number. The recipes are those of torchao.
+    """fp8 training: linear layers multiply in float8, scaled by the largest number. Three recipes are torchao's.
 
     recipe: "tensorwise" has one scale a matrix, and e5m2 for gradients; "rowwise" one a row, and e4m3 throughout;
-        "rowwise_with_gw_hp" is "rowwise" with the weight gradient in the wide dtype.
+        "rowwise_with_gw_hp" is "rowwise" with the weight gradient in the wide dtype; "blocks" has one for 128 x 128 numbers of
+        a weight and 1 x 128 of all else, and e4m3, as DeepSeek-V3 was trained, and its kernels are Hopper's alone.
+    power_of_two_scales: scales of "blocks" are rounded up to powers of two, so that dividing by them loses nothing.
     gather_in_fp8: a plugin that shards weights gathers those of converted layers as e4m3, 1 byte a number and not 4 or 2; see
         below.
     fast_accumulation: forward products may sum in the accumulator of the tensor cores alone; see below.
@@ -319,7 +322,8 @@ class FP8MixedPrecision(LowPrecision):
 
     fast_accumulation costs low bits of outputs: on Hopper such a sum has about 14 bits (arXiv 2412.19437), so the more features
     are summed over, the more it loses. Sums of gradients go over to float32 at short intervals, as all do with False. It is a
-    permission for the product of a CUDA device, and says nothing on a CPU nor to an emulation.
+    permission for the product of a CUDA device, and says nothing on a CPU, to an emulation, or to "blocks", which go over to
+    float32 after each block.
 
     gather_in_fp8 changes not a bit of the products, but where a forward reads such a weight by itself. It is for "tensorwise"
     alone: the others round a weight under other scales in backward than in forward, so that no one byte a number serves both.
@@ -328,8 +332,9 @@ class FP8MixedPrecision(LowPrecision):
 
     def __init__(
         self,
-        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blocks"] = "tensorwise",
         *,
+        power_of_two_scales: bool = False,
         gather_in_fp8: bool = False,
         fast_accumulation: bool = True,
         emulate: Emulate = False,
@@ -341,9 +346,18 @@ class FP8MixedPrecision(LowPrecision):
         input_grad: Role = "recipe",
         weight_grad: Role = "recipe",
     ) -> None:
-        self._name, chosen = recipe, FP8_RECIPES[arguments.choice("recipe", recipe, tuple(FP8_RECIPES))]
+        self._name = arguments.choice("recipe", recipe, (*FP8_RECIPES, "blocks"))
+        self._powers = arguments.flag("power_of_two_scales", power_of_two_scales)
+        if self._powers and recipe != "blocks":
+            raise ValueError(
+                f"power_of_two_scales=True goes with recipe='blocks': scales of rows are powers of two and those of tensors "
+                f"are not; leave it False with {recipe!r}"
+            )
         self._fast = arguments.flag("fast_accumulation", fast_accumulation)
-        self.recipe = chosen.accumulated_fast() if fast_accumulation else chosen
+        if recipe == "blocks":
+            self.recipe = fp8_blocks_recipe(power_of_two_scales=power_of_two_scales)
+        else:
+            self.recipe = FP8_RECIPES[recipe].accumulated_fast() if fast_accumulation else FP8_RECIPES[recipe]
         self._gathers = arguments.flag("gather_in_fp8", gather_in_fp8)
         if self._gathers and recipe != "tensorwise":
             raise ValueError(
@@ -364,7 +378,8 @@ class FP8MixedPrecision(LowPrecision):
     def shown_options(self) -> dict[str, str]:
         gathers = {"gather_in_fp8": "True"} if self._gathers else {}
         slow = {} if self._fast else {"fast_accumulation": "False"}
-        return {"recipe": repr(self._name), **gathers, **slow, **super().shown_options()}
+        powers = {"power_of_two_scales": "True"} if self._powers else {}
+        return {"recipe": repr(self._name), **powers, **gathers, **slow, **super().shown_options()}
 
 
 class MXFP8MixedPrecision(LowPrecision):
