@@ -28,7 +28,7 @@ from booster.kernels.table import Kind, Table
 from booster.loss_scaler import DeviceScale, LossScaler, NoScale
 from booster.masters.bucket import Bucket
 from booster.masters.formats import WEIGHTS, Stochastic
-from booster.masters.packed import Dither
+from booster.masters.rounding import Dither
 from booster.masters.step import MasterStep
 from booster.masters.update import MasterApplication
 from booster.ranks import agreement

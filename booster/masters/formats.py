@@ -82,9 +82,10 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from booster.masters.packed import Chances, Dither
 from booster.masters.rounding import (
     CHUNK,
+    Chances,
+    Dither,
     Views,
     high_half,
     in_chunks,

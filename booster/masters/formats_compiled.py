@@ -63,8 +63,8 @@ from booster.masters.formats import (
     SplitBFloat16,
     SplitFloat16,
 )
-from booster.masters.packed import GROUP, LEVELS, SMALLEST, Way, fractions, narrow_scales, scale_chances
-from booster.masters.rounding import Views, pieces_like, whole_steps
+from booster.masters.packed import GROUP, LEVELS, SMALLEST, Way, narrow_scales
+from booster.masters.rounding import Views, fractions, pieces_like, scale_chances, whole_steps
 
 _CHUNK = 2**16  # elements of the temporaries where a format is read or written without a compiler
 _OFFSET = 2**15  # what makes a signed remainder a positive number

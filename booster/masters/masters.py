@@ -21,8 +21,7 @@ from booster.masters.formats import Format, Split24, Stochastic
 from booster.masters.formats_compiled import compiled_format
 from booster.masters.offload import HostMemory, moves
 from booster.masters.options import MasterOptions
-from booster.masters.packed import Dither
-from booster.masters.rounding import rounded
+from booster.masters.rounding import Dither, rounded
 from booster.masters.stand_in import State
 from booster.masters.states import Places, StateView, give_back, places_of, signature, state_of_bucket, state_of_params
 from booster.model.dtensors import around, is_dtensor, local_part

@@ -21,8 +21,8 @@ from booster.masters.formats import (
     SplitFloat16,
     Stochastic,
 )
-from booster.masters.packed import Dither
 from booster.masters.packing import Packing, States, StateSigns
+from booster.masters.rounding import Dither
 from booster.model.optimizer_kinds import kind_of, unknown
 
 MasterWeights = Literal["auto", "fp32", "split", "split24", "none"]

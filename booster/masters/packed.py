@@ -44,28 +44,21 @@ Exact again
 What was unpacked packs into the same bits, whatever the random numbers: the largest of a group becomes the scale itself, the
 others lie closer to their code than the smallest random number, 2**-13. So state dicts hold float32, and a run that is
 resumed from one goes on bit for bit.
-
-Random numbers for rounding by chance, the same on every rank and after every checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Mapping
-from functools import cached_property
 from typing import Literal
 
 import torch
 
-from booster.masters.rounding import plain_nan_
-from booster.tensors.flat import ALIGNMENT
+from booster.masters.rounding import Chances, plain_nan_
 
 Way = Literal["bf16", "signed", "unsigned"]
 
 GROUP = 32
 SMALLEST = 2.0**-96  # of a scale: the smallest code of its group is still a normal number
-_MARGIN = 16  # last bits of a float32 number that widening a scale may change
 LEVELS = {"signed": 127.0, "unsigned": 255.0}
 
 
@@ -154,17 +147,6 @@ class Packed:
             self.codes.clamp_(min=1)
 
 
-def fractions(lanes: torch.Tensor) -> torch.Tensor:
-    """Return random numbers from 2**-13 to 1 - 2**-13, so that what is a whole number, but for errors of float32, stays."""
-    return (lanes.bitwise_right_shift(4).float() + 0.5) * 2.0**-12
-
-
-def scale_chances(lanes: torch.Tensor) -> torch.Tensor:
-    """Return what is added to the bits of every first and every second scale, int32."""
-    # What was unpacked is off by some of its last bits; no random number may carry that further.
-    return lanes[:2].bitwise_right_shift(1).clamp_(_MARGIN, 2**15 - 1 - _MARGIN)
-
-
 def narrow_scales(found: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     """Return the bits 15 to 30 of the scales `found`, float32 and not negative, rounded by chance, as int32.
 
@@ -173,87 +155,3 @@ def narrow_scales(found: torch.Tensor, chances: torch.Tensor) -> torch.Tensor:
     if not found.is_cpu:  # see `rounding.plain_nan_`
         found = torch.where(found != found, math.nan, found)
     return (found.view(torch.int32) + chances).bitwise_right_shift_(15)
-
-
-class Chances:
-    """The random numbers of one state in one step, and what is made of them, once for all buckets.
-
-    lanes: 64 random numbers below 2**16, int32, for elements 64 apart.
-    """
-
-    def __init__(self, lanes: torch.Tensor) -> None:
-        self.lanes = lanes
-        self._repeated = lanes[:0]
-
-    @cached_property
-    def fractions(self) -> torch.Tensor:
-        return fractions(self.lanes)
-
-    @cached_property
-    def upper(self) -> torch.Tensor:
-        """Their upper eight bits."""
-        return self.lanes.bitwise_right_shift(8)
-
-    @cached_property
-    def _pair(self) -> torch.Tensor:
-        return scale_chances(self.lanes)
-
-    def of_scales(self, groups: int) -> torch.Tensor:
-        """Return `scale_chances` of so many groups, an even number."""
-        if groups > len(self._repeated):
-            self._repeated = self._pair.repeat(groups // 2)
-        return self._repeated[:groups]
-
-
-_BITS = 16
-
-
-class Dither:
-    """Sixteen random bits for each lane of a bucket, new in every step, for each name that asks.
-
-    Elements 64 apart share them. What an element is rounded with then depends on the step, the name and the element's place
-    in its own parameter, as pieces begin at multiples of 64, and not on how parameters were packed or cut. Each element is
-    rounded right on average over steps; neighbours are rounded independently within 64 elements.
-
-    count: steps so far, which is all that a checkpoint needs. The user's random state is neither read nor changed.
-    drawn: what was asked for in this step. Cleared, it is drawn again, the same, when it is asked for again. asked: all that
-    ever was. fixed: memory that is read in place of a draw, into which somebody else brings it, as for a graph.
-    """
-
-    def __init__(self, seed: int = 1024) -> None:
-        self.count = 0
-        self._seed = seed
-        self.drawn: dict[tuple[str, torch.device], Chances] = {}
-        self.asked: set[tuple[str, torch.device]] = set()
-        self.fixed: Mapping[tuple[str, torch.device], torch.Tensor] = {}
-
-    def next(self) -> None:
-        """Go on to the next step."""
-        self.count += 1
-        self.drawn.clear()
-
-    def resume(self, count: int) -> None:
-        """Continue after `count` steps."""
-        self.count = count
-        self.drawn.clear()
-
-    def lanes(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return 64 numbers from 0 to 65535, int32."""
-        return self.chances(name, device).lanes
-
-    def chances(self, name: str, device: torch.device) -> Chances:
-        """Return the same, with what is made of them."""
-        key = (name, device)
-        if key not in self.drawn:
-            self.asked.add(key)
-            fixed = self.fixed.get(key)
-            self.drawn[key] = Chances(self.draw(name, device).to(device, non_blocking=True) if fixed is None else fixed)
-        return self.drawn[key]
-
-    def draw(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return the lanes of this step on the host, for a copy to `device` that nobody waits for."""
-        # Torch's generator for CPUs takes 32 bits of a seed.
-        seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(0, 2**_BITS, (ALIGNMENT,), dtype=torch.int32, generator=generator)
-        return drawn.pin_memory() if device.type == "cuda" else drawn  # memory of its own kind

@@ -13,7 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from booster.ground.torch_internals import unhooked
-from booster.masters.packed import Dither, Packed, Way
+from booster.masters.packed import Packed, Way
+from booster.masters.rounding import Dither
 from booster.masters.stand_in import State
 from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known, probe_of
 

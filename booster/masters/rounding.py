@@ -3,12 +3,16 @@
 Weights that somebody else wrote between two steps: a master is believed only where it rounds to its weight.
 
 Only the weights themselves can tell: writes through `.data` leave no other trace.
+
+Random numbers for rounding by chance, the same on every rank and after every checkpoint.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import methodcaller
 
 import torch
@@ -19,6 +23,7 @@ Views = Sequence[torch.Tensor]
 
 CHUNK = 2**17  # elements that, with those beside them, fit into a core's cache
 _BITS = methodcaller("view", torch.int16)
+_MARGIN = 16  # last bits of a float32 number that widening a scale may change
 _HALF_ULP = 2.0**13  # in 2**-14 of it
 _BELOW_HALF_ULP = _HALF_ULP - 2.0**-11  # the largest float32 number below
 
@@ -186,3 +191,95 @@ def _same_bits(halves: torch.Tensor, others: torch.Tensor) -> bool:
         return torch.equal(halves.view(torch.int16), others.view(torch.int16))
     same = torch.equal(halves[:size].view(torch.int64), others[:size].view(torch.int64))
     return same and torch.equal(halves[size:].view(torch.int16), others[size:].view(torch.int16))
+
+
+def fractions(lanes: torch.Tensor) -> torch.Tensor:
+    """Return random numbers from 2**-13 to 1 - 2**-13, so that what is a whole number, but for errors of float32, stays."""
+    return (lanes.bitwise_right_shift(4).float() + 0.5) * 2.0**-12
+
+
+def scale_chances(lanes: torch.Tensor) -> torch.Tensor:
+    """Return what is added to the bits of every first and every second scale, int32."""
+    # What was unpacked is off by some of its last bits; no random number may carry that further.
+    return lanes[:2].bitwise_right_shift(1).clamp_(_MARGIN, 2**15 - 1 - _MARGIN)
+
+
+class Chances:
+    """The random numbers of one state in one step, and what is made of them, once for all buckets.
+
+    lanes: 64 random numbers below 2**16, int32, for elements 64 apart.
+    """
+
+    def __init__(self, lanes: torch.Tensor) -> None:
+        self.lanes = lanes
+        self._repeated = lanes[:0]
+
+    @cached_property
+    def fractions(self) -> torch.Tensor:
+        return fractions(self.lanes)
+
+    @cached_property
+    def upper(self) -> torch.Tensor:
+        """Their upper eight bits."""
+        return self.lanes.bitwise_right_shift(8)
+
+    @cached_property
+    def _pair(self) -> torch.Tensor:
+        return scale_chances(self.lanes)
+
+    def of_scales(self, groups: int) -> torch.Tensor:
+        """Return `scale_chances` of so many groups, an even number."""
+        if groups > len(self._repeated):
+            self._repeated = self._pair.repeat(groups // 2)
+        return self._repeated[:groups]
+
+
+class Dither:
+    """Sixteen random bits for each lane of a bucket, new in every step, for each name that asks.
+
+    Elements 64 apart share them. What an element is rounded with then depends on the step, the name and the element's place
+    in its own parameter, as pieces begin at multiples of 64, and not on how parameters were packed or cut. Each element is
+    rounded right on average over steps; neighbours are rounded independently within 64 elements.
+
+    count: steps so far, which is all that a checkpoint needs. The user's random state is neither read nor changed.
+    drawn: what was asked for in this step. Cleared, it is drawn again, the same, when it is asked for again. asked: all that
+    ever was. fixed: memory that is read in place of a draw, into which somebody else brings it, as for a graph.
+    """
+
+    def __init__(self, seed: int = 1024) -> None:
+        self.count = 0
+        self._seed = seed
+        self.drawn: dict[tuple[str, torch.device], Chances] = {}
+        self.asked: set[tuple[str, torch.device]] = set()
+        self.fixed: Mapping[tuple[str, torch.device], torch.Tensor] = {}
+
+    def next(self) -> None:
+        """Go on to the next step."""
+        self.count += 1
+        self.drawn.clear()
+
+    def resume(self, count: int) -> None:
+        """Continue after `count` steps."""
+        self.count = count
+        self.drawn.clear()
+
+    def lanes(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return 64 numbers from 0 to 65535, int32."""
+        return self.chances(name, device).lanes
+
+    def chances(self, name: str, device: torch.device) -> Chances:
+        """Return the same, with what is made of them."""
+        key = (name, device)
+        if key not in self.drawn:
+            self.asked.add(key)
+            fixed = self.fixed.get(key)
+            self.drawn[key] = Chances(self.draw(name, device).to(device, non_blocking=True) if fixed is None else fixed)
+        return self.drawn[key]
+
+    def draw(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return the lanes of this step on the host, for a copy to `device` that nobody waits for."""
+        # Torch's generator for CPUs takes 32 bits of a seed.
+        seed = (self._seed + self.count * 0x9E3779B1 + zlib.crc32(name.encode())) % 2**32
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(0, 2**16, (ALIGNMENT,), dtype=torch.int32, generator=generator)
+        return drawn.pin_memory() if device.type == "cuda" else drawn  # memory of its own kind

@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from booster.ground.torch_internals import unhooked
 from booster.masters.offload import moves
 from booster.masters.options import MasterOptions
-from booster.masters.packed import GROUP, Dither
+from booster.masters.packed import GROUP
 from booster.masters.packing import Packing
+from booster.masters.rounding import Dither
 from booster.memory.tracker import StorageTracker
 from booster.model.optimizer_kinds import kind_of, probe_of
 from booster.tensors.flat import aligned, bucket_size

@@ -36,7 +36,7 @@ WHOLE = {
     "fp32": ("fp32", 41, 13),
     "bf16": ("bf16", 45, 14),
     "fp16": ("fp16", 51, 16),
-    "bf16_naive, split": (lambda: BF16NaiveMixedPrecision(master_weights="split"), 87, 23),
+    "bf16_naive, split": (lambda: BF16NaiveMixedPrecision(master_weights="split"), 87, 22),
 }
 
 

@@ -19,7 +19,7 @@ from booster.masters.formats import (
     SplitFloat16,
     Stochastic,
 )
-from booster.masters.packed import Dither
+from booster.masters.rounding import Dither
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 INF, NAN = float("inf"), float("nan")

@@ -17,7 +17,8 @@ from booster.masters.formats import (
     SplitFloat16,
     Stochastic,
 )
-from booster.masters.packed import Dither, Packed
+from booster.masters.packed import Packed
+from booster.masters.rounding import Dither
 
 pytestmark = interpreted
 SIZE = 2**16

@@ -28,7 +28,8 @@ from booster.masters.formats import (
     SplitFloat16,
 )
 from booster.masters.formats_compiled import BFloat16Planes, Float16Planes, join, pack, round_float16, split, unpack
-from booster.masters.packed import Dither, Packed
+from booster.masters.packed import Packed
+from booster.masters.rounding import Dither
 from booster.mixed_precision import BF16NaiveMixedPrecision
 from booster.tensors import flat
 from booster.update.job import Job

@@ -15,8 +15,9 @@ from booster import Booster
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import DynamicScale, NoScale
 from booster.masters import MasterOptions, Masters, choose_master_update
-from booster.masters.packed import GROUP, Chances, Dither, Packed
+from booster.masters.packed import GROUP, Packed
 from booster.masters.packing import StateSigns
+from booster.masters.rounding import Chances, Dither
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 from booster.model.optimizer_kinds import declared_states
 from booster.update.job import Job
