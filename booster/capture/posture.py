@@ -18,7 +18,7 @@ class Posture:
 
     def __init__(self, optimizers: Sequence[OptimizerWrapper]) -> None:
         self._all = [optimizer._update.gradients for optimizer in optimizers]
-        self._params = [each.held() for each in self._all]
+        self._params = [each.parameters.held() for each in self._all]
         self._kept = [each.kept() for each in self._all]
         self._joint = [self._partners(each) for each in self._all]
         self.grads = [[param.grad for param in params] for params in self._params]

@@ -80,7 +80,7 @@ def decided_on_device(update: Update) -> Update:
     job = Job(
         optimizer=optimizer,
         scaler=gradients.scaler,
-        names=gradients.names,
+        names=gradients.parameters.names,
         group=gradients.group,
         shards=gradients.shards,
         options=UpdateOptions(skip_nonfinite=gradients.skip_nonfinite),

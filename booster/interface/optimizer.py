@@ -323,7 +323,7 @@ class OptimizerWrapper(Optimizer):
         params = self._update.shards.at_rest([params] if isinstance(params, torch.Tensor) else list(params))
         self._update.gradients.check_known(params)
         self.optimizer.add_param_group({**param_group, "params": params})
-        self._update.gradients.note_dtypes()
+        self._update.gradients.parameters.note_dtypes()
 
     def __getstate__(self) -> dict[str, Any]:
         # Torch's keeps groups and state only. Its schedulers replace `step` by a function that steps this very object.

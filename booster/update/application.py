@@ -150,7 +150,7 @@ class Application:
 
     def gradual(self, gradients: Gradients) -> GradualStep | None:
         """Return what makes the next step in parts, within backward; None where it is made all at once."""
-        trained = [param for param in gradients.held() if param.requires_grad]
+        trained = [param for param in gradients.parameters.held() if param.requires_grad]
         watched = any(step_hooks(self.optimizer)) or torch.float64 in map(_DTYPE, trained)
         return PlainGradualStep(self, gradients, divides=honours_grad_scale(self.optimizer) and not watched)
 

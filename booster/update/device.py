@@ -129,7 +129,7 @@ class DeviceNorms(Norms):
         return found[0] if len(found) == 1 else torch.stack(found).amax()
 
     def blame(self, gradients: Gradients) -> Blame:
-        return _Blame(list(gradients.read), gradients.name_of)
+        return _Blame(list(gradients.read), gradients.parameters.name_of)
 
     def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> Any:
         clip = Clip(norm, max_norm)

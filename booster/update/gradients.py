@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -25,6 +25,7 @@ from booster.update.backward import BackwardPass, JointDecision
 from booster.update.job import Job
 from booster.update.norms import Norms
 from booster.update.outcome import StepListener
+from booster.update.parameters import Parameters
 from booster.update.release import Release
 from booster.update.touched import EVERY, FIRST, ScaledGradients
 
@@ -56,7 +57,7 @@ class Gradients:
             )
         self.optimizer = job.optimizer
         self.shards = job.shards
-        self.names = job.names
+        self.parameters = Parameters(job.optimizer, job.names)
         self.group = job.group
         self.scaler = scaler
         self.norms = norms
@@ -68,7 +69,6 @@ class Gradients:
         self._present: list[torch.Tensor] | None = None  # `params()`, within a step
         self._prescribed: float | None = None  # the next scale, for what is beside the run
         self._num_steps = 0
-        self.note_dtypes()
         self.reset(None)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class Gradients:
         if self.noted is not None:
             self.compare_noted()
         if self.release is not None:  # it steps within the pass
-            self._check_full([param for param in self.held() if param.requires_grad])
+            self.parameters.check_full([param for param in self.parameters.held() if param.requires_grad])
         if self.shards.sharded:
             self.shards.even_out()
         if not self.norms.on_device:
@@ -179,7 +179,7 @@ class Gradients:
         self.num_backwards += 1
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
-            self.noted = ScaledGradients(self.held())
+            self.noted = ScaledGradients(self.parameters.held())
         if self.check and loss is not None:
             self.losses.append(loss.detach())
         for listener in self.listeners:
@@ -199,7 +199,7 @@ class Gradients:
                 "scale, as by torch's clip_grad_norm_, by a loss.backward() of its own, or by hand: what is added or compared "
                 "with a bound there is thousands of times too small. Clip with optimizer.clip_grad_by_norm(max_norm), pass "
                 "every loss to b.backward, and call optimizer.unscale_grads() before writing to .grad",
-                self.name_of(params[0]),
+                self.parameters.name_of(params[0]),
                 f" (and of {len(params) - 1} others)" if len(params) > 1 else "",
             )
 
@@ -238,18 +238,6 @@ class Gradients:
         params = self.shards.written(self.params())
         own_memory(params)
         return gradient_values(params)
-
-    def held(self) -> list[torch.Tensor]:
-        """What the optimizer's groups hold."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    def name_of(self, param: torch.Tensor) -> str:
-        """The qualified name of `param`, for reports."""
-        return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
-
-    def culprits(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> tuple[str, ...]:
-        """The names of those of `params`."""
-        return tuple(self.name_of(params[index]) for index in indices)
 
     @contextmanager
     def present(self, params: list[torch.Tensor]) -> Iterator[None]:
@@ -395,8 +383,8 @@ class Gradients:
         Raises RuntimeError for gradients that no step may use, and weights that were made half."""
         self._num_steps += 1
         self._present = params = self._find_params()
-        if self._is_full and not HALF_DTYPES.isdisjoint(map(_DTYPE, params)):
-            self._check_full(params)
+        if self.parameters.are_full and not HALF_DTYPES.isdisjoint(map(_DTYPE, params)):
+            self.parameters.check_full(params)
         if (not self.num_backwards if self.shards.sharded else not params) and self.nobody_has():
             return None
         if self.piles_up or not self.num_backwards:
@@ -422,25 +410,10 @@ class Gradients:
 
     def check_known(self, params: Sequence[torch.Tensor]) -> None:
         """Raise ValueError if ranks share gradients and one of `params` belongs to no boosted model."""
-        if self.group is not None and any(param not in self.names for param in params):
+        if self.group is not None and any(param not in self.parameters.names for param in params):
             raise ValueError(
                 "the added parameters belong to no boosted model, so their gradients would not be synchronised among ranks; "
                 "make them parameters of the model before boost()"
-            )
-
-    def note_dtypes(self) -> None:
-        """Note whether parameters are float32 now, so that a step can tell if they were made half since."""
-        self._is_full = HALF_DTYPES.isdisjoint(map(_DTYPE, self.held()))
-
-    def _check_full(self, params: Sequence[torch.Tensor]) -> None:
-        """Raise RuntimeError if all parameters were float32 or float64, and some of `params` are half now."""
-        half = [param for param in params if param.dtype in HALF_DTYPES] if self._is_full else []
-        if half:
-            raise RuntimeError(
-                f"{self.name_of(half[0])} was float32 at boost() and is {half[0].dtype} now, as after model.half() or "
-                "model.to(dtype): no float32 master stands behind it, and small updates would be lost. Leave the weights as "
-                "they are, since the precision casts what it computes; for half weights with masters use "
-                "mixed_precision='fp16_naive' or 'bf16_naive'"
             )
 
     def _refuse_early_clip(self, method: str) -> None:
@@ -461,14 +434,6 @@ class Gradients:
                 "b.backward(loss, optimizer) instead, and name every optimizer that will step on that loss: "
                 "b.backward(loss, [optimizer_a, optimizer_b])"
             )
-
-    def all_or_none(self, what: str) -> AbstractContextManager[None]:
-        """Context whose error on one rank of those that step together is raised on all; see `agreement.all_or_none`."""
-        return agreement.all_or_none(self.group, what)
-
-    def require_alike(self, text: str, what: str) -> None:
-        """Raise ValueError, on all ranks that step together, if they differ in `text`, which tells `what`."""
-        agreement.require_alike(text, what, self.group)
 
 
 def _same(scale: Any, other: Any) -> bool:

@@ -75,7 +75,7 @@ class HostNorms(Norms):
         if not nonfinite or self.shards.sharded:
             exact = tensor_norms(values, norm_type, torch.float64) if values else norms
             total = self.total(exact, norm_type, params)
-        return total, gradients.culprits(nonfinite, params)
+        return total, gradients.parameters.culprits(nonfinite, params)
 
     def total(self, norms: torch.Tensor, norm_type: float, params: Sequence[torch.Tensor]) -> float:
         """The norm of all gradients from those of `params`; a collective where ranks hold shards."""

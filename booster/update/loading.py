@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from booster.loss_scaler import LossScaler
 from booster.model.dtensors import is_dtensor
 from booster.model.state_kinds import differences
+from booster.ranks import agreement
 from booster.shards.divided import Divided
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.checkpoint import (
@@ -62,7 +63,7 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
     for a state that does not fit, and whatever the optimizer's own `load_state_dict` or a hook of it raises.
     """
     optimizer, scaler = update.optimizer, update.gradients.scaler
-    with update.gradients.all_or_none("load its optimizer state"):
+    with agreement.all_or_none(update.gradients.group, "load its optimizer state"):
         own = _read_own(state_dict)
         state = _plain(optimizer, state_dict)
         if has_torch_format(optimizer):
@@ -76,12 +77,12 @@ def read_state(update: Update, history: StepHistory, state_dict: Any) -> Reading
         if "masters" in rest:
             rest["masters"], values = update.kept.read_masters(_here(update.shards.selection, rest["masters"]))
         moved = _moved(update, state, rest)
-    update.gradients.require_alike(repr(moved), "the tensors that change their layout among ranks")
+    agreement.require_alike(repr(moved), "the tensors that change their layout among ranks", update.gradients.group)
     before = implementation(optimizer)
     undo = _undo_all(optimizer, scaler)
     with (
         _on_error(undo),
-        update.gradients.all_or_none("load its optimizer state"),
+        agreement.all_or_none(update.gradients.group, "load its optimizer state"),
         update.shards.local(),
     ):
         if own.scale:

@@ -27,7 +27,7 @@ class ReleasedPass:
         self.gradients = gradients
         self.release: Release = gradients.release
         self.decision: Any = self.release.decision
-        self.params: list[torch.Tensor] = gradients.held()
+        self.params: list[torch.Tensor] = gradients.parameters.held()
         self.trained = [param for param in self.params if param.requires_grad]
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
         self.nonfinite: set[torch.Tensor] = set()
@@ -135,7 +135,7 @@ class ReleasedPass:
         """Tell the gradients what was read of them."""
         measured = self.measured
         nonfinite = [index for index, param in enumerate(self._with_norms) if param in self.nonfinite]
-        culprits = self.gradients.culprits(nonfinite, measured)
+        culprits = self.gradients.parameters.culprits(nonfinite, measured)
         self.gradients.take(self.gradients.norms.as_read(self._total(measured), culprits))
         if self.release.max_norm and not self.measures_along:
             self.gradients.clip_by(self.release.max_norm, self.gradients.norm)

@@ -28,7 +28,7 @@ class Update:
         self.kept = kept
         self.optimizer = gradients.optimizer
         self.shards = gradients.shards
-        self.names = gradients.names
+        self.names = gradients.parameters.names
 
     @contextmanager
     def set_aside(self, scale: float) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Update:
 
     def name_of(self, param: torch.Tensor) -> str:
         """The qualified name of `param`, for reports."""
-        return self.gradients.name_of(param)
+        return self.gradients.parameters.name_of(param)
 
     def step(self) -> StepResult:
         """Update the parameters unless the gradients of any rank are not finite, then the loss scale."""

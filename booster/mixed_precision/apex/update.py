@@ -174,7 +174,7 @@ class ApexGradients(Gradients):
         found = unscale_values(values, 1.0 / self.loss_scale, check=check)
         if found:
             bad = [index for index, value in enumerate(values) if not value.isfinite().all()]
-            self.culprit = self.culprits(bad, params)
+            self.culprit = self.parameters.culprits(bad, params)
         return found
 
     def _move(self, members: list[ApexGradients], this: BackwardPass, loss: torch.Tensor | None) -> None:
@@ -199,7 +199,7 @@ class ApexGradients(Gradients):
 
     def check_complete(self) -> None:
         """Raise RuntimeError, before a step, for gradients that are not what the passes were to bring."""
-        if self._delayed is not None and any(param.grad is not None for param in self.held()):
+        if self._delayed is not None and any(param.grad is not None for param in self.parameters.held()):
             self.require_backward()
 
     def answer(self, overflow: Overflow) -> tuple[str, ...]:
@@ -269,7 +269,7 @@ class ApexMasterGradients(ApexGradients):
         super().__init__(job, norms)
 
     def check_complete(self) -> None:
-        if self.num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self.held()):
+        if self.num_backwards == 0 and any(p.grad is not None and self._has_master(p) for p in self.parameters.held()):
             self.require_backward()  # or the step would say that it was applied, and move nothing
         super().check_complete()
 
@@ -281,7 +281,7 @@ class ApexMasterGradients(ApexGradients):
 
     def _find_params(self) -> list[torch.Tensor]:
         self._take_written()
-        return [p for p in self.held() if (p in self._sums if self._has_master(p) else p.grad is not None)]
+        return [p for p in self.parameters.held() if (p in self._sums if self._has_master(p) else p.grad is not None)]
 
     def values(self, *, written: bool = False) -> list[torch.Tensor]:
         params = self.params()
@@ -299,7 +299,7 @@ class ApexMasterGradients(ApexGradients):
             self._take_written()
         self._compares = False
         values = self._masters.values()
-        for param in self.held():
+        for param in self.parameters.held():
             if not self._has_master(param):
                 yield param  # type: ignore[misc]
                 continue
@@ -332,7 +332,7 @@ class ApexMasterGradients(ApexGradients):
 
     def _fresh(self) -> list[torch.Tensor]:
         # Of half parameters this rank's parts, to which its masters and sums belong.
-        halves = [p for p in self.held() if self._has_master(p) and p.grad is not None]
+        halves = [p for p in self.parameters.held() if self._has_master(p) and p.grad is not None]
         return halves + [p for p in super()._fresh() if not self._has_master(p)]
 
     def _unscale_fresh(self, params: list[torch.Tensor], values: list[torch.Tensor], check: bool) -> bool:
@@ -367,7 +367,7 @@ class ApexMasterGradients(ApexGradients):
         super()._unscale()
         if not self._sums:
             return
-        halves = [p for p in self.held() if p in self._sums]
+        halves = [p for p in self.parameters.held() if p in self._sums]
         written = self.shards.written([p for p in halves if p.grad is not None])
         if not {id(p) for p in halves if p.grad is not None} <= set(map(id, written)):
             # `.grad` is whole on every rank, and each has the sum of its part.
@@ -397,7 +397,7 @@ class ApexMasterGradients(ApexGradients):
     def _note_left(self) -> None:
         self._left = {
             p: _Left(p.grad, self.shards.param_of(p).grad)
-            for p in self.held()
+            for p in self.parameters.held()
             if p.dtype == torch.float16 and p.grad is not None
         }
         self._is_noted = True
@@ -406,7 +406,7 @@ class ApexMasterGradients(ApexGradients):
         """Make gradients that were written to since the last pass, replaced or removed, those of the next step."""
         if not self._is_noted:
             return
-        for param in self.held():
+        for param in self.parameters.held():
             if param.dtype != torch.float16:
                 continue
             left = self._left.get(param)
@@ -420,8 +420,8 @@ class ApexMasterGradients(ApexGradients):
                 continue
             if param in self._has_older and not self._in_grad:
                 raise RuntimeError(
-                    f"the gradient of {self.name_of(param)} was changed by hand after several backward passes, of which "
-                    "`.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, which "
+                    f"the gradient of {self.parameters.name_of(param)} was changed by hand after several backward passes, of "
+                    "which `.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, which "
                     "puts their sum there, or run the passes inside b.accumulate()"
                 )
             self._left[param] = now
