@@ -53,8 +53,9 @@ class HybridParallelPlugin(ShardingPlugin):
         torch's `fully_shard` shards gradients and parameters at rest along with the states, so 1 saves what 2 saves. Under
         `fp16_naive` and `bf16_naive` the float32 shard is the master, as in `TorchFSDPPlugin`. Where the data-parallel size is
         1 nothing of it runs: weights at rest are what forward reads, with masters beside half ones as on a single device.
-    num_microbatches: how many micro-batches `b.execute_pipeline` makes of a batch. None goes by microbatch_size; where both are
-        None it is one micro-batch, in a pipeline as many as stages.
+    num_micro_batches: how many micro-batches `b.execute_pipeline` makes of a batch. None goes by microbatch_size; where both
+        are None it is one micro-batch, in a pipeline as many as stages.
+    num_microbatches: the same in its other spelling; None goes by the first.
     microbatch_size: samples of a micro-batch, in place of their number; None likewise.
     num_model_chunks: stages on each rank, for "interleaved"; "zbv" has 2.
     pp_style: the schedule of micro-batches.
@@ -78,6 +79,7 @@ class HybridParallelPlugin(ShardingPlugin):
         pp_size: int,
         *,
         zero_stage: Literal[0, 1, 2] = 0,
+        num_micro_batches: int | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         num_model_chunks: int = 1,
@@ -105,13 +107,7 @@ class HybridParallelPlugin(ShardingPlugin):
         stages_per_rank = check_style(pp_style, pp_size, num_model_chunks, name="pp_style")
         if pp_size == 1 and num_model_chunks > 1:
             raise ValueError(f"num_model_chunks={num_model_chunks} divide a pipeline, and pp_size is 1")
-        if num_microbatches is not None and microbatch_size is not None:
-            raise ValueError(
-                f"num_microbatches={num_microbatches} and microbatch_size={microbatch_size} say the same; give one of them"
-            )
-        for name, size in (("num_microbatches", num_microbatches), ("microbatch_size", microbatch_size)):
-            if size is not None:
-                arguments.count(name, size, also="None")
+        num_micro_batches = _checked_number(num_micro_batches, num_microbatches, microbatch_size)
         if arguments.flag("sequence_parallelism", sequence_parallelism) and tp_size == 1:
             raise ValueError("sequence_parallelism=True divides the sequence among tp_size ranks, and tp_size is 1")
         if split_points is not None:
@@ -119,15 +115,15 @@ class HybridParallelPlugin(ShardingPlugin):
         if reduce_dtype is not None:
             arguments.floating_dtype("reduce_dtype", reduce_dtype)
         check_tp_plan(tp_plan)
-        if num_microbatches is not None and pp_size > 1:
-            check_count(pp_style, pp_size, num_microbatches)
+        if num_micro_batches is not None and pp_size > 1:
+            check_count(pp_style, pp_size, num_micro_batches)
         if split_points is not None and pp_size == 1:
             raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
         check_wrap_policy(wrap_policy)
         super().__init__()
         self.tp_size, self.pp_size = tp_size, pp_size
         self.zero_stage = zero_stage
-        self._num_microbatches = num_microbatches
+        self._num_micro_batches = num_micro_batches
         self._microbatch_size = microbatch_size
         self._num_model_chunks = stages_per_rank
         self._pp_style = pp_style
@@ -309,7 +305,7 @@ class HybridParallelPlugin(ShardingPlugin):
 
     def num_micro_batches(self, batch_size: int) -> int:
         if self._microbatch_size is None:
-            return self._num_microbatches or self.pp_size
+            return self._num_micro_batches or self.pp_size
         if batch_size % self._microbatch_size:
             raise ValueError(
                 f"a batch of {batch_size} samples does not divide into micro-batches of "
@@ -325,6 +321,23 @@ class HybridParallelPlugin(ShardingPlugin):
 def _with_parameters(root: nn.Module, names: Iterable[str]) -> list[str]:
     model = bare(root)
     return [name for name in names if next(model.get_submodule(name).parameters(), None) is not None]
+
+
+def _checked_number(num_micro_batches: int | None, num_microbatches: int | None, size: int | None) -> int | None:
+    """Return the number of micro-batches, in whichever spelling; raise ValueError if it is given twice, or beside a size."""
+    if num_micro_batches is not None and num_microbatches is not None:
+        raise ValueError(
+            f"num_micro_batches={num_micro_batches} and num_microbatches={num_microbatches} are one option in two spellings; "
+            "give one of them"
+        )
+    name = "num_microbatches" if num_micro_batches is None else "num_micro_batches"
+    number = num_microbatches if num_micro_batches is None else num_micro_batches
+    if number is not None and size is not None:
+        raise ValueError(f"{name}={number} and microbatch_size={size} say the same; give one of them")
+    for each, value in ((name, number), ("microbatch_size", size)):
+        if value is not None:
+            arguments.count(each, value, also="None")
+    return number
 
 
 def _checked_names(split_points: Any) -> list[str]:

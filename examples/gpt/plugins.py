@@ -47,7 +47,7 @@ def make_plugin(args: argparse.Namespace) -> plugin.Plugin:
         zero_stage=args.zero_stage,
         pp_style=args.pp_style,
         num_model_chunks=2 if args.pp_style == "interleaved" else 1,
-        num_microbatches=args.microbatches,
+        num_micro_batches=args.microbatches,
         tp_plan=GPT_PLAN if args.model == "gpt" else None,  # None: derived from timm's modules
     )
 

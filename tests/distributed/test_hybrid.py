@@ -312,10 +312,15 @@ def refusals(rank, world_size):
         {"tp_size": 1, "pp_size": 2, "num_microbatches": 2, "microbatch_size": 2},
         {"tp_size": 1, "pp_size": 2, "sequence_parallelism": True},
         {"tp_size": 2, "pp_size": 1, "split_points": ["blocks.1"]},
+        {"tp_size": 1, "pp_size": 2, "num_micro_batches": 2, "num_microbatches": 2},
+        {"tp_size": 1, "pp_size": 2, "num_micro_batches": 2, "microbatch_size": 2},
     ):
         with pytest.raises(ValueError, match="=") as caught:
             HybridParallelPlugin(**options)
         messages.append(str(caught.value))
+    for spelling in ("num_micro_batches", "num_microbatches"):
+        plugin = HybridParallelPlugin(1, 2, **{spelling: 4})
+        assert plugin.num_micro_batches(8) == 4
     booster, model, made, criterion = built(rank, world_size, tp_size=1, pp_size=2)
     fresh = Transformer()
     with pytest.raises(ValueError, match="register_elementwise"):
@@ -334,7 +339,9 @@ def refusals(rank, world_size):
 def test_what_cannot_work_is_refused_at_once(run_on_ranks):
     messages = run_on_ranks(refusals, 2)[0]
     assert "does not divide the world size 2" in messages[0]
-    assert "say the same" in messages[6]
+    assert messages[6].startswith("num_microbatches=2 and microbatch_size=2 say the same")
+    assert "two spellings" in messages[-2]
+    assert messages[-1].startswith("num_micro_batches=2 and microbatch_size=2 say the same")
 
 
 def resources_of_plugins(rank, world_size):

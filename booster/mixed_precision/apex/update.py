@@ -421,8 +421,8 @@ class ApexMasterGradients(ApexGradients):
             if param in self._has_older and not self._in_grad:
                 raise RuntimeError(
                     f"the gradient of {self.parameters.name_of(param)} was changed by hand after several backward passes, of "
-                    "which `.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, which "
-                    "puts their sum there, or run the passes inside b.accumulate()"
+                    "which `.grad` holds only the last: O2 adds them up in float32. Call optimizer.unscale_grads() before, "
+                    "which puts their sum there, or run the passes inside b.accumulate()"
                 )
             self._left[param] = now
             value = local_part(param.grad).to_dense().to(torch.float32, copy=True)
