@@ -134,18 +134,7 @@ class Booster:
         self.plugin.bind(self.device)
         self._course: PrecisionCourse | None = None
         self._autopilot = mixed_precision if isinstance(mixed_precision, Autopilot) else None
-        if isinstance(mixed_precision, Autopilot):
-            self.precision = mixed_precision.made(lambda each: self._ready(make(each)))
-        elif isinstance(mixed_precision, PrecisionSchedule):
-            self._course = PrecisionCourse(
-                mixed_precision.made(lambda each: self._ready(make(each))),
-                optimizers=lambda: list(self._boosted.optimizers.values()),
-                may_go=lambda: not self._accumulations.any_open,
-                go=self._go_over,
-            )
-            self.precision = self._course.now
-        else:
-            self.precision = self._ready(make(mixed_precision))
+        self.precision = self._begin_in(mixed_precision)
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
             clip_grad_norm=clip_grad_norm,
@@ -1017,6 +1006,20 @@ class Booster:
         from booster.facade.everyday import profiled
 
         return profiled(folder, self.device, skip=skip, steps=steps, shapes=shapes, memory=memory, stacks=stacks)
+
+    def _begin_in(self, given: str | MixedPrecision | PrecisionSchedule | Autopilot | None) -> MixedPrecision:
+        """Return the precision that the run begins in, by this Booster's options; a schedule becomes its course."""
+        if isinstance(given, Autopilot):
+            return given.made(lambda each: self._ready(make(each)))
+        if not isinstance(given, PrecisionSchedule):
+            return self._ready(make(given))
+        self._course = PrecisionCourse(
+            given.made(lambda each: self._ready(make(each))),
+            optimizers=lambda: list(self._boosted.optimizers.values()),
+            may_go=lambda: not self._accumulations.any_open,
+            go=self._go_over,
+        )
+        return self._course.now
 
     def _ready(self, precision: MixedPrecision) -> MixedPrecision:
         """`precision`, or one like it, as this Booster wants states and products of halves, bound to its device."""

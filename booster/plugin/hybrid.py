@@ -121,8 +121,7 @@ class HybridParallelPlugin(ShardingPlugin):
             raise ValueError(f"split_points={split_points!r} divide a pipeline, and pp_size is 1")
         check_wrap_policy(wrap_policy)
         super().__init__()
-        self.tp_size, self.pp_size = tp_size, pp_size
-        self.zero_stage = zero_stage
+        self.tp_size, self.pp_size, self.zero_stage = tp_size, pp_size, zero_stage
         self._num_micro_batches = num_micro_batches
         self._microbatch_size = microbatch_size
         self._num_model_chunks = stages_per_rank
