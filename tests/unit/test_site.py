@@ -85,6 +85,20 @@ def test_what_a_page_calls_is_there(page: Path) -> None:
     assert [each for each in re.findall(r"(?<![\w./])booster\.([a-z_]+)\(", text) if each in BOOSTERS_OWN] == []
 
 
+def test_the_guide_of_choice_says_what_was_measured() -> None:
+    measured = (DOCS / "measured/half_products.md").read_text()
+    products = re.search(r"^\| AVX512_CORE_AMX \|[^|]*\| (\d+) / (\d+) ", measured, re.MULTILINE)
+    step = re.search(
+        r"which is AVX512_CORE_BF16\n.*?^\| ViT (?:\|[^|]*){2}\| [\d.]+ / ([\d.]+) ", measured, re.MULTILINE | re.DOTALL
+    )
+    assert products is not None
+    assert step is not None
+    text = (DOCS / "guides/choose.md").read_text()
+    assert f"products {int(products[2]) / int(products[1]):.0f} times as fast" in text
+    assert round(1 / float(step[1])) == 2
+    assert "a whole ViT step, about twice as fast" in text
+
+
 def test_the_tables_name_every_error_variable_and_logger() -> None:
     page = (DOCS / "reference/tables.md").read_text()
     source = {path: path.read_text() for path in (ROOT / "booster").rglob("*.py")}
