@@ -141,7 +141,8 @@ def levels_as_before() -> Iterator[None]:
     before = {logger: logger.level for logger in _loggers()}
     yield
     for logger in _loggers():
-        logger.setLevel(before.get(logger, logging.NOTSET))
+        if logger.level != (level := before.get(logger, logging.NOTSET)):
+            logger.setLevel(level)  # which empties a cache of every logger of the process
 
 
 @pytest.fixture(scope="session")
