@@ -398,6 +398,7 @@ def zeroed(rank, world_size, plugin, precision, set_to_none):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("plugin", ["fsdp", "fsdp kept", "dp", "zero2"])
 def test_zero_grad_of_a_model_clears_all_gradients_whatever_the_model_shows(ranks2, plugin, set_to_none):

@@ -105,6 +105,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "column"), COUNTED)
 def test_a_clipped_step_of_ranks_reads_nothing_and_sends_one_number(ranks2, precision, column):
     for applied, reads, short in ranks2(costs, precision, column, True):

@@ -374,6 +374,7 @@ def pinned(rank, world_size, name, master_weights):
     return torch.stack(losses), seen, stored
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("master_weights", ["auto", "split"])
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_pinned_modules_compute_in_float32_and_the_rest_in_half(ranks2, name, master_weights):
@@ -403,6 +404,7 @@ def frozen(rank, world_size, precision, half):
     return torch.stack(losses), moved, dtypes
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
 def test_frozen_parameters_stay_and_half_ones_take_half_the_memory(ranks2, precision, half):
@@ -831,6 +833,7 @@ def upon_tensor_parallelism(rank, world_size, half, data_shape):
     return loss.detach(), whole(model.blocks[1].up.weight.grad), whole(model.embedding.weight.grad)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("data_shape", [(2,), (1,), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("half", [False, True])
 def test_a_tensor_parallel_model_is_sharded_and_cast_and_loads(run_on_ranks, half, data_shape):

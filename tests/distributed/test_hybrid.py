@@ -129,6 +129,7 @@ def half():
     return BF16NaiveMixedPrecision(master_weights="split")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("precision", "zero_stage"),
     [(scaled, 2), (half, 0), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((scaled, 0), (half, 2)))],
@@ -205,6 +206,7 @@ def with_groups(rank, world_size, tp_size=2, pp_size=1, zero_stage=0):
     return held, norms, rates, torch.equal(kept, frozen)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("zero_stage", [0, 2])
 @pytest.mark.parametrize(("tp_size", "pp_size"), LAYOUTS)
 def test_tied_and_frozen_weights_groups_schedules_and_checkpointing(run_on_ranks, tp_size, pp_size, zero_stage):

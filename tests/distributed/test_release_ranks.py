@@ -151,6 +151,7 @@ ELSEWHERE = [
 CASES = [*HERE, *(pytest.param(*case, marks=slow) for case in ELSEWHERE)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "options"), CASES, ids=str)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_exact_is_the_step_without_release_to_the_bit(ranks2, plugin, precision, options):

@@ -84,6 +84,7 @@ def synced(rank, world_size, name, precision, tied):
     return {key: (str(value.dtype), float(value.double().sum())) for key, value in first.items()}, stored, off
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp16_naive", "bf16_naive"])
 @pytest.mark.parametrize("name", ["DDP", "ZeRO, weights on their way", "FSDP", "TP"])

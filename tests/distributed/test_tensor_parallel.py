@@ -629,6 +629,7 @@ def check_autocast(rank, world_size, name, dtype, tolerance):
         compare(model, reference, args, kwargs, tolerance)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)], ids=["fp16", "bf16"]
 )
@@ -761,6 +762,7 @@ def check_fsdp(rank, world_size, name, replicate):
     compare(model, reference, args, kwargs, 1e-6)  # every rank has the whole batch: the mean is what each has
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("replicate", [False, True], ids=["shard", "replicate"])
 @pytest.mark.parametrize("name", ["strings", "timm rich", "encoder sequence", "gpt2", "tied", "mixtral"])
 def test_fully_shard_divides_a_divided_model_again(ranks4, name, replicate):

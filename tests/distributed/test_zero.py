@@ -168,6 +168,7 @@ def beside_ddp(rank, world_size, precision, stage, optimizer):
     return job.losses, job.weights(), job.optimizer.state_dict(), ddp.optimizer.state_dict()
 
 
+@pytest.mark.crossed
 @precisions
 @stages
 def test_gradients_weights_and_state_equal_ddp_to_the_bit(ranks2, precision, stage):
@@ -269,6 +270,7 @@ def overflow(rank, world_size, precision, stage, optimizer, when):
     return job.weights(), job.optimizer.loss_scale, job.optimizer.num_skipped
 
 
+@pytest.mark.crossed
 @stages
 @pytest.mark.parametrize(("precision", "when"), [(p, 2) for p in PRECISIONS] + [("fp16", 0), ("fp16_naive", 0)])
 def test_an_inf_in_one_ranks_part_makes_all_skip(ranks2, precision, when, stage):

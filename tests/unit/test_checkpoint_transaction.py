@@ -228,6 +228,7 @@ WRONG = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp16", "bf16_naive"])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_part_that_does_not_say_what_was_saved_is_refused_before_anything_changes(tmp_path, precision, kind):

@@ -76,6 +76,7 @@ class Model(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.how == "reentrant")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("block", [Multihead, Sdpa])
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -140,6 +140,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

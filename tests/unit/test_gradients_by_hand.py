@@ -61,6 +61,7 @@ def plain_sgd(params):
     return torch.optim.SGD(params, lr=RATE)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("edit", [write, write_through_data, replace, replace_data, remove])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_step_is_that_of_the_gradients_which_were_put_there(precision, edit):
@@ -76,6 +77,7 @@ def test_the_step_is_that_of_the_gradients_which_were_put_there(precision, edit)
     torch.testing.assert_close(moved, expected, rtol=0.0, atol=0.0 if edit is remove else 4e-3)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("edit", [write, replace, replace_data, remove])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_without_unscaling_they_are_taken_to_carry_the_scale_that_gradients_carry(precision, edit):

@@ -100,6 +100,7 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_without_an_update_leaves_what_was_written(precision, write):

@@ -85,6 +85,7 @@ def new_memory(run):
         param.data = param.data.clone()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("change", [channels_last, transposed, with_gaps, new_memory])
 @cases
 def test_a_change_of_layout_between_steps_changes_no_number(precision, optimizer, change):
@@ -116,6 +117,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("layout", LAYOUTS)
 @cases
 def test_gradients_in_any_layout_are_the_same_gradients(precision, optimizer, layout):

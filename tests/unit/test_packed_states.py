@@ -266,6 +266,7 @@ def test_what_has_a_name_of_its_own_is_rounded_with_random_numbers_of_its_own():
 # ---------------------------------------------------------------------- training
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("form", "states"), [("split24", "8bit"), ("split", "8bit"), ("fp32", "bf16"), ("none", "8bit")]
 )

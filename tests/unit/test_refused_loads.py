@@ -50,6 +50,7 @@ def trained(precision, optimizer, steps):
     return booster, model, made
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_refused_load_changes_nothing(precision, optimizer):

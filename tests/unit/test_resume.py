@@ -86,6 +86,7 @@ def same(a: Any, b: Any) -> bool:
 ORDERS = [("model", "optimizer", "scheduler"), ("scheduler", "optimizer", "model")]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("order", ORDERS, ids=["optimizer first", "scheduler first"])
 @pytest.mark.parametrize(("optimizer", "scheduler"), [("AdamW", "cosine"), ("SGD", "one cycle"), ("RMSprop", "cosine")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -123,6 +123,7 @@ def test_loading_the_own_state_is_the_identity(precision):
     assert wrong == {}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "order", [("model", "optimizer"), ("optimizer", "model")], ids=["model first", "optimizer first"]
 )

@@ -61,6 +61,7 @@ def train(precision, make, dtype, clip=None, steps=3, **options):
     return booster, model, optimizer, norms
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, (0.5,), (0.5, 1.0), (0.5, math.inf)])
 @pytest.mark.parametrize("precision", EVERY)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])

@@ -78,6 +78,7 @@ CASES = [(precision, "smaller") for precision in PRECISIONS] + [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "size"), CASES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_other_shapes_is_refused_and_changes_nothing(name, precision, size):
@@ -102,6 +103,7 @@ def test_state_of_other_shapes_is_refused_before_the_first_step(name):
         optimizer.load_state_dict(other.state_dict())
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "fp16_naive", "O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_of_the_same_shapes_is_loaded(name, precision):
@@ -127,6 +129,7 @@ def test_names_the_entry_of_the_parameter_that_differs():
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
     "name", [name for name in OPTIMIZERS if hasattr(torch.optim, name.split()[0]) and name not in ("SGD", "Adafactor")]

@@ -70,6 +70,7 @@ def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return max(float((a.detach() - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True)) / largest
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize(("name", "implementation", "decides"), CASES)
 def test_identical_gradients_give_the_parameters_of_the_grad_scaler_loop(name, implementation, decides, clip):
