@@ -22,6 +22,8 @@ CONSTRAINTS ?= constraints.txt
 # the library, and each worker of pytest rewrite 60,000 lines of tests, which takes 10 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
+# All cores compile what was installed, where pip has one do it; a file that is of a later Python is left as it is.
+COMPILE := -m compileall -q -j 0
 
 .PHONY: demo compare test coverage slow kernels integrations fuzz docs docs-version docs-serve figures lint dist versions clean
 
@@ -103,12 +105,14 @@ clean:
 
 $(DEMO)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DEMO)
-	$(DEMO)/bin/python $(INSTALL) --editable ".[examples]"
+	$(DEMO)/bin/python $(INSTALL) --no-compile --editable ".[examples]"
+	$(DEMO)/bin/python $(COMPILE) $(DEMO)/lib > /dev/null 2>&1 || true
 	touch $@
 
 $(TEST)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python $(INSTALL) --editable ".[examples,test,dev]"
+	$(TEST)/bin/python $(INSTALL) --no-compile --editable ".[examples,test,dev]"
+	$(TEST)/bin/python $(COMPILE) $(TEST)/lib > /dev/null 2>&1 || true
 	touch $@
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
