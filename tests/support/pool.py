@@ -6,6 +6,7 @@ the next case starts a fresh one.
 """
 
 import faulthandler
+import gc
 import io
 import multiprocessing as mp
 import os
@@ -228,6 +229,7 @@ def _filters() -> list[tuple[Any, str, Any, str, int]]:
 
 
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
+    gc.freeze()  # what was imported before the fork: no search for unreachable objects walks through it
     os.setpgid(0, 0)
     threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     dump = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  (faulthandler needs it for life)
