@@ -63,6 +63,16 @@ def _part_workers(config: pytest.Config) -> None:
     config.stash[PARTED] = True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected is no garbage, and is looked through once, at the end, and not again as it grows."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays until the end: no later search for unreachable objects walks through it again."""
     gc.collect()

@@ -42,7 +42,8 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
-    "booster.plugin",
+    "booster.plugin.hybrid",
+    "pytest",
 ]
 GRACE = 5.0  # seconds the other ranks have to answer after the first failure
 
