@@ -35,7 +35,7 @@ from booster.interface.model import CriterionWrapper, boosted_wrapper, keep_pins
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
-from booster.mixed_precision.low_precision.autopilot import Change, Pilot
+from booster.mixed_precision.low_precision.autopilot import Look, Pilot
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -1019,6 +1019,7 @@ class Booster:
             may_go=lambda: not self._accumulations.any_open,
             go=self._go_over,
         )
+        checks.check_phases(list(self._course.phases.values()), self.plugin)
         return self._course.now
 
     def _ready(self, precision: MixedPrecision) -> MixedPrecision:
@@ -1029,9 +1030,9 @@ class Booster:
         precision.bind(self.device)
         return precision
 
-    def _tell(self, changes: list[Change]) -> None:
+    def _tell(self, look: Look) -> None:
         if self._records is not None:
-            self._records.tell(changes)
+            self._records.tell(look)
 
     def _switch_to(self, new: MixedPrecision) -> Switch:
         return Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)

@@ -181,6 +181,18 @@ def check_pins(plugin: Plugin, diagnose: Any) -> None:
         )
 
 
+def check_phases(phases: Sequence[MixedPrecision], plugin: Plugin) -> None:
+    """Raise ValueError if a run on `plugin` cannot go over from one of `phases` to another, whatever the model."""
+    if len(phases) == 1:
+        return
+    reasons = (plugin.fixed_dtypes, *(phase.switch_refusal for phase in phases))
+    if (why := next(filter(None, reasons), None)) is not None:
+        raise ValueError(
+            f"PrecisionSchedule has {len(phases)} phases, and a run cannot go over from one to another here, because {why}; "
+            "give Booster one precision, or save, build anew and load between phases"
+        )
+
+
 def check_release(options: UpdateOptions, precision: MixedPrecision, plugin: Plugin) -> None:
     """Raise ValueError unless gradients can be released as `options` ask, with this precision on this plugin."""
     mode = options.release_gradients

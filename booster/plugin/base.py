@@ -88,6 +88,11 @@ class Plugin(ABC):
     def place(self, module: nn.Module, policy: DtypePolicy, device: torch.device) -> nn.Module:
         """Put `module` on `device` in the dtypes of `policy` and return what is to be called; may run collectives."""
 
+    @property
+    def fixed_dtypes(self) -> str | None:
+        """Return why whatever is placed here keeps its dtypes, in the words after "because"; None: `switch_refusal` tells."""
+        return None
+
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
         """Return why `place_again` cannot be called so, in the words after "because"; None: it can.
 

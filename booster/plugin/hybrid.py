@@ -245,9 +245,14 @@ class HybridParallelPlugin(ShardingPlugin):
         self._pipelines[pipeline] = None
         return pipeline
 
+    @property
+    def fixed_dtypes(self) -> str | None:
+        stages = "the stages of a pipeline send activations in dtypes that were settled at boost()"
+        return stages if self.pp_size > 1 else None
+
     def switch_refusal(self, placed: nn.Module, before: DtypePolicy, after: DtypePolicy) -> str | None:
-        if self.pp_size > 1:
-            return "the stages of a pipeline send activations in dtypes that were settled at boost()"
+        if self.fixed_dtypes is not None:
+            return self.fixed_dtypes
         if self._shards(before) != self._shards(after):
             return "only one of the two precisions keeps float32 shards as masters here; leave master_weights as it is"
         model = bare(placed)

@@ -18,6 +18,7 @@ from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import Wide
 from booster.numerics.record.run import read_run
 from booster.numerics.reports.page import page
+from booster.numerics.reports.terminal import show
 
 
 def low():
@@ -49,6 +50,14 @@ class Flight:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return losses
+
+    def operations(self, step):
+        """How many floating-point operations forward and backward of this step take."""
+        with FlopCounterMode(display=False) as counter:
+            self.backward(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return counter.get_total_flops()
 
     def wide(self):
         """Layers and their products that are wide."""
@@ -166,16 +175,9 @@ def test_looking_every_50_steps_takes_at_most_3_percent_of_the_operations(flaw):
     flight = Flight(flaw, every=50)
     flight.steps(0, 3)
 
-    def operations(step):
-        with FlopCounterMode(display=False) as counter:
-            flight.backward(step)
-        flight.optimizer.step()
-        flight.optimizer.zero_grad()
-        return counter.get_total_flops()
-
-    plain = operations(3)
+    plain = flight.operations(3)
     flight.steps(4, 49)
-    looked = operations(49)
+    looked = flight.operations(49)
     overhead = (looked - plain) / 50 / plain
     assert 0 < overhead < 0.03, f"{overhead:.2%}"
     assert all(layer.watchers == () for layer in flight.model.modules() if isinstance(layer, LowPrecisionLinear))
@@ -190,8 +192,70 @@ def test_the_record_says_what_was_done_and_why(tmp_path):
         (1, "blocks.0.up", "forward", True),
         (1, "blocks.1.up", "forward", True),
     ]
-    assert all(each.noise > LIMIT for each in run.piloted)
+    assert all(each.ahead == each.noise > LIMIT for each in run.piloted)
     assert page(run)
+
+
+@pytest.mark.parametrize("sample", [1.0, 0.3])
+def test_the_record_and_the_report_say_what_looking_took(tmp_path, capsys, sample):
+    flight = Flight(every=4, sample=sample)
+    layers = [layer for layer in flight.model.modules() if isinstance(layer, LowPrecisionLinear)]
+    own = sum(3 * 2 * planted.BATCH * planted.LENGTH * layer.in_features * layer.out_features for layer in layers)
+    with flight.booster.record(tmp_path):
+        flight.steps(0, 2)
+        plain, looked = flight.operations(2), flight.operations(3)
+    run = read_run(tmp_path)
+    assert [(look.step, look.layers) for look in run.looks] == [
+        (step, math.ceil(sample * len(layers))) for step in (1, 4)
+    ]
+    assert run.looks[-1].operations * 4 * own == pytest.approx(looked - plain)
+    show(run)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"autopilot: 2 looks at {run.looks[0].layers} layers, " in said
+    assert "of the operations of their products; wide 0% of the products, at most 0%" in said
+
+
+def test_layers_take_turns_and_all_are_found():
+    flight = Flight(planted.outlier, every=2, sample=0.3, budget=0.05)  # 3 of 7 layers, of 21 products one
+    seen = []
+    for step in range(6):
+        before = dict(flight.pilot.noise)
+        flight.steps(step, step + 1)
+        seen.append({name for (name, role), noise in flight.pilot.noise.items() if before.get((name, role)) != noise})
+        assert flight.pilot.share <= 0.05
+    assert [len(names) for names in seen] == [3, 3, 0, 3, 0, 3]
+    assert len(set().union(*seen)) == 7
+    assert len(flight.wide()) == 1
+    unlimited = Flight(planted.outlier, every=2, sample=0.3)
+    unlimited.steps(0, 8)
+    assert unlimited.pilot.names == ["blocks.0.up", "blocks.1.up"]
+
+
+def test_noise_that_grows_is_made_wide_before_it_spoils():
+    """What drifts is wide before a look finds it above the limit; what stands still below it stays low."""
+
+    def flaw(model, step):
+        for block in model.blocks:
+            planted.plant_outliers(block, 2.0 ** (step / 4))  # its noise: 0.16, 0.30, 0.94 at steps 8, 16 and 24
+
+    flight = Flight(flaw, every=8)
+    flight.steps(0, 16)
+    assert flight.wide() == {("blocks.0.up", "forward"), ("blocks.1.up", "forward")}
+    assert all(noise < LIMIT for noise in flight.pilot.noise.values())
+    still = Flight(lambda model, step: [planted.plant_outliers(block, 16.0) for block in model.blocks], every=8)
+    still.steps(0, 16)
+    assert still.wide() == set()
+
+
+def test_compiled_layers_are_refused_by_name():
+    flight = Flight(every=2)
+    flight.own.blocks[0].compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"blocks\.0 was compiled, and an Autopilot"):
+        flight.pilot.begin(3)  # when the fourth step is to be looked at
+    own = planted.GPT()
+    own.blocks[1].compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"blocks\.1 was compiled, and an Autopilot"):
+        Booster("cpu", Autopilot(low())).boost(own, torch.optim.SGD(own.parameters(), lr=0.1))
 
 
 def test_what_is_no_autopilot_is_refused():
@@ -201,6 +265,8 @@ def test_what_is_no_autopilot_is_refused():
         Booster("cpu", Autopilot("bf16"))
     with pytest.raises(ValueError, match="budget"):
         Autopilot("nvfp4", budget=1.5)
+    with pytest.raises(ValueError, match="sample"):
+        Autopilot("nvfp4", sample=0.0)
     with pytest.raises(RuntimeError, match="beside an Autopilot"):
         Flight().booster.switch("bf16")
     assert math.isclose(LIMIT, 3**-0.5)

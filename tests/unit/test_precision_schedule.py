@@ -8,7 +8,7 @@ from switching import PRECISIONS, Job, Net, differences
 from torch import nn
 
 from booster import Booster
-from booster.mixed_precision import FP16ApexMixedPrecision, PrecisionSchedule
+from booster.mixed_precision import FP16ApexMixedPrecision, MixedPrecision, PrecisionSchedule
 from booster.numerics.record.run import read_run
 from booster.numerics.reports.page import page
 from booster.numerics.reports.summary import summarise
@@ -130,12 +130,39 @@ def test_phases_that_are_none_are_refused(phases, options, match):
         PrecisionSchedule(phases, **options)
 
 
+class Own(MixedPrecision):
+    def convert(self, model):
+        return model
+
+
+@pytest.mark.parametrize(
+    ("phases", "match"),
+    [
+        (
+            {0: "fp32", 2: FP16ApexMixedPrecision("O2")},
+            r"has 2 phases, .* because the levels of apex .*; give Booster one",
+        ),
+        ({0: FP16ApexMixedPrecision("O1"), 2: "fp32"}, "because the levels of apex"),
+        ({0: "fp32", 2: Own()}, "because Own converts models and has no revert"),
+    ],
+)
+def test_what_no_run_goes_over_to_is_refused_by_the_constructor(phases, match):
+    with pytest.raises(ValueError, match=match):
+        Booster("cpu", PrecisionSchedule(phases))
+
+
+def test_a_schedule_of_one_phase_may_be_of_any_precision():
+    assert isinstance(
+        Booster("cpu", PrecisionSchedule({0: FP16ApexMixedPrecision("O2")})).precision, FP16ApexMixedPrecision
+    )
+
+
 def test_what_a_later_phase_cannot_do_is_refused_at_boost():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    booster = Booster("cpu", PrecisionSchedule({0: "fp32", 5: FP16ApexMixedPrecision("O2", verbosity=0)}))
-    with pytest.raises(ValueError, match="because the levels of apex"):
-        booster.boost(model, optimizer)
+    model.blocks[0].compile(backend="eager")
+    with pytest.raises(RuntimeError, match="because the model was compiled"):
+        Booster("cpu", PrecisionSchedule({0: "fp32", 5: "bf16"})).boost(model, optimizer)
     with pytest.raises(ValueError, match="is unknown"):
         Booster("cpu", PrecisionSchedule({0: "fp32", 5: "fp99"}))
 

@@ -373,9 +373,12 @@ class Records:
         self._precision, self._plugin, self._device = precision, plugin, device
         self._open: list[Record] = []
 
-    def tell(self, changes: Sequence[Any]) -> None:
-        """Write down in every open record what an autopilot changed; see `Change`."""
-        lines = [{"kind": "pilot", "time": time.time(), **change._asdict()} for change in changes]
+    def tell(self, look: Any) -> None:
+        """Write down in every open record what came of the look of an autopilot; see `Look`."""
+        now, said = time.time(), look._asdict()
+        changes = said.pop("changes")
+        lines = [{"kind": "look", "time": now, **said}]
+        lines += [{"kind": "pilot", "time": now, **change._asdict()} for change in changes]
         for record in self._open:
             record.write(lines)
 

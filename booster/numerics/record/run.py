@@ -9,8 +9,8 @@ Each line has a `kind`:
   known `loss`, `grad_norm`, `clip` (the factor of a clip, where it was not 1), `lr` of each group, and of a skip `reason`
   and `culprit`.
 - `switch`: the run went over to another `precision` after the step `step`; `why` says by what.
-- `pilot`: an autopilot made the product `role` of the layer `name` wide after the step `step`, or low again; see
-  `booster.mixed_precision.low_precision.autopilot.Change`.
+- `look`: an autopilot looked at the step `step`; see `booster.mixed_precision.low_precision.autopilot.Look`.
+- `pilot`: it made the product `role` of the layer `name` wide after that step, or low again; see `Change` there.
 - `low`: one operand of a low-precision layer, looked at in one step; see `booster.numerics.record.low_layers`.
 - `sample`: one tensor, looked at in one step; see `booster.numerics.record.samples`.
 
@@ -130,11 +130,12 @@ _FORMS: dict[str, tuple[dict[str, tuple[Check, str]], dict[str, tuple[Check, str
         {
             **dict.fromkeys(("name", "role"), _TEXT),
             "step": _STEP,
-            "noise": _NUMBER,
+            **dict.fromkeys(("noise", "ahead"), _NUMBER),
             "wide": (lambda value: type(value) is bool, "a boolean"),
         },
         {"time": _TIME},
     ),
+    "look": ({"step": _STEP, "layers": _COUNT, **dict.fromkeys(("operations", "wide"), _NUMBER)}, {"time": _TIME}),
     "low": (
         {
             **dict.fromkeys(("optimizer", "name", "product", "operand", "format"), _TEXT),
@@ -334,13 +335,29 @@ class Switched(NamedTuple):
 
 
 class Piloted(NamedTuple):
-    """After the step `step` an autopilot made a product of a layer wide, or low again. noise: over signal."""
+    """After the step `step` an autopilot made a product of a layer wide, or low again.
+
+    noise: over signal. ahead: what it was taken to be at the next look.
+    """
 
     step: int
     name: str
     role: str
     wide: bool
     noise: float
+    ahead: float
+
+
+class Looked(NamedTuple):
+    """An autopilot looked at the step `step`, of so many layers. operations: of those of all products since the last look.
+
+    wide: which share of products is, from then on.
+    """
+
+    step: int
+    layers: int
+    operations: float
+    wide: float
 
 
 @dataclass(frozen=True)
@@ -368,6 +385,7 @@ class Run:
     switches: to other precisions, in order.
     rounded: of low-precision layers, all ranks together.
     piloted: products that an `Autopilot` made wide, or low again, in order.
+    looks: what its looks took, in order.
     """
 
     folder: Path
@@ -378,6 +396,7 @@ class Run:
     switches: list[Switched] = field(default_factory=list)
     rounded: list[Rounded] = field(default_factory=list)
     piloted: list[Piloted] = field(default_factory=list)
+    looks: list[Looked] = field(default_factory=list)
 
 
 def read_run(folder: Any) -> Run:
@@ -394,6 +413,7 @@ def read_run(folder: Any) -> Run:
     about = ranks[0].about
     run = Run(root, about)
     run.piloted = list(ranks[0].piloted.values())
+    run.looks = [ranks[0].looks[step] for step in sorted(ranks[0].looks)]
     run.switches = [ranks[0].switches[step] for step in sorted(ranks[0].switches)]
     for rank in ranks:
         run.notes += rank.notes
@@ -437,6 +457,7 @@ class _RankFile:
         self.switches: dict[int, Switched] = {}
         self.rounded: dict[tuple[Any, ...], list[int]] = {}
         self.piloted: dict[tuple[Any, ...], Piloted] = {}
+        self.looks: dict[int, Looked] = {}
         again = processes = 0
         name = printable(path.name)
         for line in read_lines(path):
@@ -454,6 +475,8 @@ class _RankFile:
             elif line["kind"] == "pilot":
                 change = Piloted(*(line[name] for name in Piloted._fields))
                 self.piloted[change[:3]] = change
+            elif line["kind"] == "look":
+                self.looks[line["step"]] = Looked(*(line[name] for name in Looked._fields))
             elif line["kind"] == "low":
                 key = tuple(line[name] for name in ("step", "name", "product", "operand", "format"))
                 self.rounded[key] = [line[name] for name in ("total", "underflow", "saturated", "top")]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from booster.ground.text import counted
-from booster.numerics.record.run import Rounded, Run, Step
+from booster.numerics.record.run import Looked, Rounded, Run, Step
 from booster.numerics.record.underflow import Underflow, best_scale
 
 MOST_CULPRITS = 10
@@ -128,6 +128,7 @@ class Summary:
     switches: list[dict[str, Any]] = field(default_factory=list)
     rounded: list[dict[str, Any]] = field(default_factory=list)
     piloted: list[dict[str, Any]] = field(default_factory=list)
+    looks: dict[str, Any] | None = None
 
     @property
     def told(self) -> str:
@@ -152,7 +153,22 @@ def summarise(run: Run) -> Summary:
         [each._asdict() for each in run.switches],
         _rounded(run),
         [each._asdict() for each in run.piloted],
+        _looks(run.looks),
     )
+
+
+def _looks(looks: Sequence[Looked]) -> dict[str, Any] | None:
+    """How often an autopilot looked, at how many layers, what it took, and how much was wide, in the mean and at most."""
+    if not looks:
+        return None
+    wide = [look.wide for look in looks]
+    return {
+        "looks": len(looks),
+        "layers": max(look.layers for look in looks),
+        "operations": sum(look.operations for look in looks) / len(looks),
+        "wide": sum(wide) / len(wide),
+        "most_wide": max(wide),
+    }
 
 
 def _rounded(run: Run) -> list[dict[str, Any]]:

@@ -43,7 +43,14 @@ def show(run: Run, console: Any = None) -> None:
     for change in summary.piloted:
         console.print(
             f"after step {change['step']}: {change['role']} of {escape(change['name'])} "
-            f"{'wide' if change['wide'] else 'low again'}, noise {change['noise']:.2f} of the signal",
+            f"{'wide' if change['wide'] else 'low again'}, noise {change['noise']:.2f} of the signal, "
+            f"{change['ahead']:.2f} by the next look",
+            highlight=False,
+        )
+    if (looks := summary.looks) is not None:
+        console.print(
+            f"autopilot: {looks['looks']} looks at {looks['layers']} layers, {looks['operations']:.1%} of the operations of "
+            f"their products; wide {looks['wide']:.0%} of the products, at most {looks['most_wide']:.0%}",
             highlight=False,
         )
     for each in summary.optimizers:
