@@ -124,6 +124,14 @@ def outlier(model: Any, step: int) -> None:
         plant_outliers(block, HUGE)
 
 
+@torch.no_grad()
+def outlier_before_attention(model: Any, step: int) -> None:
+    """The same behind the first norm, whose channels attention reads: a ViT gets on without its MLPs, not without that."""
+    for block in model.blocks:
+        block.norm1.bias[OUTLIERS] = HUGE
+        block.qkv.weight[:, OUTLIERS] = 0.0
+
+
 def drift(model: Any, step: int) -> None:
     for block in model.blocks:
         plant_outliers(block, HUGE ** min(1.0, 3 * step / STEPS) - 1.0)
@@ -143,6 +151,7 @@ def none(model: Any, step: int) -> None:
 
 FLAWS: dict[str, tuple[Flaw, set[str]]] = {
     "outlier channel": (outlier, {"blocks.0.up", "blocks.1.up"}),
+    "outlier before attention": (outlier_before_attention, {"blocks.0.qkv", "blocks.1.qkv"}),
     "norm that drifts": (drift, {"blocks.0.up", "blocks.1.up"}),
     "bad weights": (bad_weights, {"blocks.0.down", "blocks.1.down"}),
     "decay of lr": (none, set()),
