@@ -58,7 +58,7 @@ kernels: $(TEST)/.triton
 
 integrations: $(TEST)/.integrations
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow $(ARGS) tests/unit/test_integrations.py tests/unit/test_notebook.py \
-	tests/unit/test_adapters_peft.py tests/unit/test_serving.py tests/unit/test_lora.py tests/distributed/test_lora_ranks.py tests/unit/test_trainer.py tests/unit/test_trl.py tests/unit/test_trl_scripts.py tests/distributed/test_trainer_ranks.py tests/distributed/test_real_launchers.py
+	tests/unit/test_adapters_peft.py tests/unit/test_serving.py tests/unit/test_lora.py tests/distributed/test_lora_ranks.py tests/unit/test_trainer.py tests/unit/test_trl.py tests/unit/test_trl_scripts.py tests/unit/test_trainer_scripts.py tests/distributed/test_trainer_ranks.py tests/distributed/test_real_launchers.py
 
 PROGRAMS ?= 1000
 SEED ?= 0
