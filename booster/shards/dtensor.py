@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.optim import Optimizer
 
 from booster.ground.torch_internals import gather_whole, own_part, own_parts, placed_unlike
+from booster.model.dtensors import around
 from booster.model.optimizer_kinds import kind_of, known, unknown
 from booster.shards.base import Shards, State, StateOfParts, world_size
 from booster.tensors.trees import HALF_DTYPES
@@ -71,7 +72,7 @@ class DTensorShards(Shards):
                 params[:] = own
             for param, part, grad in given:
                 if part.grad is not grad:
-                    param.grad = None if part.grad is None else _like(part.grad, param)
+                    param.grad = None if part.grad is None else around(part.grad, param)
                 part.grad = None
 
     def _lay_out(self, params: list[Any], given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
@@ -207,7 +208,7 @@ class DTensorShards(Shards):
         if value.shape != part.shape:
             return value
         # A view into a bucket of states would drag the bucket along, and torch.save refuses a DTensor of one.
-        return _like(value.clone() if value.storage_offset() else value, param)
+        return around(value.clone() if value.storage_offset() else value, param)
 
     def _cut_entry(self, value: Any, param: torch.Tensor | None) -> Any:
         if param is None or not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
@@ -227,12 +228,6 @@ def check_steps_parts(optimizer: Optimizer) -> bool:
             "LowLevelZeroPlugin(), which deals whole tensors to the ranks, or TorchDDPPlugin()"
         )
     return kind == "elementwise"
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of `tensor`, detached."""
-    local: torch.Tensor = tensor.detach()
-    return local.to_local() if isinstance(local, DTensor) else local
 
 
 def check_own(value: Any, param: DTensor) -> None:
@@ -274,7 +269,7 @@ def add_up_terms(params: Iterable[Any]) -> None:
         dist.all_reduce(total, group=mesh.get_group())
         sums = total.to(dtype).split([each.numel() for each in local])
         for param, each in zip(several, sums, strict=True):
-            param.grad = _like(each.view(param.to_local().shape), param)
+            param.grad = around(each.view(param.to_local().shape), param)
 
 
 def _own_gradient(param: Any) -> torch.Tensor | None:
@@ -289,9 +284,3 @@ def _as_wide_as(value: Any, param: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor) or value.shape != param.shape or not value.is_floating_point():
         return value
     return value.to(param.dtype) if value.dtype.itemsize < param.dtype.itemsize else value
-
-
-def _like(local: torch.Tensor, param: Any) -> Any:
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from booster.ground.torch_internals import dtype_in_gather, padded_length
+from booster.model.dtensors import local_part
 from booster.number_formats import decode_tensorwise, encode_tensorwise
 from booster.ranks.communicate import communication_device
-from booster.shards.dtensor import local_of
 
 # torch 2.13 renamed the collective and warns about the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,7 +46,7 @@ class WeightScales:
 
     @torch.no_grad()
     def _measure(self, records: Sequence[Any]) -> None:
-        shards = [local_of(record.sharded_param) for record in records]
+        shards = [local_part(record.sharded_param) for record in records]
         each = [torch.linalg.vector_norm(shard, math.inf) if shard.numel() else shard.new_zeros(()) for shard in shards]
         largest = torch.stack([size.float() for size in each])
         largest = largest.where(~largest.isnan(), torch.inf)  # a maximum over ranks may lose a NaN

@@ -31,8 +31,9 @@ from booster.ground.torch_internals import (
     without_function_modes,
     writes,
 )
+from booster.model.dtensors import local_part
 from booster.shards.base import UNSYNCHRONISED
-from booster.shards.dtensor import DTensorShards, local_of
+from booster.shards.dtensor import DTensorShards
 from booster.shards.fp8_gather import FP8Gather
 
 _SHARDED = attrgetter("sharded_param")
@@ -194,7 +195,8 @@ class LeftGathered:
             for param in group.fsdp_params:
                 whole = gathered(param)
                 if whole is not None:
-                    _adopt(local_of(param.sharded_param), own_piece(param, local_of(whole)), param, gather_of(group))
+                    own = own_piece(param, local_part(whole.detach()))
+                    _adopt(local_part(param.sharded_param), own, param, gather_of(group))
 
 
 def _groups(module: nn.Module) -> list[Any]:

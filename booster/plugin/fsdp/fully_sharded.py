@@ -33,6 +33,7 @@ from booster.ground.torch_internals import (
     shards_integers,
 )
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules, install_keep_fp32
+from booster.model.dtensors import around
 from booster.model.meta import check_meta, materialise
 from booster.model.modules import bare
 from booster.plugin.fsdp.dtypes import show_computed_dtypes
@@ -479,7 +480,4 @@ def _refined(master: Any, weight: Any, dtype: torch.dtype) -> Any:
         return weight
     kept, given = master.detach().to_local(), weight.to_local().float()
     rounded = kept.to(dtype).float()
-    local = torch.where((rounded == given) | (kept + kept == rounded + given), kept, given)
-    return DTensor.from_local(
-        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
-    )
+    return around(torch.where((rounded == given) | (kept + kept == rounded + given), kept, given), master)

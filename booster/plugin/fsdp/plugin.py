@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters, gathered_modules
+from booster.model.dtensors import local_part
 from booster.model.meta import arrive
 from booster.model.modules import bare
 from booster.plugin.base import check_joined
@@ -19,7 +20,6 @@ from booster.plugin.fsdp.groups import WrapPolicy, block_names, check_wrap_polic
 from booster.plugin.fsdp.sharding import ShardingPlugin
 from booster.ranks.communicate import align
 from booster.shards import Shards
-from booster.shards.dtensor import local_of
 
 _REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -121,7 +121,7 @@ class TorchFSDPPlugin(ShardingPlugin):
             device=device,
             blocks=blocks,
             gathered=gathered_modules(model, policy),
-            synchronise=lambda tensors: align(map(local_of, tensors), self.group),
+            synchronise=lambda tensors: align(map(local_part, tensors), self.group),
             **self._options,
             left=self._left,
         )

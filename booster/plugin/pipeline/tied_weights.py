@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from booster.model.dtensors import around
 from booster.ranks.communicate import exchange
 
 
@@ -92,11 +93,7 @@ def _local_gradient(param: torch.Tensor, gradient: torch.Tensor | None) -> torch
 
 
 def _accumulate(param: torch.Tensor, local: torch.Tensor) -> None:
-    total = local
-    if isinstance(param, DTensor):
-        total = DTensor.from_local(
-            local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+    total = around(local, param)
     if param.grad is None:
         param.grad = total
     elif isinstance(param.grad, DTensor) and param.grad.placements != total.placements:  # type: ignore[attr-defined]
