@@ -45,6 +45,7 @@ from booster.update.outcome import UpdateOptions
 if TYPE_CHECKING:
     from booster.capture.captured import CapturedStep
     from booster.capture.graph import Recorder
+    from booster.facade.everyday import ShownLoss
     from booster.masters.packing import States
     from booster.memory import Estimate, Measured
     from booster.numerics import Diagnosis, Record
@@ -150,6 +151,7 @@ class Booster:
         self._checkpoints = RunCheckpoints(self.plugin.group, run, self.plugin.carried)
         self._records: Records | None = None
         self._watcher: SkipWatcher | None = None
+        self._shown_loss: ShownLoss | None = None
         if self.precision.pins_during_run:
             checks.check_pins(self.plugin, diagnose)
             from booster.numerics.diagnosis.skips import PinningWatcher
@@ -337,6 +339,8 @@ class Booster:
         )
         if group is not None:
             group.after_backward()
+        if self._shown_loss is not None:
+            self._shown_loss.note(loss)
         if self._watcher is not None:
             self._watcher.tape.end_pass(loss, optimizers, divisor)
 
@@ -967,14 +971,18 @@ class Booster:
         wait_for_all()
 
     def progress(self, items: Iterable[Any], description: str = "", total: int | None = None) -> Iterator[Any]:
-        """`items` as they are, with a bar on rank 0 that counts them; the other ranks draw nothing. No collective.
+        """`items` as they are, with a bar on rank 0: how many, how fast, the loss of the last `backward`, and how long yet.
+
+        The other ranks draw nothing. No collective. The loss, which is this rank's, is read once a second; a GPU is then waited
+        for.
 
         description: what stands before the bar.
         total: how many there are; None asks `len(items)`. The bar is rich's; raises ImportError without it.
         """
-        from booster.facade.everyday import progress
+        from booster.facade.everyday import ShownLoss, progress
 
-        return progress(items, description, total)
+        self._shown_loss = ShownLoss()
+        return progress(items, description, total, self._shown_loss)
 
     def profile(
         self,

@@ -115,18 +115,23 @@ def _show(found: Advice) -> None:
         raise ImportError(
             "the table is drawn by rich: pip install 'booster-amp[report]'; or use --json, which needs nothing"
         ) from error
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, _WIDTH))
+    console = Console(width=values.width(_WIDTH))
     heading, *rows = found.table()
+    shown = len(heading) if console.width >= _WIDTH else len(heading) - 1
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for place, name in enumerate(heading):
+    for place, name in enumerate(heading[:shown]):
         table.add_column(name, justify="left" if place in (1, 8) else "right", no_wrap=place < 8)
     for row, cells in zip(found.rows, rows, strict=True):
         style = "bold green" if row.name == found.best else "" if row.rank is not None else "dim"
-        table.add_row(*map(Text, cells), style=style)
+        table.add_row(*map(Text, cells[:shown]), style=style)
     console.print(table)
     console.print()
+    if shown < len(heading):  # no room for words beside the numbers
+        console.print(Text(heading[-1]), style="dim")
+        for row, cells in zip(found.rows, rows, strict=True):
+            if cells[-1]:
+                console.print(Text(f"{row.name}: {cells[-1]}"), highlight=False)
+        console.print()
     for line in found.legend():
         console.print(Text(line), style="dim", highlight=False)
     console.print()

@@ -86,12 +86,12 @@ def _show(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=2))
         return 0
     for key in [key for key in report if key not in ("tensors", "parameters")]:
-        print(printable(f"{key:<12}{report[key]}"))
+        print(values.wrapped(printable(f"{key:<12}{report[key]}")))
     for kind, own in report["tensors"].items():
         of = ", ".join(own["dtypes"])
-        print(printable(f"{kind:<24}{own['number']:>6} tensors {own['elements']:>14,} elements  {of}"))
+        print(values.wrapped(printable(f"{kind:<24}{own['number']:>6} tensors {own['elements']:>14,} elements  {of}")))
     for name, (dtype, shape) in report["parameters"].items():
-        print(printable(f"  {name.partition('/')[2]}  {dtype} {tuple(shape)}"))
+        print(values.wrapped(printable(f"  {name.partition('/')[2]}  {dtype} {tuple(shape)}")))
     return 0
 
 

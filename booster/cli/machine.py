@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from booster.cli.values import wrapped
 from booster.ground.installed import find_apex, version_of
 from booster.ground.text import columns
 from booster.ground.torch_internals import scaled_matmul
@@ -214,7 +215,8 @@ def _as_text(report: dict[str, Any]) -> str:
     base = {(p["operation"], p["shape"]): p["gflops"] for p in report["precisions"] if p["precision"] == "fp32"}
     table = [header, *(_probe_row(p, base.get((p["operation"], p["shape"]))) for p in report["precisions"])]
     note = "forward and backward, best of several short runs; fp8: forward only; -: not timed in fp32 at that size"
-    return f"{columns(rows)}\n\nprecisions on {report['probed_device']} ({note})\n{columns(table)}"
+    title = wrapped(f"precisions on {report['probed_device']} ({note})")
+    return f"{_fitted(rows)}\n\n{title}\n{_fitted(table)}"
 
 
 def _units(cpu: dict[str, Any]) -> str:
@@ -239,6 +241,12 @@ def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
         return (*start, "-", "-", f"does not run here: {probe['error']}")
     ratio = f"{probe['gflops'] / base:.2f}x" if base else "-"
     return (*start, f"{probe['milliseconds']:.2f}", f"{probe['gflops']:.1f}", ratio)
+
+
+def _fitted(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return `columns` of `rows`, with the last one broken where the terminal is narrower."""
+    beside = sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1])
+    return "\n".join(wrapped(line, beside) for line in columns(rows).split("\n"))
 
 
 _PACKAGES = (
@@ -381,4 +389,4 @@ def _environment_as_text(report: dict[str, Any]) -> str:
         *report["settings"].items(),
         *report["variables"].items(),
     ]
-    return columns([(name, str(value)) for name, value in rows if value is not None])
+    return _fitted([(name, str(value)) for name, value in rows if value is not None])

@@ -60,5 +60,8 @@ def compare(argv: Sequence[str]) -> int:
 
     with told("compare", OSError, ValueError, status=2):
         found = compared(read_run(options.a), read_run(options.b))
-    print(json.dumps(as_json(found.as_dict()), indent=2) if options.json else found)
+    if options.json:
+        print(json.dumps(as_json(found.as_dict()), indent=2))
+    else:
+        print("\n".join(values.wrapped(line) for line in str(found).split("\n")))
     return 0 if found.alike else 1

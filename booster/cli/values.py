@@ -9,13 +9,30 @@ import argparse
 import math
 import os
 import select
+import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from booster.ground.foreign_files import printable
+
+
+def width(otherwise: int) -> int:
+    """How many columns the terminal has, or the variable COLUMNS says; `otherwise` where there is neither, as in a pipe."""
+    return shutil.get_terminal_size((otherwise, 24)).columns
+
+
+def wrapped(line: str, indent: int = 4) -> str:
+    """`line` broken between words where the terminal is narrower, and continued by `indent` spaces; in a pipe as it is."""
+    room = width(len(line))
+    if len(line) <= room:
+        return line
+    return textwrap.fill(
+        line, max(room, indent + 20), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:

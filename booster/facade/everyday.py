@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -81,7 +83,31 @@ def profiled(
 T = TypeVar("T")
 
 
-def progress(items: Iterable[T], description: str = "", total: int | None = None) -> Iterator[T]:
+class ShownLoss:
+    """The loss beside a bar of progress: that of the last backward pass, which is read once a second.
+
+    Reading waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._loss: torch.Tensor | None = None
+        self._read = -math.inf
+        self.words = ""
+
+    def note(self, loss: torch.Tensor) -> None:
+        """Keep `loss`, of one element, without its graph, until another one is noted."""
+        loss = loss.detach()
+        self._loss = loss.to_local() if hasattr(loss, "to_local") else loss  # of a DTensor: who reads it reads it alone
+
+    def look(self, *, now: bool = False) -> str:
+        """Return the loss in words, as it was when it was last read; `now` reads it."""
+        if self._loss is not None and (now or time.monotonic() - self._read >= 1.0):
+            self.words = f"loss {self._loss.item():.4g}"
+            self._read = time.monotonic()
+        return self.words
+
+
+def progress(items: Iterable[T], description: str, total: int | None, loss: ShownLoss) -> Iterator[T]:
     """`Booster.progress`, which says what this does."""
     arguments.instance("items", items, Iterable, "a loader, or anything that a `for` goes through")
     arguments.instance("description", description, str, "a string")
@@ -90,12 +116,29 @@ def progress(items: Iterable[T], description: str = "", total: int | None = None
     if not is_main():
         return iter(items)
     try:
-        from rich.progress import track
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
         raise ImportError("the bar is drawn by rich: pip install 'booster-amp[report]'") from error
 
     known = len(items) if total is None and isinstance(items, Sized) else total
-    return iter(track(items, description, total=known, transient=False))
+    words = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
+    bar = Progress(*words, TextColumn("{task.fields[loss]}"), TimeRemainingColumn(), expand=True)
+
+    def drawn() -> Iterator[T]:
+        began = time.monotonic()
+        with bar:
+            task = bar.add_task(description, total=known, rate="", loss="")
+            for count, item in enumerate(items, 1):
+                yield item
+                bar.update(task, completed=count, rate=_pace(count / (time.monotonic() - began)), loss=loss.look())
+            bar.update(task, loss=loss.look(now=True))
+
+    return drawn()
+
+
+def _pace(rate: float) -> str:
+    """So many a second, or how many seconds one takes."""
+    return f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.3g} s each"
 
 
 # What allocators say on devices that raise a plain RuntimeError.

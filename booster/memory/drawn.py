@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import sys
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,18 @@ _MEANINGS = {
 }
 _MIB = 2**20
 _FILE_WIDTH = 200  # columns, where no terminal sets them
+# Of the documentation's figures: what a precision changes stands out, the rest is quiet.
+_COLOURS = {
+    "weights": "#2f6fde",
+    "masters": "#8250df",
+    "gradients": "#d9480f",
+    "states": "#2b8a3e",
+    "inputs": "#6e7781",
+    "communication": "#9a6700",
+    "temporaries": "#d8dee4",
+}
+_INK, _QUIET = "#1f2328", "#656d76"
+_WITH_NUMBER = 0.04  # of the picture's width, from which on a part has room for its number
 
 
 def show(
@@ -51,7 +63,7 @@ def show(
         raise ImportError(
             "the table is drawn by rich: pip install 'booster-amp[report]'; or use --json, which needs nothing"
         ) from error
-    console = console or Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    console = console or Console(width=shutil.get_terminal_size((_FILE_WIDTH, 24)).columns)
     columns = [name for name in _COLUMNS if any(getattr(each, name) for each in estimates)]
     wide = max(len(each.name) for each in estimates) + sum(max(len(name), 9) + 2 for name in columns) + 22
     narrow = wide > console.width
@@ -106,17 +118,41 @@ def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | Non
     axes = figure.add_subplot()
     labels = [each.name for each in estimates]
     left = [0.0] * len(estimates)
+    most = max(each.peak for each in estimates) / _MIB
     for part in (*PARTS, "temporaries"):
         sizes = [getattr(each, part) / _MIB for each in estimates]
         if any(sizes):
-            axes.barh(labels, sizes, left=left, label="activations and temporaries" if part == "temporaries" else part)
+            name = "activations and temporaries" if part == "temporaries" else part
+            bars = axes.barh(labels, sizes, left=left, label=name, color=_COLOURS[part], height=0.66)
+            numbers = [_number(size) if size > _WITH_NUMBER * most else "" for size in sizes]
+            ink = _INK if part == "temporaries" else "white"
+            axes.bar_label(bars, numbers, label_type="center", color=ink, fontsize=8)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for row, peak in enumerate(left):
+        axes.text(peak, row, f" {_number(peak)}", va="center", fontsize=9, weight="bold", color=_INK)
     if limit is not None:
-        axes.axvline(limit / _MIB, color="black", linestyle="--", linewidth=1, label="memory")
+        axes.axvline(limit / _MIB, color=_INK, linestyle="--", linewidth=1)
+        axes.annotate(
+            f"memory {_number(limit / _MIB)}",
+            (limit / _MIB, 1),
+            (3, 2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=8,
+            color=_INK,
+        )
+    axes.set_xlim(0, 1.1 * max(most, 0 if limit is None else limit / _MIB))
     axes.invert_yaxis()
-    axes.set_xlabel("MiB on one rank, at the peak of a step")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.set_xlabel("MiB on one rank, at the peak of a step", color=_QUIET)
+    axes.tick_params(colors=_QUIET, labelsize=9)
+    axes.tick_params(axis="y", colors=_INK, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#d8dee4")
+    figure.legend(fontsize=8, loc="outside lower left", ncols=4, frameon=False, labelcolor=_INK)
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=150, format=Path(path).suffix[1:] or None)
     replace_regular(Path(path), drawn.getvalue())
+
+
+def _number(size: float) -> str:
+    return f"{size:,.0f}" if size >= 100 else f"{size:.1f}"

@@ -99,6 +99,9 @@ class MixedPrecision:
         if self.conversion is not None:
             self.conversion.runs(device)
 
+    def tell_no_rehearsal(self) -> None:
+        """Log nothing where a format is emulated from now on, for who says it by other means."""
+
     def check(self, model: nn.Module) -> None:
         """Raise if `model`, or a criterion that is a module, cannot train under this precision. It is not changed yet."""
 

@@ -46,6 +46,9 @@ class TF32MixedPrecision(FP32):
         _logger.warning("tf32 is emulated on %s: a rehearsal of its numbers, slower than float32", device)
         self._said = True
 
+    def tell_no_rehearsal(self) -> None:
+        self._said = True
+
     def forward_context(self) -> AbstractContextManager[Any]:
         return switched(CUDA, "tf32") if self._runs() else _rehearsed()
 

@@ -2,7 +2,7 @@
 
 from history import History
 from report import make_console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from booster import DistCoordinator
 
@@ -10,19 +10,18 @@ REFRESH_STEPS = 10  # reading the loss waits for the device, so the bar does it 
 
 
 class ProgressBar:
-    """A bar with loss, images per second, loss scale and skipped steps. Other ranks than 0 show nothing."""
+    """A bar with loss and images per second; where there are any, loss scale and skipped steps. Other ranks show nothing."""
 
     def __init__(self, title: str, num_steps: int) -> None:
         self._shown = DistCoordinator().is_master()
         self._progress = Progress(
-            TextColumn("[bold]{task.description:>6}"),
-            BarColumn(bar_width=24),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=make_console(),
+            expand=True,
             disable=not self._shown,
         )
         self._task = self._progress.add_task(title, total=num_steps, status="")
@@ -40,8 +39,9 @@ class ProgressBar:
         step = history.num_steps
         if not self._shown or (step % REFRESH_STEPS and step != self._num_steps):
             return
-        status = (
-            f"loss {loss.item():.3f}  {history.images_per_second:,.0f} images/s  "
-            f"scale {optimizer.loss_scale:g}  skips {optimizer.num_skipped}"
-        )
+        status = f"loss {loss.item():.3f}  {history.images_per_second:,.0f} img/s"
+        if optimizer.loss_scale != 1.0:
+            status += f"  scale {optimizer.loss_scale:g}"
+        if optimizer.num_skipped:
+            status += f"  skips {optimizer.num_skipped}"
         self._progress.update(self._task, completed=step, status=status)

@@ -1,5 +1,6 @@
 """The table and the picture at the end of the example."""
 
+import shutil
 from pathlib import Path
 
 import matplotlib
@@ -19,9 +20,8 @@ WINDOW = 25  # steps in the running mean of the loss
 
 
 def make_console() -> Console:
-    """A console that is wide enough for the bar and the table where there is no terminal, as in a log file."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
+    """A console as wide as the terminal, or as the variable COLUMNS says; as in a log file 120 columns."""
+    return Console(width=shutil.get_terminal_size((120, 24)).columns)
 
 
 def print_table(histories: list[History], title: str) -> None:
@@ -35,10 +35,10 @@ def print_table(histories: list[History], title: str) -> None:
         "peak MiB": lambda run: "-" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:,.0f}",
     }
     if any(run.has_scale for run in histories):
-        columns["loss scale"] = lambda run: f"{run.loss_scale[-1]:g}"
+        columns["scale"] = lambda run: f"{run.loss_scale[-1]:g}" if run.has_scale else "-"
     if any(any(run.skipped) for run in histories):
-        columns["skipped steps"] = lambda run: f"{sum(run.skipped)}"
-    table = Table(title=title)
+        columns["skips"] = lambda run: f"{sum(run.skipped)}"
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
     table.add_column("precision", style="bold")
     for name in columns:
         table.add_column(name, justify="right")

@@ -2,12 +2,16 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from test_memory_estimate import JOB, OF_CPUS
 
 from booster.cli import main
+from booster.memory.drawn import _COLOURS
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -67,6 +71,22 @@ def test_a_table_and_a_picture(job, tmp_path, capsys):
     assert "largest batch" in said
     assert said.splitlines()[-1].startswith("fp32 fits")
     assert picture.exists()
+
+
+def test_a_picture_has_the_sites_colours_and_numbers_on_its_bars(job, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
+    picture = tmp_path / "memory.svg"
+    assert main(["estimate", "--precision", "fp32,bf16_naive", "--memory", "1", "--picture", str(picture), job]) == 0
+    drawn = picture.read_text()
+    style = (ROOT / "docs" / "figures" / "style.py").read_text()
+    for part in ("weights", "masters", "gradients", "states"):
+        assert _COLOURS[part] in style
+        assert f"fill: {_COLOURS[part]}" in drawn
+    words = re.findall(r"<!-- (.*?) -->", drawn)
+    assert sum(bool(re.fullmatch(r" ?[\d.,]+", word)) for word in words) > 6, (
+        "of parts and of peaks, beside those of the axis"
+    )
+    assert "memory 1,024" in words
 
 
 def test_a_picture_is_not_written_through_a_link(job, tmp_path, capsys):

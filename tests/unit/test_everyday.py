@@ -2,14 +2,17 @@
 
 import json
 import random
+import re
 
 import numpy
 import pytest
+import small_job
 import torch
 from torch import nn
 
 import booster
 from booster import Booster, find_batch_size, seed_everything
+from booster.facade.everyday import ShownLoss
 
 
 @pytest.fixture
@@ -33,13 +36,39 @@ def test_progress_gives_the_items_and_draws_a_bar_that_counts_them(capsys):
     assert list(Booster("cpu").progress([3, 1, 2], "epoch 1")) == [3, 1, 2]
     drawn = capsys.readouterr().out
     assert "epoch 1" in drawn
-    assert "100%" in drawn
+    assert "3/3" in drawn
+    assert "loss" not in drawn
 
 
 def test_progress_takes_items_of_unknown_number(capsys):
     assert list(Booster("cpu").progress(iter([3, 1]), "stream")) == [3, 1]
+    assert "2/?" in capsys.readouterr().out
     assert list(Booster("cpu").progress(iter([3, 1]), "stream", total=2)) == [3, 1]
-    assert "100%" in capsys.readouterr().out
+    assert "2/2" in capsys.readouterr().out
+
+
+def test_progress_shows_the_rate_and_the_last_loss_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    b, model, optimizer = small_job.boost("fp16")
+    for number in b.progress(range(1, 4), "epoch 1 of 20"):
+        b.backward(model(torch.ones(1, 8)).sum() * 0 + number, optimizer)
+        optimizer.step()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert re.search(r"epoch 1 of 20 .* 3/3 [\d.e+]+/s loss 3 ", line)
+    assert len(line) <= 80
+    words = ShownLoss()
+    words.note(torch.tensor(0.123456))
+    assert words.look() == "loss 0.1235"
+    words.note(torch.tensor(7.0))
+    assert words.look() == "loss 0.1235", "within a second the device is not waited for again"
+    assert words.look(now=True) == "loss 7"
+
+
+def test_a_loop_of_progress_may_be_left(capsys):
+    for item in Booster("cpu").progress([1, 2, 3], "left"):
+        if item == 2:
+            break
+    assert "1/3" in capsys.readouterr().out
 
 
 def test_progress_without_rich_names_the_line_that_installs_it(monkeypatch):

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from urllib.error import URLError
 
 import pytest
@@ -274,9 +274,32 @@ def test_the_table_has_a_loss_scale_only_where_there_is_one(vit: Load, capsys: p
 
     assert "peak MiB" in still
     assert "40" in still
-    assert "loss scale" not in still
-    assert "loss scale" in moving
-    assert "skipped" in moving
+    assert "scale" not in still
+    assert "scale" in moving
+    assert "skips" in moving
+
+
+def test_table_and_bar_of_a_comparison_fit_into_80_columns(
+    vit: Load, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    histories = [history_of(vit, name, [1.0] * 3, [False] * 3) for name in ("fp32", "bf16", "bf16_naive")]
+    histories.append(history_of(vit, "fp16", [65536.0, 65536.0, 32768.0], [False, True, False]))
+    vit("report").print_table(histories, "vit_small_grey on fashion-mnist-subset, 2 processes")
+    out = capsys.readouterr().out
+    for heading in ("precision", "steps", "loss", "accuracy", "images/s", "seconds", "peak MiB", "scale", "skips"):
+        assert heading in out
+    history = histories[0]
+    monkeypatch.setattr(type(history), "num_steps", 300)
+    monkeypatch.setattr(type(history), "images_per_second", 12345.0)
+    with vit("progress").ProgressBar("fp16_naive", 300) as bar:
+        bar.show(history, torch.tensor(2.345), SimpleNamespace(loss_scale=65536.0, num_skipped=12))
+    bar_line = capsys.readouterr().out
+    assert "300/300 loss 2.345  12,345 img/s  scale 65536  skips 12" in bar_line
+    assert [line for line in (out + bar_line).splitlines() if len(line) > 80] == []
+    with vit("progress").ProgressBar("fp32", 300) as bar:
+        bar.show(history, torch.tensor(2.345), SimpleNamespace(loss_scale=1.0, num_skipped=0))
+    assert "scale" not in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------- checkpoints

@@ -54,7 +54,7 @@ class LinearConversion:
     dtype: torch.dtype = torch.bfloat16
     gather_in_fp8: bool = False
     precision: str = "LinearConversion"
-    _said: bool = dataclasses.field(default=False, init=False, repr=False)  # that it is a rehearsal
+    said: bool = dataclasses.field(default=False, init=False, repr=False)  # that it is a rehearsal
 
     def runs(self, device: torch.device) -> bool:
         """Whether kernels run, and not the emulation; raises ValueError where neither may."""
@@ -165,11 +165,11 @@ class LinearConversion:
             type(model).__name__,
             listed or "none",
         )
-        if not (kernels or self._said):
+        if not (kernels or self.said):
             _logger.warning(
                 "%s is emulated on %s: a rehearsal of its numbers, slower than the wide dtype", self.recipe.name, device
             )
-            self._said = True
+            self.said = True
 
 
 def _shown(name: str) -> str:
@@ -272,6 +272,9 @@ class LowPrecision(HalfPrecision):
         self.conversion = LinearConversion(
             self.recipe.in_roles(*roles), emulate, kept, compute_dtype, self._gathers, type(self).__name__
         )
+
+    def tell_no_rehearsal(self) -> None:
+        self.conversion.said = True
 
     def shown_options(self) -> dict[str, str]:
         half_weights = self.policy.param is not None

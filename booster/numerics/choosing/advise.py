@@ -241,14 +241,19 @@ class _Measurement:
 
 
 def _runs_on(device: torch.device, given: str | MixedPrecision) -> MixedPrecision:
-    """`given`, bound to `device`, or its rehearsal where it cannot run there; an object of the user's stays as it is."""
+    """`given`, bound to `device`, or its rehearsal where it cannot run there; an object of the user's stays as it is.
+
+    Rows say what is a rehearsal.
+    """
     precision = copy.deepcopy(make(given))
+    precision.tell_no_rehearsal()
     try:
         precision.bind(device)
     except ValueError:
         if not isinstance(given, str) or not isinstance(precision, (LowPrecision, TF32MixedPrecision)):
             raise
         precision = type(precision)(emulate=True)
+        precision.tell_no_rehearsal()
         precision.bind(device)
     return precision
 
