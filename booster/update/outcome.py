@@ -100,6 +100,7 @@ class StepResult:
     loss_scale: the scale that this step's gradients carried; 1.0 without a loss scaler.
     loss: what the closure returned; None without one.
     num_zeros_in_grad: zero gradient elements of this rank; None unless the precision was asked to count them.
+    is_known: whether `applied` would not wait.
     decision: `applied` without waiting, a 0-dim bool tensor where a device decides.
     pending: numbers that still lie on a device, 0-dim, by name; None in the constructor is none.
     fields: of the constructor: a `StepFields`, or what makes one when it is read.

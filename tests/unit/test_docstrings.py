@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from booster import StepResult
+
 ROOT = Path(__file__).parents[2]
 EXPORTING = (
     "booster",
@@ -150,6 +152,11 @@ def unsaid():
         missing = [key for key, each in typed.items() if each.default is None and key not in said]
         if missing and "None" not in around:
             yield f"{name}: {', '.join(missing)}"
+
+
+def test_the_result_of_a_step_names_its_fields_in_one_place():
+    fields = {name for name, member in vars(StepResult).items() if isinstance(member, property)}
+    assert fields - named(inspect.getdoc(StepResult), fields) == set()
 
 
 def test_what_none_means_is_said_where_it_is_the_default():
