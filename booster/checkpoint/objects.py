@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.data import DataLoaderWrapper
 from booster.ground import arguments
 from booster.interface.model import ModelWrapper, boosted_wrapper
 from booster.interface.optimizer import OptimizerWrapper, update_of
+from booster.interface.scheduler import LRSchedulerWrapper
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ def check_no_gradients_wait(objects: Objects) -> None:
             )
 
 
+_WRAPPERS = {"optimizer": OptimizerWrapper, "dataloader": DataLoaderWrapper, "lr_scheduler": LRSchedulerWrapper}
+
+
 def named(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_scheduler: Any, extra: Any) -> Objects:
     """Name what `save` and `load` were given: one object, a list of them, or a dict by the user's own names.
 
@@ -79,11 +84,16 @@ def named(model: Any, optimizer: Any, criterion: Any, dataloader: Any, lr_schedu
             raise TypeError(f"a checkpoint needs the optimizer that boost() returned, got {type(value).__name__}")
     for value in _named("criterion", criterion).values():
         if not callable(value):
-            raise TypeError(f"criterion must be callable, got {arguments.described(value)}")
+            meant = next((name for name, kind in _WRAPPERS.items() if isinstance(value, kind)), None)
+            hint = f"; pass it by name, {meant}=..." if meant else ""
+            raise TypeError(f"criterion must be callable, got {arguments.described(value)}{hint}")
     criteria = {name: value for name, value in _named("criterion", criterion).items() if isinstance(value, nn.Module)}
     loaders, schedulers = _named("dataloader", dataloader), _named("lr_scheduler", lr_scheduler)
     for kind, found in (("dataloader", loaders), ("lr_scheduler", schedulers)):
         for value in found.values():
+            meant = next((name for name, each in _WRAPPERS.items() if name != kind and isinstance(value, each)), None)
+            if meant:
+                raise TypeError(f"{kind} is given {arguments.described(value)}; pass it by name, {meant}=...")
             stateful = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
             if not stateful or isinstance(value, type):
                 raise TypeError(

@@ -136,6 +136,23 @@ def test_a_scheduler_loader_or_optimizer_in_third_place_says_the_keyword():
             b.boost(net, own, value)
 
 
+@pytest.mark.parametrize("place", ["criterion", "dataloader", "lr_scheduler"])
+@pytest.mark.parametrize("kind", ["optimizer", "dataloader", "lr_scheduler"])
+def test_what_is_saved_in_the_place_of_another_says_the_keyword(place, kind, tmp_path):
+    b, (net, own) = Booster("cpu"), pair()
+    loader = DataLoader(TensorDataset(torch.zeros(4, 4)))
+    schedule = torch.optim.lr_scheduler.StepLR(own, 1)
+    net, own, _, loader, schedule = b.boost(net, own, None, loader, schedule)
+    given = {"optimizer": own, "dataloader": loader, "lr_scheduler": schedule}[kind]
+    if place == kind:
+        assert b.save(tmp_path / "right", net, own, **{place: given}).exists()
+        return
+    for call in (b.save, b.load):
+        with pytest.raises(TypeError, match=f"{place} .*pass it by name, {kind}="):
+            call(tmp_path / "wrong", net, own, **{place: given})
+    assert not (tmp_path / "wrong").exists()
+
+
 # ---------------------------------------------------------------------- what is shown
 
 
