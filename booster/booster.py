@@ -66,8 +66,9 @@ class Booster:
         `PrecisionSchedule` of them, an `Autopilot`, or None for float32.
     plugin: a `Plugin`, or None for a single device.
 
-    fused_optimizer: True lets torch optimizers that have a fused kernel use it; "triton" steps by Triton kernels of this
-        library, and raises ValueError at `boost` where those cannot step; "compile" compiles the update of any optimizer
+    fused_optimizer: True takes Triton kernels of this library on CUDA, where a trial of them is like torch, else the fused
+        kernel of torch optimizers that have one, which also who builds them with fused=True keeps; "triton" takes those of
+        this library, and raises ValueError at `boost` where they cannot step; "compile" compiles the update of any optimizer
         instead, and says so in a WARNING where it cannot; False does none of it.
     clip_grad_norm: every `step()` clips the gradients of its optimizer to this norm; 0 does not.
     skip_nonfinite: skip steps whose gradients are not finite also without a loss scaler and without clipping.

@@ -25,6 +25,7 @@ from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
 from booster.tensors.trees import form, leaves, map_tensors, tensors, with_leaves
+from booster.update.application import honours_grad_scale
 from booster.update.outcome import StepHistory, StepResult
 
 _logger = logging.getLogger(__name__)
@@ -84,7 +85,9 @@ class CapturedStep:
         self._modules = [module for module in modules if "_parameters" in vars(module)]
         self._cells = Cells(self._optimizers)
         applications = [update.decision.application for update in self._updates]
-        self._draws = [_Draws(each.masters) for each in applications if isinstance(each, MasterApplication)]
+        self._draws = [
+            _Draws(each.masters, self._device) for each in applications if isinstance(each, MasterApplication)
+        ]
         self._layout, self._options = Layout.of(self._modules, self._optimizers), options_of(self._optimizers)
 
     @property
@@ -157,14 +160,15 @@ class CapturedStep:
             optimizer.settle()
 
     def _has_begun(self) -> bool:
-        """Return whether every optimizer has the states that its next step reads. Waits for the last step of an SGD.
+        """Return whether every optimizer has the states that its next step reads. Waits for the last step of some.
 
-        Momentum of torch's SGD begins with the first step that is not skipped, for which the host has to know."""
+        Momentum of torch's SGD begins with the first step that is not skipped, for which the host has to know, and all states
+        of optimizers without a fused kernel do."""
         return not any(
-            isinstance(optimizer.unwrap(), SGD)
-            and optimizer.step_was_skipped
-            and any(map(_MOMENTUM, optimizer.param_groups))
+            optimizer.step_was_skipped
             for optimizer in self._optimizers
+            if not honours_grad_scale(optimizer.unwrap())
+            or (isinstance(optimizer.unwrap(), SGD) and any(map(_MOMENTUM, optimizer.param_groups)))
         )
 
     def _unfit(self) -> str | None:
@@ -389,8 +393,8 @@ class _Graph:
 class _Draws:
     """Random numbers that masters and states are rounded with: the host draws them, and brings them to where graphs read."""
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters, self._dither = masters, masters.dither
+    def __init__(self, masters: Masters, device: torch.device) -> None:
+        self._masters, self._dither, self._device = masters, masters.dither, device
         self._lanes: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @property
@@ -410,7 +414,8 @@ class _Draws:
     @contextmanager
     def fixed(self) -> Iterator[None]:
         """Inside, what has been drawn in steps before is read from memory that does not move."""
-        for name, device in self._dither.asked - self._lanes.keys():
+        asked = {(name, device if device.type != "cpu" else self._device) for name, device in self._dither.asked}
+        for name, device in asked - self._lanes.keys():
             self._lanes[name, device] = self._dither.draw(name, device).to(device)
         self._dither.fixed = self._lanes
         try:

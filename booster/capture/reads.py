@@ -23,6 +23,7 @@ _HERE = os.path.dirname(__file__)
 _OURS = os.path.dirname(_HERE)
 _TORCH = os.path.dirname(torch.__file__)
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_KERNELS = tuple(os.path.join(place, "triton") + os.sep for place in _INSTALLED)  # which only reads where it interprets
 
 # Calls that read and show no operation.
 _SILENT = {"cpu", "numpy", "tolist", "__repr__", "__array__"}
@@ -73,6 +74,8 @@ class Reads:
         if not self.on:
             return
         user, reader = _who()
+        if reader is not None and _path(reader).startswith(_KERNELS):
+            return
         path, line = self._origin if user is None else (_path(user), _statement(user))
         where = "" if reader is user or reader is None else f", in {_shown(_path(reader))}:{reader.f_lineno}"
         self.found[f"{_shown(path)}:{line}: {what}{where}"] = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from booster.interface.optimizer import OptimizerWrapper
 from booster.loss_scaler import HostRule
 from booster.masters.update import MasterApplication
-from booster.update.application import honours_grad_scale
+from booster.update.application import decides_on_device
 from booster.update.device import DeviceDecision
 from booster.update.update import Update
 
@@ -43,7 +43,7 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
         return "its precision follows each step on the host"
     if isinstance(gradients.scaler, HostRule):
         return f"the rule of its loss scale, {type(gradients.scaler.host).__name__}, runs on the host; use DynamicScale"
-    if type(update.decision) is not DeviceDecision:
+    if not isinstance(update.decision, DeviceDecision):
         return _of_the_host(update)
     if isinstance(application, MasterApplication) and (application.masters.hosts or application.masters.offloads):
         return "its states lie in the host's memory; leave offload_states False"
@@ -51,11 +51,9 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
 
 
 def _of_the_host(update: Update) -> str:
-    if update.decision.on_device:
-        return "fused_optimizer='triton' is not recorded; leave fused_optimizer True"
-    if not honours_grad_scale(update.optimizer):
+    if not decides_on_device(update.optimizer):
         return (
-            "it has no fused kernel of torch, so the host decides on its steps and counts them; use Adam, AdamW, SGD or "
-            "Adagrad, and leave fused_optimizer True"
+            "it has no fused kernel, so the host decides on its steps and counts them; build it with capturable=True where its "
+            "class takes that, or use Adam, AdamW, SGD or Adagrad, and leave fused_optimizer True"
         )
     return "the host decides on its steps, as under fused_optimizer='compile', apex's levels, and what reports on them"

@@ -13,7 +13,7 @@ from booster.capture.reads import Reads, origin_of
 from booster.capture.rewind import Rewind, schedules_of
 from booster.ground.torch_internals import compiler_is_loaded
 from booster.interface.optimizer import OptimizerWrapper
-from booster.update.application import honours_grad_scale
+from booster.update.application import decides_on_device, honours_grad_scale
 from booster.update.choice import Stepping, on_device, update_on_device
 from booster.update.gradients import Gradients
 from booster.update.host import HostDecision
@@ -74,7 +74,7 @@ def decided_on_device(update: Update) -> Update:
     """Return the update that an optimizer of parameters on a GPU would have in the place of `update`, on the same masters."""
     optimizer, gradients, application = update.optimizer, update.gradients, update.decision.application
     devices = {param.device for group in optimizer.param_groups for param in group["params"]}
-    fits = honours_grad_scale(optimizer) and len(devices) == 1 and gradients.release is None
+    fits = decides_on_device(optimizer) and len(devices) == 1 and gradients.release is None
     if not fits or application.compiled or (type(gradients), type(update.decision)) != (Gradients, HostDecision):
         return update
     job = Job(

@@ -41,6 +41,23 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return resolved
 
 
+class DeviceCopies:
+    """Copies from the host to a device that nobody waits for. A graph makes its copies again in every replay, from where they
+    lay: those stay as long as this does."""
+
+    def __init__(self) -> None:
+        self._recorded: list[torch.Tensor] = []
+
+    def __call__(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if device.type != "cuda":
+            return values.to(device)
+        values = values.pin_memory()
+        there = values.to(device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            self._recorded += [values, there]
+        return there
+
+
 class HostCopy:
     """A tensor on its way to the host; reading it waits for that copy, not for what was queued later."""
 

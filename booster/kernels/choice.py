@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 ASKED = "triton"
-TAKEN_BY_TRUE: tuple[str, ...] = ()
-"""Types of devices on which `fused_optimizer=True` takes kernels wherever they can be.
-
-None before kernels have run on a GPU, where a default that nobody has seen run is the user's risk: `python -m benchmarks.gpu`
-ends with whether "cuda" may stand here."""
+TAKEN_BY_TRUE: tuple[str, ...] = ("cuda",)
+"""Types of devices on which `fused_optimizer=True` takes kernels wherever they can be, and a trial of them is like torch."""
 
 
 def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:
@@ -47,9 +44,18 @@ def _made(make: Callable[[Job], Update], job: Job) -> Update:
     if not asked and device.type not in TAKEN_BY_TRUE:
         return update
     reason = _refusal(update, job, device) or (None if asked else _chosen(job))
-    if job.shards.sharded and job.group is not None and agreement.largest(float(reason is not None), job.group):
-        reason = reason or "that of another rank cannot be"
     name = type(job.optimizer).__name__
+    if reason is None and not asked and (differing := _tried(update, job, device)) is not None:
+        reason = "they are not like torch's steps"
+        _logger.warning(
+            "steps of %s by Triton kernels on %s are not like torch's, which makes them: %s", name, device, differing
+        )
+    if (
+        (job.shards.sharded or not asked)
+        and job.group is not None
+        and agreement.largest(float(reason is not None), job.group)
+    ):
+        reason = reason or "that of another rank cannot be"
     if reason is None:
         _logger.info("%s is stepped by Triton kernels on %s", name, device.type)
         return _kernel_update(update, on_device(job, device))
@@ -76,6 +82,15 @@ def _kernel_update(update: Update, job: Job) -> Update:
 
     rule: Any = rule_of(job.optimizer)
     return kernel_update(job, rule, update.decision.application, update.kept)
+
+
+def _tried(update: Update, job: Job, device: torch.device) -> str | None:
+    """Return what differs where kernels are tried on `device` beside torch; None: nothing that rounding does not explain."""
+    from booster.kernels.probe import like_torch
+    from booster.kernels.rules import rule_of
+
+    rule: Any = rule_of(job.optimizer)
+    return like_torch(rule, job.optimizer, getattr(update.kept, "masters", None), device)
 
 
 def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
@@ -108,18 +123,15 @@ def _refused_groups(job: Job) -> str | None:
     from booster.kernels.rules import rule_of
 
     optimizer = job.optimizer
-    rule = rule_of(optimizer)
-    if rule is None:
+    if rule_of(optimizer) is None:
         return "its class has no rule among them"
     for group in optimizer.param_groups:
-        refused = rule.refusal(group)
-        if refused is not None:
-            return refused
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 return f"it was built with {option}=True"
-        if any(isinstance(value, torch.Tensor) and value.is_cuda for value in group.values()):
-            return "a learning rate or another option of it is a tensor on a device"
+        for name, value in group.items():
+            if isinstance(value, torch.Tensor) and value.is_cuda and name not in ("lr", "initial_lr"):
+                return f"its {name} is a tensor on a device"
     return None
 
 

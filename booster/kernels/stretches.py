@@ -74,7 +74,9 @@ class Stretches:
             raise Unfit(f"a parameter of shape {tuple(param.shape)} has gaps or overlaps in memory")
         own, clock = self._own(group, param, param)
         lay_states(param, own)
-        states = [self._state_of(own, name, param) for name in self._rule.states(self._optimizer.param_groups[group])]
+        names = self._rule.states(self._optimizer.param_groups[group])
+        self._check_begun(group, own, names)
+        states = [self._state_of(own, name, param) for name in names]
         self._tensors.append(param)
         codes = tuple(tensor.data_ptr() for tensor in states)
         self._put(group, clock, param, 0, param.numel(), param.data_ptr(), 0, codes, (0,) * len(codes), None)
@@ -93,6 +95,7 @@ class Stretches:
             if bucket.whole or of_bucket is None:
                 handle = bucket.handles[index if bucket.whole else 0]
                 own, clock = self._own(bucket.group, handle, weights)
+                self._check_begun(bucket.group, own, names)
                 self._make_states(bucket, own, names)
                 of_bucket = own, clock, [self._kept(bucket, handle, own, name) for name in names]
             own, clock, kept = of_bucket
@@ -155,6 +158,12 @@ class Stretches:
         self.clocks.append((address, group))
         return own, len(self.clocks) - 1
 
+    def _check_begun(self, group: int, own: dict[str, Any], names: Sequence[str]) -> None:
+        if self._rule.begins_by_torch(self._optimizer.param_groups[group]) and any(
+            own.get(name) is None for name in names
+        ):
+            raise Unfit("a first step, which makes states that do not begin at zero")
+
     def _note(self, own: dict[str, Any], name: str, value: Any) -> None:
         self._entries.append((own, name, value))
         self._tensors += value.tensors if isinstance(value, Packed) else [value]
@@ -212,5 +221,7 @@ def same(these: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def numbers_of(rule: Rule, groups: Iterable[dict[str, Any]]) -> list[tuple[float, ...]]:
-    """Return the rows of numbers of all groups."""
-    return [rule.numbers(group) for group in groups]
+    """Return the rows of numbers of all groups; 0 for a rate that is a tensor, which is not read here."""
+    return [
+        rule.numbers({**group, "lr": 0.0} if isinstance(group.get("lr"), torch.Tensor) else group) for group in groups
+    ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from booster.ground.device import DeviceCopies
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.compiled import CompiledKernels
 from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
@@ -83,8 +84,9 @@ class Table:
         addresses: Sequence[int],
         clocks: Sequence[tuple[int, int]],
         device: torch.device,
+        copies: DeviceCopies,
     ) -> None:
-        self.device, self.compiled = device, CompiledKernels()
+        self.device, self.compiled, self._copies = device, CompiledKernels(), copies
         apart = {id(each.bucket): place for place, each in enumerate(stretches) if each.travels}
         keyed = [
             (
@@ -142,10 +144,7 @@ class Table:
         return self._bytes
 
     def _there(self, values: torch.Tensor) -> torch.Tensor:
-        """A copy on the device that nobody waits for."""
-        if self.device.type == "cuda":
-            values = values.pin_memory()
-        return values.to(self.device, non_blocking=True)
+        return self._copies(values, self.device)
 
     def follow_gradients(self, addresses: Sequence[int]) -> None:
         """The gradients of the stretches, in the order in which they were given, lie at `addresses` now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
-from booster.ground.device import HostCopy
+from booster.ground.device import DeviceCopies, HostCopy
 from booster.ground.torch_internals import note_step, step_hooks
 from booster.kernels.compiled import CompiledKernels, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, clip_by, decide, norm_of, update
@@ -39,7 +40,7 @@ from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
 from booster.update.gradients import Gradients
 from booster.update.job import Job
 from booster.update.kept import KeptState
-from booster.update.outcome import StepFields, StepResult
+from booster.update.outcome import Copy, DeviceFields, StepFields, StepResult
 from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)
@@ -244,7 +245,9 @@ class KernelDecision(DeviceDecision):
         note_step(gradients.optimizer)
         if not checks:
             return StepResult(True, StepFields(loss_scale=1.0)), scale
-        return _result(out, norm, first, seed, joint.report()), scale
+        decided = _Decided(out)
+        fields = _Fields(seed, norm, joint.report(), decided=decided, is_first=first)
+        return StepResult(decided, fields, pending=fields.pending), scale
 
     # ------------------------------------------------------------------ within backward
 
@@ -315,11 +318,11 @@ class _Steps:
         self._found: Any = None  # dtypes and addresses of the gradients in the table
         self._laid: list[torch.Tensor] = []
         self._values: dict[str, tuple[Any, torch.Tensor]] = {}
-        self._compiled = CompiledKernels()
+        self._compiled, self._copies = CompiledKernels(), DeviceCopies()
         self._said = False
         self._broken: str | None = None
         self.reason: str | None = None
-        """Why the last step that was not one of kernels was none."""
+        """Why the last step was none of kernels, None if it was one."""
 
     def __deepcopy__(self, memo: Any) -> _Steps:
         return _Steps(self.rule, copy.deepcopy(self._optimizer, memo))  # tables hold addresses
@@ -342,6 +345,7 @@ class _Steps:
                 self._places = self._places_of(params, stretches)
                 self._stretches, self._params, self._layout, self._found = stretches, params, layout, None
             assert stretches is not None
+            self.reason = None
             return self._follow(grads, stretches, params[0].device if params else _CPU)
         except Unfit as unfit:
             self.reason, self._stretches = str(unfit), None
@@ -380,7 +384,7 @@ class _Steps:
         there = [addresses[place] + start * sizes[place] for place, start in self._places]
         if before is None or self._table is None or before[0] != dtypes:
             codes = [DTYPES[dtypes[place]] for place, _ in self._places]
-            self._table = Table(stretches.all, codes, there, stretches.clocks, device)
+            self._table = Table(stretches.all, codes, there, stretches.clocks, device, self._copies)
             if device.type == "cuda":
                 with current(device):
                     self._try(self._table)
@@ -404,10 +408,18 @@ class _Steps:
         """Return `values` as float64 on `device`, copied there only where they changed under `name`."""
         known = self._values.get(name)
         if known is None or known[0] != values or known[1].device != device:
-            numbers = torch.tensor(values, dtype=torch.float64)
-            numbers = numbers.pin_memory() if device.type == "cuda" else numbers
-            known = self._values[name] = values, numbers.to(device, non_blocking=True)
+            known = self._values[name] = values, self._copies(torch.tensor(values, dtype=torch.float64), device)
         return known[1]
+
+    def _rows(self, device: torch.device) -> torch.Tensor:
+        """Return the rows of numbers of all groups on `device`. Rates that are tensors are taken from where they are."""
+        groups = self._optimizer.param_groups
+        rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(self.rule, groups)]
+        found = self.device_numbers("rows", rows, device)
+        for row, group in zip(found, groups, strict=True):
+            if isinstance(group.get("lr"), torch.Tensor):
+                row[0].copy_(group["lr"], non_blocking=True)
+        return found
 
     def run(
         self,
@@ -426,7 +438,6 @@ class _Steps:
     ) -> torch.Tensor:
         """Decide and update; returns what was decided. is_part: of a step whose random numbers are those of its parts."""
         rule, device = self.rule, table.device
-        rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(rule, self._optimizer.param_groups)]
         carried, pending = _on_device(carried, device), _on_device(pending, device)
         scale = scaler if type(scaler) is DeviceScale else None
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
@@ -439,7 +450,7 @@ class _Steps:
             *(sums, 0 if sums is None else sums.numel(), found_in, carried, pending),
             *(self.device_numbers("options", options, device), factor, growth, hysteresis, seed),
             *(out.view(torch.float64), single, out, table.clocks, table.num_clocks),
-            *(self.device_numbers("rows", rows, device), table.scalars),
+            *(self._rows(device), table.scalars),
         )
         constants = {"CLIP": bound is not None, "PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS}
         constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
@@ -485,13 +496,14 @@ class _Steps:
         found = dict.fromkeys((kind.names for kind in table.kinds), self._no_chances(table.device))
         if dither is None:
             return found
+        # Drawn on the host, and copied at once; what a graph reads is brought to the device by somebody else.
+        place = table.device if dither.fixed else _CPU
         for kind in table.kinds:
             if kind.by_chance:
-                drawn = [dither.lanes(name, _CPU) for name in (WEIGHTS, *kind.names)]
+                drawn = [dither.lanes(name, place) for name in (WEIGHTS, *kind.names)]
                 drawn += [torch.zeros_like(drawn[0])] * (MOST_STATES - len(kind.names))
                 lanes = torch.cat(drawn)
-                lanes = lanes.pin_memory() if table.device.type == "cuda" else lanes
-                found[kind.names] = lanes.to(table.device, non_blocking=True)
+                found[kind.names] = lanes if dither.fixed else self._copies(lanes, table.device)
         return found
 
 
@@ -501,7 +513,15 @@ class _Measured:
 
     def __init__(self, table: Table, partials: torch.Tensor, sums: torch.Tensor, carried: Any) -> None:
         self._table, self._partials, self.sums, self.carried = table, partials, sums, carried
-        self.params = list(dict.fromkeys(table.params))
+
+    def copied(self, copy: Copy) -> _Measured:
+        """The same, of a copy of what names whose gradients are not finite."""
+        return _Measured(self._table, copy(self._partials), self.sums, self.carried)
+
+    @cached_property
+    def params(self) -> list[torch.Tensor]:
+        """Whose gradients were read."""
+        return list(dict.fromkeys(self._table.params))
 
     def norm(self, carried: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:
         """The norm, times `pending` and by `carried`, 0-dim on the device."""
@@ -533,31 +553,32 @@ class _Decided(HostCopy):
         """Whether the step was made, 0-dim on the device."""
         return self._out.view(torch.float32)[_SKIPPED] == 0
 
-    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> _Decided:
+    def copied(self, copy: Copy) -> _Decided:
         return _Decided(copy(self._out))
 
     def __call__(self) -> bool:
         return float(self.tensor().view(torch.float32)[_SKIPPED]) == 0.0
 
 
-def _result(out: torch.Tensor, norm: Any, is_first: bool, seed: Any, report: Callable[[], Any]) -> StepResult:
-    decided = _Decided(out)
-    on_device = isinstance(seed, torch.Tensor)
+@dataclass(frozen=True, eq=False)
+class _Fields(DeviceFields):
+    """decided: has the loss scale where that lives on a device, and the norm where `is_first` says that it read it."""
 
-    def read(applied: bool) -> StepFields:
-        there = decided.tensor()
-        found = norm if norm is None else float(there.view(torch.float64)[0]) if is_first else float(norm)
-        fields = StepFields(
-            loss_scale=float(there.view(torch.float32)[7]) if on_device else float(seed), grad_norm=found
+    decided: _Decided | None = None
+    is_first: bool = False
+
+    def __call__(self, applied: bool) -> StepFields:
+        assert self.decided is not None
+        there = self.decided.tensor()
+        on_device = isinstance(self.loss_scale, torch.Tensor)
+        scale = there.view(torch.float32)[7] if on_device else self.loss_scale
+        return DeviceFields(scale, there.view(torch.float64)[0] if self.is_first else self.grad_norm, self.report)(
+            applied
         )
-        if applied:
-            return fields
-        reason, culprit = report()
-        return fields._replace(skipped_reason=reason, culprit=culprit)
 
-    numbers = {"loss_scale": seed, "grad_norm": norm}
-    pending = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
-    return StepResult(decided, read, pending=pending)
+    def copied(self, copy: Copy) -> _Fields:
+        assert self.decided is not None
+        return _Fields(**vars(super().copied(copy)), decided=self.decided.copied(copy), is_first=self.is_first)
 
 
 def _added_up(partials: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Masters:
         self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = own_gradient
         self.loaded_weights: Callable[[], Weights] = dict
         self._names = names
-        self._options = options
+        self.options = options
         self._compiled = compiled
         self.released = released
         self.dither = Dither()
@@ -109,7 +109,7 @@ class Masters:
         if loaded:
             self._take_loaded(loaded)
         fresh: list[list[torch.Tensor]] = []
-        half_alone = self.packing is None and not self._options.offload
+        half_alone = self.packing is None and not self.options.offload
         for group in self.optimizer.param_groups:
             found = []
             for p in group["params"]:
@@ -144,12 +144,12 @@ class Masters:
     @property
     def of_half_alone(self) -> bool:
         """Whether none but half parameters may lie in buckets."""
-        return self.packing is None and not self._options.offload
+        return self.packing is None and not self.options.offload
 
     @property
     def offloads(self) -> bool:
         """Whether what is kept beside weights, and states, are to lie in the host's memory."""
-        return self._options.offload
+        return self.options.offload
 
     def may_have(self, param: torch.Tensor) -> bool:
         """Return whether `param` has a place in a bucket, or would have one if it were trained."""
@@ -400,7 +400,7 @@ class Masters:
     # ------------------------------------------------------------------ inside
 
     def _offloads(self, device: torch.device) -> bool:
-        return self._options.offload and moves(device)
+        return self.options.offload and moves(device)
 
     def _host(self, device: torch.device) -> HostMemory | None:
         if not self._offloads(device):
@@ -504,7 +504,7 @@ class Masters:
 
     def _format(self, dtype: torch.dtype) -> Format:
         if dtype not in self._formats:
-            made = self._options.make_format(self.optimizer, dtype, self.dither)
+            made = self.options.make_format(self.optimizer, dtype, self.dither)
             self._formats[dtype] = compiled_format(made) if self._compiled else made
         return self._formats[dtype]
 

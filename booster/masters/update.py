@@ -9,7 +9,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.optim import SGD
 
 from booster.masters.bucket import Bucket
 from booster.masters.compiled import CompiledMasterStep, half_norms
@@ -20,7 +19,7 @@ from booster.shards import Shards
 from booster.tensors.flat import is_dense
 from booster.tensors.grads import gradient_values, tensor_norms
 from booster.tensors.trees import HALF_DTYPES
-from booster.update.application import Application, Told
+from booster.update.application import Application, Told, begins, honours_grad_scale
 from booster.update.choice import Stepping, choose_update
 from booster.update.compiled import OWN_CACHE
 from booster.update.gradients import Gradients
@@ -133,20 +132,18 @@ class MasterApplication(Application):
         # Of which kernels take none.
         return any(param.grad.is_sparse or not is_dense(param) for param in plain)  # type: ignore[union-attr]
 
-    def _lacks_momentum(self) -> bool:
-        if not isinstance(self.optimizer, SGD) or not self._keeps_any():
-            return super()._lacks_momentum()
-        groups, state = self.optimizer.param_groups, self.optimizer.state
-        if all(group["momentum"] == 0 for group in groups):
+    def _lacks_states(self) -> bool:
+        if not self._keeps_any():
+            return super()._lacks_states()
+        groups, optimizer = self.optimizer.param_groups, self.optimizer
+        if honours_grad_scale(optimizer) and not any(group.get("momentum") for group in groups):
             return False
         self.whole.prepare()  # divides buckets, and makes those of new parameters
         masters = self.masters
         stepped = [b for b in masters.buckets if masters.gradient_of(b.params[0]) is not None]
         held: list[Any] = [(groups[bucket.group], handle) for bucket in stepped for handle in bucket.handles]
         held += [(group, p) for group in groups for p in masters.outside(group["params"]) if p.grad is not None]
-        return any(
-            group["momentum"] != 0 and state.get(tensor, {}).get("momentum_buffer") is None for group, tensor in held
-        )
+        return any(begins(optimizer, group, tensor) for group, tensor in held)
 
     def _keeps_any(self) -> bool:
         """Return whether there are masters; where a plugin shards, float32 shards are stepped as any weights are."""

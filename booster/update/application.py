@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -53,7 +53,10 @@ class Told:
 
     def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
         """Call `call`, a step of `optimizer` by a fused kernel, which reads this there for its length. One number is put onto
-        each device once, without waiting for it."""
+        each device once, without waiting for it. Another optimizer is stepped beside it: see `_step_beside`."""
+        if not honours_grad_scale(optimizer):
+            self._step_beside(call, optimizer)
+            return
         if not self.divides_by_one:
             if device not in self._there:
                 given = self.divisor
@@ -71,6 +74,30 @@ class Told:
             # GradScaler and a later plain step take the attributes' presence as an order.
             optimizer.__dict__.pop("grad_scale", None)
             optimizer.__dict__.pop("found_inf", None)
+
+    @torch.no_grad()
+    def _step_beside(self, call: Callable[[], Any], optimizer: Any) -> None:
+        """Call `call`, a step of `optimizer` that knows nothing of this, on gradients that are divided for it. What it wrote is
+        put back where nothing is to change: weights, states and gradients lie twice in memory meanwhile."""
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        grads = [param.grad for param in params]
+        if not self.divides_by_one:
+            divisor = self.divisor.float() if isinstance(self.divisor, torch.Tensor) else self.divisor
+            for param, divided in zip(params, torch._foreach_div(grads, divisor) if grads else (), strict=True):
+                param.grad = divided
+        written = [*params]
+        for param in params:
+            written += [value for value in optimizer.state.get(param, {}).values() if isinstance(value, torch.Tensor)]
+        found = self.found_inf
+        before = [] if found is None else [tensor.clone() for tensor in written]
+        try:
+            call()
+        finally:
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+        if found is not None:
+            for tensor, old in zip(written, before, strict=True):
+                tensor.copy_(torch.where(found > 0, old, tensor))
 
 
 AS_THEY_ARE = Told()
@@ -128,6 +155,8 @@ class Application:
         else:
             device = torch.device("cpu") if found is None else found.device
             told.step(optimizer.step, optimizer, device)
+            if not honours_grad_scale(optimizer):
+                return False
             if self.shards.sharded and not told.divides_by_one:
                 self.shards.divided(told.divisor if found is None else torch.where(found > 0, 1.0, told.divisor))
         return True
@@ -156,20 +185,19 @@ class Application:
 
     def must_know(self, gradients: Gradients, told: Told) -> bool:
         """Return whether the host must know what a device decided: hooks fire for updates only, a skipped first step would
-        leave torch's momentum uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
-        if any(step_hooks(self.optimizer)) or self._lacks_momentum() or not honours_grad_scale(self.optimizer):
+        leave torch's states uninitialised, the kernel takes a float32 scale also for float64, and may have been given up."""
+        if any(step_hooks(self.optimizer)) or self._lacks_states() or not decides_on_device(self.optimizer):
             return True
         return not told.divides_by_one and any(param.dtype == torch.float64 for param in gradients.params())
 
-    def _lacks_momentum(self) -> bool:
-        """Return whether a fused SGD has no momentum yet for something that it is about to step."""
-        optimizer = self.optimizer
-        return isinstance(optimizer, SGD) and any(
-            group["momentum"] != 0
-            and param.grad is not None
-            and optimizer.state.get(param, {}).get("momentum_buffer") is None
-            for group in optimizer.param_groups
+    def _lacks_states(self) -> bool:
+        """Return whether a step would make states that a skip is not to leave: see `begins`."""
+        groups = self.optimizer.param_groups
+        return any(
+            begins(self.optimizer, group, param)
+            for group in groups
             for param in group["params"]
+            if param.grad is not None
         )
 
 
@@ -294,6 +322,27 @@ def honours_grad_scale(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step()` divides gradients by its `grad_scale` and skips on its `found_inf` by itself."""
     # Not by torch's attribute that says so, which a deep copy of the optimizer lacks.
     return type(optimizer) in KERNELS and all(map(_FUSED, optimizer.param_groups))
+
+
+def is_capturable(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer` was built with capturable=True, so that none of its steps asks the host for anything."""
+    kind: Any = known(optimizer).kind
+    return kind == "elementwise" and all(
+        group.get("capturable") and group.get("foreach") is not False for group in optimizer.param_groups
+    )
+
+
+def decides_on_device(optimizer: Optimizer) -> bool:
+    """Return whether a step of `optimizer` can be undone, or not be made, without the host: see `Told.step`."""
+    return honours_grad_scale(optimizer) or is_capturable(optimizer)
+
+
+def begins(optimizer: Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> bool:
+    """Return whether a step would make states of `tensor` that do not begin at zero: momentum of torch's SGD, and what an
+    optimizer has for which nobody knows how they begin."""
+    if isinstance(optimizer, SGD):
+        return group["momentum"] != 0 and optimizer.state.get(tensor, {}).get("momentum_buffer") is None
+    return not honours_grad_scale(optimizer) and not optimizer.state.get(tensor)
 
 
 def start_late_momentum(optimizer: Optimizer) -> None:

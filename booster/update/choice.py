@@ -21,7 +21,7 @@ import torch
 
 from booster.ranks import agreement
 from booster.ranks.communicate import communication_device
-from booster.update.application import Application, honours_grad_scale
+from booster.update.application import Application, decides_on_device
 from booster.update.compiled import CompiledApplication, compiled_norms
 from booster.update.decision import Decision
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
@@ -92,7 +92,7 @@ def deciding_device(job: Job) -> torch.device | None:
     if job.options.release_gradients:  # whether there is a second pass is decided on the host
         return None
     devices = {param.device for group in job.optimizer.param_groups for param in group["params"]}
-    fit = honours_grad_scale(job.optimizer) and len(devices) < 2 and all(each.type in DECIDING for each in devices)
+    fit = decides_on_device(job.optimizer) and len(devices) < 2 and all(each.type in DECIDING for each in devices)
     if not job.shards.sharded or job.group is None:
         return next(iter(devices)) if fit and devices else None
     there = communication_device(torch.device("cpu"), job.group)

@@ -32,6 +32,10 @@ class DeviceNorm(NamedTuple):
     each: torch.Tensor
     params: list[torch.Tensor]  # whose gradients they are; some may have none when the step comes
 
+    def copied(self, copy: Copy) -> DeviceNorm:
+        """The same, of a copy of what names whose gradients are not finite."""
+        return self._replace(each=copy(self.each))
+
 
 class DeviceGradients(Gradients):
     """Gradients whose scale and clip factor are computed where somebody asks for them: on a device each number is a launch.
@@ -210,7 +214,7 @@ class _Blame(NamedTuple):
         return tuple(dict.fromkeys(self.name_of(param) for norms in each for param, finite in norms if not finite))
 
     def copied(self, copy: Copy) -> _Blame:
-        return _Blame([DeviceNorm(norm.total, copy(norm.each), norm.params) for norm in self.read], self.name_of)
+        return _Blame([norm.copied(copy) for norm in self.read], self.name_of)
 
 
 class _Applied(HostCopy):

@@ -4,8 +4,13 @@ As in a graph, what Python computed is as it was in the recording, memory lies w
 before the first replay, and whatever a host reads in a recording raises.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
@@ -15,6 +20,7 @@ from booster.numerics.diagnosis.replay import Memory
 from booster.tensors.trees import map_tensors, tensors
 
 T = TypeVar("T")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -32,7 +38,7 @@ class RecordedGraphs:
         states = [(generator, generator.get_state()) for generator in generators]
         recording = _Recording(memory)
         try:
-            with recording:
+            with recording, _launches(recording.operations):
                 result = body()
         finally:
             memory.write_back()
@@ -48,6 +54,23 @@ class RecordedGraphs:
                     operation()
 
         return result, replay
+
+
+@contextmanager
+def _launches(operations: list[Callable[[], None]]) -> Iterator[None]:
+    """Inside, what kernels of Triton would do, which are interpreted, is added to `operations` in the place of being done."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def kept(executor: Any, *args: Any, **kwargs: Any) -> None:
+        operations.append(functools.partial(launch, executor, *args, **kwargs))
+
+    with mock.patch.object(GridExecutor, "__call__", kept):
+        yield
 
 
 class _Recording(TorchDispatchMode):

@@ -4,14 +4,29 @@ There is no GPU here. A recorder of operations stands for the graph: tests/suppo
 """
 
 import copy
+import functools
 import math
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from recorded_graph import RecordedGraphs
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, lr_scheduler
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    lr_scheduler,
+)
 
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster, LossScaleError, StepResult
@@ -197,6 +212,62 @@ def test_thirty_replayed_steps_are_thirty_eager_ones_to_the_bit(precision, optim
         scales = [result[1] for result in found["results"]]
         assert any(b > a for a, b in zip(scales, scales[1:], strict=False))
         assert any(b < a for a, b in zip(scales, scales[1:], strict=False))
+
+
+CAPTURABLE = {
+    "RMSprop": lambda params, **options: RMSprop(params, lr=1e-3, momentum=0.9, **options),
+    "NAdam": lambda params, **options: NAdam(params, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1, **options),
+    "RAdam": lambda params, **options: RAdam(params, lr=1e-2, **options),
+    "Adamax": lambda params, **options: Adamax(params, lr=1e-2, **options),
+    "ASGD": lambda params, **options: ASGD(params, lr=1e-2, t0=3, **options),
+    "Rprop": lambda params, **options: Rprop(params, lr=1e-2, **options),
+    "Adadelta": lambda params, **options: Adadelta(params, lr=0.5, **options),
+    "Adam": lambda params, **options: Adam(params, lr=1e-2, amsgrad=True, **options),
+}
+
+
+@pytest.fixture
+def capturable_here(monkeypatch):
+    """Optimizers that are built with capturable=True step tensors of a CPU, as they do those of a GPU."""
+    for name in CAPTURABLE:
+        module = sys.modules[f"torch.optim.{name.lower()}"]
+        monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda supports_xla=True: ["cpu"])
+        own = {"capturable": True, "foreach": True}
+        monkeypatch.setitem(OPTIMIZERS, name, functools.partial(CAPTURABLE[name], **own))
+
+
+@pytest.mark.usefixtures("capturable_here")
+@pytest.mark.crossed
+@pytest.mark.parametrize("optimizer", CAPTURABLE)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_optimizers_without_a_kernel_are_captured_where_they_are_capturable(precision, optimizer):
+    # A rate in a tensor is multiplied where a number is a factor of a kernel: an ulp. So eager steps read a tensor, too.
+    expected = trained(True, precision, optimizer, max_graphs=0)[1]
+    run, found = trained(True, precision, optimizer)
+    assert_same(found, expected)
+    assert run.graphs.num_replays == STEPS - 1
+    assert [not result[0] for result in found["results"]] == [step in OVERFLOWS for step in range(STEPS)]
+
+
+@pytest.mark.usefixtures("capturable_here")
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive split"])
+@pytest.mark.parametrize("optimizer", CAPTURABLE)
+def test_a_skip_leaves_what_a_capturable_optimizer_has_and_the_host_reads_nothing(optimizer, precision, monkeypatch):
+    def held():
+        return copy.deepcopy((list(run.model.parameters()), list(run.optimizer.unwrap().state.values())))
+
+    run = Run(False, precision, optimizer)
+    for step in range(3):
+        run.whole_step(*batch(step))
+    run.optimizer.settle()
+    before, behind = held(), Behind(monkeypatch)
+    loss = run.loss(*batch(OVERFLOWS[0]))
+    with HostReads() as reads:
+        run.booster.backward(loss, run.optimizer)
+        result = run.optimizer.step()
+    assert (behind.waits, dict(reads.found)) == (0, {})
+    assert same(held(), before)
+    assert not result.applied
 
 
 def test_steps_that_look_at_nothing_are_the_same():

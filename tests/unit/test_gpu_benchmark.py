@@ -19,11 +19,11 @@ def test_without_a_gpu_it_says_so_in_one_line_and_fails(capsys):
 
 
 def test_kernels_may_be_the_default_where_they_are_right_and_no_slower():
-    assert 'may be ("cuda",)' in gpu.verdict(FAST, {"fp32": 0.5})
+    assert 'stays ("cuda",)' in gpu.verdict(FAST, {"fp32": 0.5})
     slow = {**FAST, "update": {"torch fused, clip": 1e-3, "fp32 by Triton": 1.5e-3}}
-    assert gpu.verdict(slow, {"fp32": 0.5}).endswith("stays (): update 1.50 of torch's fused")
-    assert "stays (): split 3 of what is tolerated" in gpu.verdict(FAST, {"split": 3.0})
-    assert "stays (): split nan of" in gpu.verdict(FAST, {"split": float("nan")})
+    assert gpu.verdict(slow, {"fp32": 0.5}).endswith("is to be (): update 1.50 of torch's fused")
+    assert "is to be (): split 3 of what is tolerated" in gpu.verdict(FAST, {"split": 3.0})
+    assert "is to be (): split nan of" in gpu.verdict(FAST, {"split": float("nan")})
     assert "update inf of" in gpu.verdict({}, {})  # what was not measured decides nothing
 
 

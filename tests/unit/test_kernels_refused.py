@@ -43,7 +43,6 @@ def with_dtype(dtype):
 REFUSED = {
     "its class has no rule among them": (lambda p: NAdam(p), {}),
     "its class has no rule": (lambda p: Own(p), {}),
-    "its momentum is dampened": (lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.1), {}),
     "it was built with differentiable=True": (lambda p: AdamW(p, differentiable=True), {}),
     "it was built with capturable=True": (lambda p: RMSprop(p, capturable=True), {}),
     "makes an update of its own": (lambda p: AdamW(p), {"precision": "fp16_apex"}),

@@ -287,3 +287,26 @@ def test_a_step_moves_the_bytes_of_the_formula(form):
     step_on(*step, gradients(list(step[1].parameters()), 0))
     table = step[2]._update.decision.steps._table
     assert table.bytes_of_a_step == pytest.approx(64 * 64 * sum(BYTES[form]))
+
+
+@pytest.mark.parametrize("form", ["fp32", "split", "masters"])
+def test_a_dampened_momentum_begins_with_the_first_step_that_is_made(form):
+    precision, options = FORMS[form]
+
+    def make(params):
+        return SGD(params, lr=1e-2, momentum=0.9, dampening=0.3)
+
+    torchs, ours = pair(make_model, make, precision, skip_nonfinite=True, **options)
+    count = len(list(ours[1].parameters()))
+    for number, missing in enumerate((0, 0, 1, 0, 0)):  # the last parameter begins late
+        for step in (torchs, ours):
+            grads = gradients(list(step[1].parameters()), number, INF if number == 0 else None)
+            applied = step_on(*step, [*grads[: count - missing], *[None] * missing]).applied
+            assert applied is (number > 0)
+        by_torch = ours[2]._update.decision.steps.reason is not None
+        assert by_torch is (number < 2), number
+    for own, other in zip(*map(held, (ours[2], torchs[2])), strict=True):
+        for one, wanted in zip(own, other, strict=True):
+            pairs = zip(one.values(), wanted.values(), strict=True) if isinstance(one, dict) else [(one, wanted)]
+            for values in pairs:
+                torch.testing.assert_close(*values, rtol=1e-6, atol=1e-8)

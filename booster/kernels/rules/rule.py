@@ -17,8 +17,8 @@ def no_flags(group: Group) -> tuple[bool, ...]:
     return ()
 
 
-def nothing_refused(group: Group) -> str | None:
-    return None
+def never(group: Group) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,9 @@ class Rule:
     """How optimizers of exactly the class `optimizer` update an element.
 
     states: names of the states of a group's elements, three at most, in the order in which `body` has them. numbers: the
-    float64 row of a group, eight at most. flags: what of a group is compiled into the kernel. counts: whether a
-    parameter's state has a "step". refusal: why a group is not stepped so. initial: the number that a state begins with.
+    float64 row of a group, eight at most, "lr" the first of them. flags: what of a group is compiled into the kernel. counts:
+    whether a parameter's state has a "step". begins_by_torch: whether torch makes a first step, since states do not begin at
+    zero.
 
     prepare: jit function of (row, step), a pointer to the row and the number of the step in float64, from 1; returns eight
     float64 numbers, once for each parameter. body: jit function of (weight, gradient, s0, s1, s2, h0 to h7, FLAGS), all
@@ -41,4 +42,4 @@ class Rule:
     body: Any
     flags: Callable[[Group], tuple[bool, ...]] = no_flags
     counts: bool = True
-    refusal: Callable[[Group], str | None] = nothing_refused
+    begins_by_torch: Callable[[Group], bool] = never
