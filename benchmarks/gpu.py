@@ -256,63 +256,80 @@ class GraphSection(TinySection):
             yield f"captured, {name}", lambda made=NAIVE[name]: self._captured(made())
 
     def _captured(self, precision: Any) -> Step:
-        net = self._net()
-        booster = Booster(self._device, precision, clip_grad_norm=1.0)
-        model, optimizer, criterion, *_ = booster.boost(
-            net, torch.optim.AdamW(net.parameters(), lr=1e-4), nn.CrossEntropyLoss()
-        )
-
-        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = criterion(model(x), y)
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        captured = booster.capture(step, self._x, self._y)
-        return lambda: captured(self._x, self._y)
+        return captured(self._net(), nn.CrossEntropyLoss(), self._x, self._y, precision)
 
     def _torch_graph(self, precision: str) -> Step:
-        net = self._net()
-        rate = torch.tensor(1e-4, device=self._device)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=rate, fused=True)
-        half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        scale = torch.full((), 2.0**16, device=self._device)
-        growth = torch.zeros((), dtype=torch.int32, device=self._device)
+        return torch_graph(self._net(), F.cross_entropy, self._x, self._y, precision)
 
-        def step() -> None:
-            with torch.autocast(self._device, half or torch.bfloat16, enabled=half is not None):
-                loss = F.cross_entropy(net(self._x), self._y)
-            (loss * scale if precision == "fp16" else loss).backward()
-            if precision == "fp16":
-                found = torch.zeros((), device=self._device)
-                grads = [param.grad for param in net.parameters()]
-                torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.double().reciprocal().float())
-                optimizer.found_inf = found  # type: ignore[attr-defined]
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-            if precision == "fp16":
-                torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 2000)
-            optimizer.zero_grad()
 
-        if self._device == "cpu":
-            return step
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+def captured(
+    net: nn.Module,
+    criterion: Any,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    precision: Any,
+    *,
+    capture: bool = True,
+    **options: Any,
+) -> Step:
+    """A step of `net` by AdamW, clipped at 1, in one graph of ours; as it is where not `capture`."""
+    booster = Booster(x.device, precision, clip_grad_norm=1.0, half_products="native", **options)
+    model, optimizer, criterion, *_ = booster.boost(net, adamw(net, **options), criterion)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = criterion(model(x), y)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = booster.capture(step, x, y) if capture else step
+    return lambda: run(x, y)
+
+
+def torch_graph(
+    net: nn.Module, criterion: Any, x: torch.Tensor, y: torch.Tensor, precision: str, *, capture: bool = True
+) -> Step:
+    """The same step by hand, in one graph: fused AdamW, and torch's kernels for the scale of float16."""
+    device = x.device
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-4, device=device), fused=True)
+    half = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    scale = torch.full((), 2.0**16, device=device)
+    growth = torch.zeros((), dtype=torch.int32, device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None):
+            loss = criterion(net(x), y)
+        (loss * scale if precision == "fp16" else loss).backward()
+        if precision == "fp16":
+            found = torch.zeros((), device=device)
+            grads = [param.grad for param in net.parameters()]
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale.double().reciprocal().float())
+            optimizer.found_inf = found  # type: ignore[attr-defined]
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        if precision == "fp16":
+            torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, 2000)
+        optimizer.zero_grad()
+
+    if device.type == "cpu" or not capture:
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
             step()
-        return graph.replay
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
@@ -320,7 +337,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         parts = self.qkv(self.first(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        heads = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=self.causal)
         x = x + self.out(heads.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.second(x))))
 

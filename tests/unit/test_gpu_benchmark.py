@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, graphs
 from benchmarks.launches import interprets
 
 FAST = {
@@ -38,3 +38,13 @@ def test_kernels_train_as_torch_does():
     found = gpu.differences("cpu")
     assert len(found) == 9
     assert max(found.values()) <= 1.0
+
+
+@pytest.mark.slow
+def test_graphs_of_whole_models_are_timed_beside_the_same_by_hand(capsys):
+    if not torch.cuda.is_available():
+        assert graphs.main([]) == 2
+    assert graphs.main(["--small", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("| captured, bf16 |") == said.count("| torch in a graph, fp16 |") == 4
+    assert "Error" not in said

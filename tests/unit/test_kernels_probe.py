@@ -108,13 +108,15 @@ def test_a_fault_in_a_kernel_is_found_told_and_stepped_around(fault, monkeypatch
 
 @pytest.mark.parametrize("options", [{}, SPLIT, BF16], ids=["fp32", "split", "bf16 states"])
 def test_without_a_fault_steps_are_those_of_who_asks_in_as_many_launches(options, caplog):
-    from booster.kernels.compiled import CompiledKernels as Kept
+    from booster.kernels.compiled import CompiledKernels
 
     launched = []
     with pytest.MonkeyPatch.context() as patch:
-        launch = Kept.launch
+        launch = CompiledKernels.launch
         patch.setattr(
-            Kept, "launch", lambda self, kernel, *given: launched.append(kernel) or launch(self, kernel, *given)
+            CompiledKernels,
+            "launch",
+            lambda self, kernel, *given: launched.append(kernel) or launch(self, kernel, *given),
         )
         runs = [boosted(**options, fused=fused) for fused in (True, "triton")]
         counts, weights = [], []
