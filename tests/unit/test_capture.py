@@ -960,8 +960,8 @@ def test_an_optimizer_that_steps_twice_is_refused():
 
 
 REFUSED = {
-    "RMSprop": ({}, lambda params: RMSprop(params, lr=1e-2), "no fused kernel of torch"),
-    "foreach": ({}, lambda params: AdamW(params, lr=1e-2, foreach=True), "no fused kernel of torch"),
+    "RMSprop": ({}, lambda params: RMSprop(params, lr=1e-2), "it has no fused kernel, so the host decides"),
+    "foreach": ({}, lambda params: AdamW(params, lr=1e-2, foreach=True), "it has no fused kernel, so the host decides"),
     "release": ({"release_gradients": "exact"}, None, "release_gradients='exact' steps within backward"),
     "apex": ({"mixed_precision": "fp16_apex"}, None, "the host decides on its steps"),
 }
