@@ -31,7 +31,7 @@ from benchmarks.scaling.traffic import Message, data_parallel_messages, pipeline
 from booster import Booster
 from booster.memory.plan import Plan
 from booster.plugin.ddp.gradient_reducer import MOST_IN_FLIGHT
-from booster.tensors.flat import bucket_size
+from booster.tensors.flat import SMALLEST_BUCKET, bucket_size
 
 PEAK = 0.05  # of a peak, by which formula and record may differ: what single operations take for themselves
 NOISE = 512  # bytes; shorter messages are flags, losses and norms
@@ -303,7 +303,17 @@ def expected_memory(case: Case, stage: int = 0) -> Memory:
     precision = PRECISIONS[case.precision]
     memory = held_memory(stage_parameters(case.model, case.plan, stage), case.plan, precision)
     received = receive_buffers(case.model, case.plan, precision, case.tokens, stage)
-    return dataclasses.replace(memory, buffers=memory.buffers + received)
+    return dataclasses.replace(memory, buffers=memory.buffers + received + kept_scratch(case, stage))
+
+
+def kept_scratch(case: Case, stage: int = 0) -> float:
+    """Return the bytes of a small model's scratch for masters, which stays from step to step on a CPU."""
+    precision = PRECISIONS[case.precision]
+    parameters = stage_parameters(case.model, case.plan, stage) / case.plan.state_shards
+    size = bucket_size(int(parameters), torch.device("cpu"))
+    if size > SMALLEST_BUCKET:
+        return 0
+    return min(size, parameters) * (precision.shard_scratch if case.plan.engine == "fully_shard" else precision.scratch)
 
 
 def expected_moments(case: Case, stage: int = 0) -> Moments:
@@ -326,12 +336,14 @@ def on_cpu(case: Case, moments: Moments, stage: int = 0) -> Moments:
     """
     plan, precision = case.plan, PRECISIONS[case.precision]
     parameters = stage_parameters(case.model, plan, stage)
-    more = dict.fromkeys(("reduces", "ends", "update"), 0.0)
+    more = dict.fromkeys(("begins", "gathers", "reduces", "ends", "update"), 0.0)
     bucket = bucket_size(int(parameters / plan.state_shards), torch.device("cpu"))
+    kept = kept_scratch(case, stage)
     if case.precision == "naive, split":
         more["update"] = 4 * bucket
-    if plan.engine == "replicated" and plan.state_shards > 1:  # gathered when the scratch of masters is free again
-        more["update"] = max(more["update"], parameters * precision.weight - precision.scratch * bucket)
+    if plan.engine == "replicated" and plan.state_shards > 1:  # gathered when scratch that is not kept is free again
+        freed = 0 if kept else precision.scratch * bucket
+        more["update"] = max(more["update"], parameters * precision.weight - freed)
     if plan.engine == "replicated" and plan.gradient_shards > 1:
         whole, in_flight = (
             parameters * precision.gradient,
@@ -347,6 +359,8 @@ def on_cpu(case: Case, moments: Moments, stage: int = 0) -> Moments:
     ):
         layer = case.model.layer_matrices / plan.tp + 2 * case.model.hidden
         more["reduces"] = layer * (precision.reduce - precision.gather)  # instead of the gradients before their cast
+    for name in more.keys() - {"update"}:
+        more[name] += kept
     return dataclasses.replace(moments, **{name: getattr(moments, name) + size for name, size in more.items()})
 
 

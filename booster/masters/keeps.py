@@ -142,6 +142,9 @@ class KeptMasters(KeptState):
     def master_tensors(self) -> list[torch.Tensor]:
         return [bucket.rest for bucket in self.masters.buckets if bucket.rest is not None]
 
+    def scratch_tensors(self) -> list[torch.Tensor]:
+        return [] if self.masters.scratch is None else self.masters.scratch.tensors()
+
     def wait_for_copies(self) -> None:
         self.masters.settle()
 

@@ -83,6 +83,7 @@ class Masters:
         self.options = options
         self._compiled = compiled
         self.released = released
+        self.scratch: Any = None  # of the last step, where that kept it
         self.dither = Dither()
         self.packing = options.make_packing(optimizer, self.dither)
         self.hosts: dict[torch.device, HostMemory] = {}

@@ -58,7 +58,6 @@ class MasterStep:
     def __init__(self, masters: Masters) -> None:
         self.masters = masters
         self._layouts = StateLayouts()
-        self._scratch: _Scratch | None = None  # of the last step, where it is kept
         self._bare: Callable[..., Any] = bare_step  # the optimizer's `step` without hooks, found once in a step
 
     @torch.no_grad()
@@ -182,12 +181,13 @@ class MasterStep:
     def _scratch_for(self, buckets: Sequence[Bucket]) -> _Scratch:
         """That of the last step, if it was small enough to be kept: for a small model on a CPU, to get its pages anew from the
         system takes as long as all the rest of a step."""
-        if self._scratch is None or not self._scratch.fits(buckets):
+        kept = self.masters.scratch
+        if kept is None or not kept.fits(buckets):
             scratch = _Scratch(buckets)
             if not scratch.is_small or self.masters.released:
                 return scratch
-            self._scratch = scratch
-        return self._scratch
+            self.masters.scratch = kept = scratch
+        return kept
 
     def journeys(self, buckets: Sequence[Bucket]) -> dict[HostMemory, Journey]:
         """Begin to bring what lies on the host, in the order in which `step_those` wants it."""
@@ -312,6 +312,10 @@ class _Scratch:
     def fits(self, buckets: Sequence[Bucket]) -> bool:
         """Whether it is large enough for `buckets`, too."""
         return all(bucket.packing is None and bucket.size <= self._sizes.get(bucket.device, 0) for bucket in buckets)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what was made."""
+        return list(self._tensors.values())
 
     def of(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (values, gradients) of the bucket's size; the former only where the bucket needs it."""

@@ -43,7 +43,7 @@ class Estimate:
     plugin: its name, see `Plugin`.
     world_size: number of ranks.
     weights: with buffers.
-    masters: float32 copies of half weights, or what is kept of them.
+    masters: float32 copies of half weights, or what is kept of them; for a small model on a CPU also the scratch of a step.
     gradients: of all parameters, as they lie after backward.
     states: of the optimizer.
     inputs: the batch.

@@ -19,7 +19,7 @@ class Measured:
     """Bytes on this rank.
 
     weights: with buffers.
-    masters: float32 copies of half weights, or what is kept of them.
+    masters: float32 copies of half weights, or what is kept of them; for a small model on a CPU also the scratch of a step.
     gradients: that are there now.
     states: of the optimizer.
     peak: of the CUDA device since its statistics were reset; None on CPU.
@@ -61,7 +61,7 @@ def measure(model: nn.Module, optimizer: OptimizerWrapper) -> Measured:
     masters = update.kept.master_tensors()
     away = [t for t in (*masters, *tensors) if t.dim() and t.device.type != device.type]
     host = _bytes(away, seen)
-    kept, states = _bytes(masters, seen), _bytes(tensors, seen)
+    kept, states = _bytes([*masters, *update.kept.scratch_tensors()], seen), _bytes(tensors, seen)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Measured(weights, kept, gradients, states, peak, host)
 

@@ -16,7 +16,7 @@ from booster.masters.packing import Packing
 from booster.masters.rounding import Dither
 from booster.memory.tracker import StorageTracker
 from booster.model.optimizer_kinds import kind_of, probe_of
-from booster.tensors.flat import aligned, bucket_size
+from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
 from booster.update.fused import switch_to_fused
 from booster.update.gradual import most_at_once
 
@@ -28,7 +28,8 @@ _HALF = (torch.float16, torch.bfloat16)
 @dataclass(frozen=True)
 class Stepped:
     """Bytes: states and masters that are held, and what a step takes beside them and the gradients. part: elements whose
-    gradients wait at most for each other, where they are released. host: those of states and masters in the host's memory."""
+    gradients wait at most for each other, where they are released. host: those of states and masters in the host's memory.
+    Scratch that a small model keeps between steps on a CPU counts as masters."""
 
     states: int
     masters: int
@@ -56,7 +57,8 @@ def stepped(
     ValueError for an optimizer that cannot be stepped so, or not on a few random numbers.
     """
     shapes = shapes or tuple((n,) for _, n in sizes)
-    elementwise = kind_of(optimizer) == "elementwise"
+    kind = kind_of(optimizer)
+    elementwise = kind == "elementwise"
     probes = {
         dims: _observed(optimizer, fused, dims) for dims in {1 if elementwise else len(shape) for shape in shapes}
     }
@@ -77,16 +79,17 @@ def stepped(
         temporaries = max(temporaries, n * probe.at_once)
         states += has * (n * sum(probe.names.values()) + probe.beside(shape))
     parts = most_at_once(sum(n for _, n in sizes))
-    masters = host = 0
+    masters = host = scratch = largest_of_all = 0
     total = sum(n for _, n in bucketed)
     for dtype in {dtype for dtype, _ in bucketed}:
         here = [i for i, inside in enumerate(in_buckets) if inside and sizes[i][0] == dtype]
         probe = probe_of[max(here, key=lambda i: sizes[i][1])]
         own = sum(aligned(sizes[i][1]) for i in here)
         stepped_on = sum(aligned(sizes[i][1]) for i in here if made[i])
-        size = bucket_size(total, device if away else _CPU, packed=packs, released=released)
+        size = most = bucket_size(total, device if away else _CPU, packed=packs, released=released)
         if not elementwise:
             size = max(sizes[i][1] for i in here)
+            most = total if kind == "whole" else max(most, size)
         largest = min(size, own)
         format = options.make_format(optimizer, dtype, Dither())  # type: ignore[union-attr]
         rest = format.allocate(64, dtype, torch.device("cpu"))
@@ -111,7 +114,13 @@ def stepped(
         parts = min(parts, size)
         # Of what lies on the host two buckets are on the device at a time; a master that is kept whole is stepped there.
         near = min(2, -(-own // size)) * (sum(kept.values()) + beside) if away else 0
-        temporaries = max(temporaries, largest * (4 + 4 * format.needs_values + widened + probe.at_once + near))
+        buffers = 4 + 4 * format.needs_values
+        temporaries = max(temporaries, largest * (buffers + widened + probe.at_once + near))
+        trained = [aligned(sizes[i][1]) for i in here if not (idle and idle[i])]
+        kept_size = min(most, sum(trained))
+        scratch, largest_of_all = max(scratch, kept_size * buffers), max(largest_of_all, kept_size)
+    if not (packs or released) and device.type == "cpu" and largest_of_all <= SMALLEST_BUCKET:
+        masters, temporaries = masters + scratch, max(temporaries - scratch, 0)
     return Stepped(int(states), masters, int(temporaries), parts, host)
 
 

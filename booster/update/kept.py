@@ -66,6 +66,10 @@ class KeptState:
         """Return what is kept beside half weights."""
         return []
 
+    def scratch_tensors(self) -> list[torch.Tensor]:
+        """Return the scratch that stays from step to step."""
+        return []
+
     def wait_for_copies(self) -> None:
         """Wait until what the last step sent to the host's memory, if anything, has arrived there."""
 
