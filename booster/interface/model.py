@@ -183,6 +183,13 @@ class Pinned(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Histories(Protocol):
+    """What a checkpoint needs of scales that follow from earlier steps; see `low_precision.delayed.ScaleHistories`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class ModelWrapper(PrecisionModule):
     """What `boost` returns for a model, and for a criterion that is a module.
 
@@ -192,6 +199,7 @@ class ModelWrapper(PrecisionModule):
     """
 
     _pins: Pinned | None = None
+    _histories: Histories | None = None
 
     def become(self, other: ModelWrapper, hooks: Collection[int] = ()) -> set[int]:
         """Run what `other` runs, as it does, from now on: the same user's model, under another precision.
@@ -235,6 +243,16 @@ def keep_pins(model: ModelWrapper, pins: Pinned) -> None:
 def pins_of(model: ModelWrapper) -> Pinned | None:
     """Return what is pinned during the run in a boosted model; None where its precision pins nothing."""
     return model._pins
+
+
+def keep_histories(model: ModelWrapper, histories: Histories) -> None:
+    """Have `histories_of(model)` be `histories`, which checkpoints keep."""
+    model.__dict__["_histories"] = histories
+
+
+def histories_of(model: ModelWrapper) -> Histories | None:
+    """Return what a boosted model's scales follow from; None where they follow from nothing that was."""
+    return model._histories
 
 
 def precision_of(model: PrecisionModule) -> ForwardPrecision:

@@ -10,6 +10,7 @@ from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.fp32 import FP32
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeptModules, is_batch_norm, set_fp32_attr_to_module
 from booster.mixed_precision.low_precision.autopilot import Autopilot
+from booster.mixed_precision.low_precision.delayed import DelayedScaling
 from booster.mixed_precision.low_precision.strategy import (
     FP8MixedPrecision,
     Int8MixedPrecision,
@@ -29,6 +30,7 @@ __all__ = [
     "BF16MixedPrecision",
     "BF16NaiveMixedPrecision",
     "Blocks",
+    "DelayedScaling",
     "DtypePolicy",
     "DynamicScale",
     "Ends",

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper
-from booster.interface.optimizer import OptimizerWrapper
+from booster.interface.model import CriterionWrapper, ModelWrapper, keep_histories
+from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.choice import ASKED, by_kernels
 from booster.loss_scaler import LossScaler, NoScale
 from booster.masters.compiled import can_compile_masters
@@ -359,6 +359,11 @@ class MixedPrecision:
         rebound = rebind_all(optimizers, before, placed, placement)
         # wrap
         wrapped = [self._wrap_optimizer(each, boosted, names, weights, placement.group, options) for each in rebound]
+        if wrapped and self.conversion is not None:
+            histories = self.conversion.follow(bare(placed), self.device, placement.group)
+            if histories is not None:
+                keep_histories(boosted, histories)
+                update_of(wrapped[0]).gradients.listen(histories)
         return boosted, (wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None)), boosted_criterion
 
     def _wrap_optimizer(

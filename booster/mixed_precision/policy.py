@@ -5,10 +5,10 @@ What a precision asks of a parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from booster.model.modules import bare, parents
 from booster.model.params import Done, set_tensors
 from booster.model.tied import places_of
 from booster.shards import Shards
+from booster.update.outcome import StepListener
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +214,13 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
             yield param.grad
 
 
+class StepHistories(StepListener, Protocol):
+    """What listens to the steps of a model, and what checkpoints keep of it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
 class Conversion(Protocol):
     """Layers of another kind in place of a model's own, swapped before it is placed; any precision may hold one."""
 
@@ -232,6 +240,9 @@ class Conversion(Protocol):
 
     def revert(self, model: nn.Module) -> None:
         """Undo `convert`, in place, also in a model that was placed since."""
+
+    def follow(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> StepHistories | None:
+        """Return what is to hear of the steps of the placed `model`; None for nothing. May run collectives."""
 
 
 @runtime_checkable

@@ -99,9 +99,17 @@ class Scaled:
         return _in_rows(parts, self.values.shape).to(dtype)
 
 
-def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: torch.Tensor | None = None) -> Scaled:
+def scale_to(
+    x: torch.Tensor,
+    target: NumberFormat,
+    scaling: Scaling,
+    *,
+    noise: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> Scaled:
     """Round the matrix `x` to `target` under the scales of `scaling`.
 
+    scale: one for all of a float8 matrix, float32 of shape (), to take instead of its own; numbers too large are cut off.
     noise: as for `round_to`. A scale of zeros is the smallest one. Where there is an inf or NaN under a scale, it and all
     numbers under it become NaN.
     """
@@ -112,6 +120,9 @@ def scale_to(x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, noise: 
     if x.dtype not in CARRIERS:
         raise ValueError(f"numbers are rounded to {target} from float32, bfloat16 or float16, got {x.dtype}")
     over = scaling.over
+    if scale is not None and target.dtype is not None:
+        values = (x.float() / scale).clamp_(target.lowest, target.largest).to(target.dtype)
+        return Scaled(values, scale, None, scaling)
     parts = _in_blocks(x.contiguous().float(), over) if isinstance(over, tuple) else x.float()
     size = _sizes(parts, over)
     largest = size / target.largest

@@ -240,6 +240,9 @@ RANGES: dict[str, Predicate] = {
     "Booster.reduce(tensor)": either(rows, one_of(["x"], [None])),  # labels in containers stay
     "Autopilot(low)": either(text, a(booster.mixed_precision.LowPrecision)),
     "Autopilot(budget)": number(0, 1),
+    "delayed_scaling": either(one_of(True, False), a(booster.mixed_precision.DelayedScaling)),
+    "amax_history_len": whole(1),
+    "margin": whole(0),
     "Blocks(first)": lambda v: number(above=0)(v) and (v <= 1 or v == int(v)),
     "Blocks(last)": lambda v: number(0)(v) and (v <= 1 or v == int(v)),
     "PrecisionSchedule(phases)": nothing,
@@ -671,6 +674,7 @@ CALLED_BY_US: tuple[type, ...] = (
     booster.mixed_precision.PrecisionSchedule,
     booster.mixed_precision.Blocks,
     booster.mixed_precision.Ends,
+    booster.mixed_precision.DelayedScaling,
     booster.mixed_precision.LossScaler,
     booster.mixed_precision.DtypePolicy,
     booster.mixed_precision.Placement,
@@ -688,7 +692,17 @@ CALLED_BY_US: tuple[type, ...] = (
     booster.plugin.PlacedModule,
     *(
         getattr(booster.numerics, name)
-        for name in ("Advice", "Budget", "Comparison", "Diagnosis", "Numbers", "Pins", "Record", "Report", "Run")
+        for name in (
+            "Advice",
+            "Budget",
+            "Comparison",
+            "Diagnosis",
+            "Numbers",
+            "Pins",
+            "Record",
+            "Report",
+            "Run",
+        )
     ),
 )
 

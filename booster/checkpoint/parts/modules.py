@@ -19,7 +19,7 @@ from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.checkpoint.way_back import load_module, may_refuse
 from booster.checkpoint.weights import ties_that_differ
 from booster.ground.text import listed
-from booster.interface.model import ModelWrapper, Pinned, pins_of
+from booster.interface.model import Histories, ModelWrapper, Pinned, histories_of, pins_of
 from booster.masters.keeps import LoadedWeights
 from booster.model.modules import bare
 from booster.model.tied import names_of
@@ -185,3 +185,49 @@ class PinnedModules(Part):
         for name, model in self.objects.models.items():
             if (pins := pins_of(model)) is not None:
                 yield name, pins
+
+
+class Scales(Part):
+    """What the scales of low-precision layers follow from; other precisions, and checkpoints of earlier versions, have none."""
+
+    turn = 3
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        if into.rank:
+            return {}
+        return {"scales": {name: into.alone(each.state_dict(), f"scales/{name}") for name, each in self._here()}}
+
+    def compare(self, found: Found) -> Iterator[str]:
+        said = found.saved.tree.get("scales", {})
+        for name, _ in self._here():
+            if name in said:
+                yield from self._misfit(name, found)
+                found.saved.want_all(said[name])
+            else:
+                found.saved.notes.append(
+                    f"models {name!r}: no history of scales was saved; delayed scaling begins anew"
+                )
+
+    def _misfit(self, name: str, found: Found) -> Iterator[str]:
+        state = found.saved.tree["scales"][name]
+        entry = found.saved.entry(reference(state["history"])) if state.keys() == {"names", "history"} else None
+        names = state.get("names")
+        if entry is None or not isinstance(names, list) or entry.shape[1:] != (len(names), 3) or len(entry.shape) != 3:
+            yield f"models {name!r}: what is saved of its scales is no history of them"
+
+    def prepare(self, found: Found) -> None:
+        said = found.saved.tree.get("scales", {})
+        self._states = [(each, found.saved.value(said.get(name, {}))) for name, each in self._here()]
+
+    def steps(self) -> Iterator[Step]:
+        yield "the histories of scales", self._hand_over
+
+    def _hand_over(self, undo: ExitStack) -> None:
+        for histories, state in self._states:
+            undo.callback(histories.load_state_dict, histories.state_dict())
+            histories.load_state_dict(state)
+
+    def _here(self) -> Iterator[tuple[str, Histories]]:
+        for name, model in self.objects.models.items():
+            if (histories := histories_of(model)) is not None:
+                yield name, histories

@@ -141,7 +141,8 @@ class LowPrecisionLinear(LinearStandIn):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
         keeps = torch.is_grad_enabled() and self.weight.requires_grad
-        y = _Linear.apply(x.to(dtype), self.weight, self.recipe, self.kernels, watchers, keeps)
+        recipe = self.recipe if self.training and torch.is_grad_enabled() else self.recipe.unnoted()
+        y = _Linear.apply(x.to(dtype), self.weight, recipe, self.kernels, watchers, keeps)
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def extra_repr(self) -> str:

@@ -42,7 +42,9 @@ def turned(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe, know
 
 def low(x: torch.Tensor, operand: Operand) -> Scaled:
     """Return the matrix `x` in the format of `operand`."""
-    return scale_to(x, operand.format, operand.scaling, noise=noise_of(x) if operand.stochastic else None)
+    noise = noise_of(x) if operand.stochastic else None
+    scale = None if operand.delayed is None else operand.delayed.of(x, operand.format)
+    return scale_to(x, operand.format, operand.scaling, noise=noise, scale=scale)
 
 
 def laid_out(x: torch.Tensor, how: Product, recipe: Recipe) -> torch.Tensor:

@@ -6,21 +6,47 @@ output = x @ weight.t(), gradient of x = g @ weight.t().t(), gradient of weight 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, ScaleKind, Scaling
+from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, ScaleKind, Scaling, largest_under
+from booster.number_formats.scaling import scale_of
+
+
+@dataclass(frozen=True, eq=False)
+class DelayedScale:
+    """The scale of one matrix of one layer that earlier steps left, and what it notes for later ones.
+
+    scale: float32, of shape (); 0 where nothing is known yet, and its own scale is taken. largest: likewise, the largest
+    magnitude of this step so far; None notes none.
+    """
+
+    scale: torch.Tensor
+    largest: torch.Tensor | None
+
+    @torch.no_grad()
+    def of(self, x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
+        """Return the scale to round `x` to `target` with, and note its largest magnitude; NaN where that is not finite."""
+        here = largest_under(x, "tensor").float()
+        finite = torch.isfinite(here)
+        if self.largest is not None:
+            self.largest.copy_(torch.maximum(self.largest, torch.where(finite, here, 0.0)))
+        own = scale_of(here / target.largest)
+        return torch.where(finite & (self.scale > 0), self.scale, own)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """The format that one matrix of a product is rounded to. stochastic: instead of to the nearest."""
+    """The format that one matrix of a product is rounded to. stochastic: instead of to the nearest. delayed: whose scale, if
+    not its own."""
 
     format: NumberFormat
     scaling: Scaling
     stochastic: bool = False
+    delayed: DelayedScale | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +99,29 @@ class Recipe:
         """Return the recipe whose forward may accumulate fast; backward never does."""
         how = self.output
         return self if isinstance(how, Wide) else replace(self, output=replace(how, fast_accumulation=True))
+
+    def delayed(self, x: DelayedScale, weight: DelayedScale, gradient: DelayedScale) -> Recipe:
+        """Return the recipe in which the layer's input, its weight and the gradient of its output have these scales."""
+        return self._with((x, weight), (gradient, weight), (gradient, x))
+
+    def unnoted(self) -> Recipe:
+        """Return the recipe that notes nothing for later steps, as in evaluation."""
+        scales = [
+            [each.delayed and replace(each.delayed, largest=None) for each in (how.left, how.right)]
+            if isinstance(how, Product)
+            else [None, None]
+            for how in (self.output, self.input_gradient, self.weight_gradient)
+        ]
+        return self._with(*scales) if any(each for pair in scales for each in pair) else self
+
+    def _with(self, *scales: Sequence[DelayedScale | None]) -> Recipe:
+        output, of_input, of_weight = (
+            replace(how, left=replace(how.left, delayed=left), right=replace(how.right, delayed=right))
+            if isinstance(how, Product)
+            else how
+            for how, (left, right) in zip((self.output, self.input_gradient, self.weight_gradient), scales, strict=True)
+        )
+        return replace(self, output=output, input_gradient=of_input, weight_gradient=of_weight)
 
     def in_roles(self, *roles: Role) -> Recipe:
         """Return the recipe of which forward, gradient of the input and gradient of the weight, in this order, are so.

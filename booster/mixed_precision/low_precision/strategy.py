@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from booster.ground import arguments
@@ -17,6 +18,7 @@ from booster.masters.options import MasterOptions
 from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.half_products import HalfProducts
 from booster.mixed_precision.keep_fp32 import Blocks, Ends, KeepFP32, KeptModules, is_batch_norm, normalise_keep_fp32
+from booster.mixed_precision.low_precision.delayed import DelayedScaling, ScaleHistories
 from booster.mixed_precision.low_precision.kernels import for_device, lacks
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import (
@@ -54,6 +56,7 @@ class LinearConversion:
     dtype: torch.dtype = torch.bfloat16
     gather_in_fp8: bool = False
     precision: str = "LinearConversion"
+    delayed: DelayedScaling | None = None
     said: bool = dataclasses.field(default=False, init=False, repr=False)  # that it is a rehearsal
 
     def runs(self, device: torch.device) -> bool:
@@ -101,6 +104,12 @@ class LinearConversion:
         for name, module in [*inner.named_modules(remove_duplicate=False)]:
             if id(module) in layers:
                 inner.set_submodule(name, layers[id(module)])
+
+    def follow(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> ScaleHistories | None:
+        if self.delayed is None:
+            return None
+        layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
+        return ScaleHistories(self.delayed, layers, device, group)
 
     def _choose(self, model: nn.Module, keep_fp32: Iterable[KeepFP32]) -> tuple[list[str], dict[str, str]]:
         """Names of the layers to convert, and of the linear layers that are not, with the reason."""
@@ -309,6 +318,8 @@ class FP8MixedPrecision(LowPrecision):
         "rowwise_with_gw_hp" is "rowwise" with the weight gradient in the wide dtype; "blocks" has one for 128 x 128 numbers of
         a weight and 1 x 128 of all else, and e4m3, as DeepSeek-V3 was trained, and its kernels are Hopper's alone.
     power_of_two_scales: scales of "blocks" are rounded up to powers of two, so that dividing by them loses nothing.
+    delayed_scaling: scales of "tensorwise" follow from the largest magnitudes of earlier steps, not of the matrix itself; True
+        is `DelayedScaling()`, which has options; see below.
     gather_in_fp8: a plugin that shards weights gathers those of converted layers as e4m3, 1 byte a number and not 4 or 2; see
         below.
     fast_accumulation: forward products may sum in the accumulator of the tensor cores alone; see below.
@@ -328,6 +339,10 @@ class FP8MixedPrecision(LowPrecision):
     permission for the product of a CUDA device, and says nothing on a CPU, to an emulation, or to "blocks", which go over to
     float32 after each block.
 
+    delayed_scaling takes the largest magnitude of the last steps on any rank, of each layer's input, weight and gradient of the
+    output; ranks agree once a step, for all layers together. What is above is cut off. The first step scales as without.
+    Checkpoints hold the histories, so that a run resumes to the bit, and evaluation leaves them alone. `b.switch` is refused.
+
     gather_in_fp8 changes not a bit of the products, but where a forward reads such a weight by itself. It is for "tensorwise"
     alone: the others round a weight under other scales in backward than in forward, so that no one byte a number serves both.
     It costs an all-reduce of 4 bytes a weight tensor before every forward pass.
@@ -338,6 +353,7 @@ class FP8MixedPrecision(LowPrecision):
         recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blocks"] = "tensorwise",
         *,
         power_of_two_scales: bool = False,
+        delayed_scaling: bool | DelayedScaling = False,
         gather_in_fp8: bool = False,
         fast_accumulation: bool = True,
         emulate: Emulate = False,
@@ -355,6 +371,17 @@ class FP8MixedPrecision(LowPrecision):
             raise ValueError(
                 f"power_of_two_scales=True goes with recipe='blocks': scales of rows are powers of two and those of tensors "
                 f"are not; leave it False with {recipe!r}"
+            )
+        if delayed_scaling is True:
+            delayed_scaling = DelayedScaling()
+        elif delayed_scaling is not False:
+            arguments.instance("delayed_scaling", delayed_scaling, DelayedScaling, "True, False or a DelayedScaling")
+        self._delayed = delayed_scaling or None
+        if self._delayed is not None and (recipe != "tensorwise" or gather_in_fp8):
+            raise ValueError(
+                f"delayed_scaling goes with recipe='tensorwise', got {recipe!r}"
+                if recipe != "tensorwise"
+                else "delayed_scaling and gather_in_fp8=True scale a weight differently; leave one of them out"
             )
         self._fast = arguments.flag("fast_accumulation", fast_accumulation)
         if recipe == "blocks":
@@ -377,11 +404,20 @@ class FP8MixedPrecision(LowPrecision):
             input_grad=input_grad,
             weight_grad=weight_grad,
         )
+        self.conversion.delayed = self._delayed
+
+    @property
+    def switch_refusal(self) -> str | None:
+        if self._delayed is not None:
+            return "delayed scaling follows from the steps of a run that begins with it; leave delayed_scaling out"
+        return super().switch_refusal
 
     def shown_options(self) -> dict[str, str]:
         gathers = {"gather_in_fp8": "True"} if self._gathers else {}
         slow = {} if self._fast else {"fast_accumulation": "False"}
         powers = {"power_of_two_scales": "True"} if self._powers else {}
+        if self._delayed is not None:
+            powers = {"delayed_scaling": "True" if self._delayed == DelayedScaling() else repr(self._delayed)}
         return {"recipe": repr(self._name), **powers, **gathers, **slow, **super().shown_options()}
 
 
