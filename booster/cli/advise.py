@@ -53,6 +53,11 @@ def advise(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--seed", type=values.whole(0, 2**63 - 2), default=0, metavar="N", help="of weights and random numbers (0)"
     )
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="time each shape of linear layer instead, in bf16 and what this device runs",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("script", metavar="SCRIPT", help="a file FILE.py, or a function FILE.py:NAME or MODULE:NAME")
     options = parser.parse_args(list(argv))
@@ -64,6 +69,12 @@ def advise(argv: Sequence[str]) -> int:
         most = None if options.max_memory_mib is None else int(options.max_memory_mib * 2**20)
         budget = Budget(seconds=options.seconds, max_gradient_error=options.max_gradient_error, max_memory=most)
         task = _task(options.script)
+        if options.layers:
+            from booster.numerics import time_layers
+
+            timed = time_layers(task["model_fn"], task["batch"], device=options.device, seed=options.seed)
+            print(json.dumps(timed.as_dict(), indent=2) if options.json else timed)
+            return 0
         found = advised(
             **task,
             device=options.device,

@@ -2,6 +2,7 @@
 
 from booster.numerics.choosing.advice import Advice, Budget
 from booster.numerics.choosing.advise import advise
+from booster.numerics.choosing.layers import TimedLayers, TimedShape, time_layers
 from booster.numerics.choosing.pins import Pins, auto_pins
 from booster.numerics.diagnosis.diagnosis import Diagnosis
 from booster.numerics.diagnosis.meeting import RanksApart
@@ -24,9 +25,12 @@ __all__ = [
     "ReplayError",
     "Report",
     "Run",
+    "TimedLayers",
+    "TimedShape",
     "advise",
     "auto_pins",
     "compare",
     "read_run",
     "report",
+    "time_layers",
 ]

@@ -243,6 +243,7 @@ RANGES: dict[str, Predicate] = {
     "delayed_scaling": either(one_of(True, False), a(booster.mixed_precision.DelayedScaling)),
     "amax_history_len": whole(1),
     "margin": whole(0),
+    "rounds": whole(1),
     "Blocks(first)": lambda v: number(above=0)(v) and (v <= 1 or v == int(v)),
     "Blocks(last)": lambda v: number(0)(v) and (v <= 1 or v == int(v)),
     "PrecisionSchedule(phases)": nothing,
@@ -452,6 +453,8 @@ EXEMPT: dict[str, str] = {
     "Record()": "made by the library, read by users",
     "Report()": "made by the library, read by users",
     "Run()": "made by the library, read by users",
+    "TimedLayers()": "made by the library, read by users",
+    "TimedShape()": "made by the library, read by users",
     "StepResult()": "made by step(), read by users",
     "AutocastMixedPrecision()": "a base class, whose subclasses say in which dtype; its options are tried in those",
     "Pipeline()": "a protocol",
@@ -538,6 +541,7 @@ EXAMPLES: dict[str, Examples] = {
             "precisions": ["fp32"],
         }
     ],
+    "time_layers": [lambda w: {"model_fn": _linear, "batch": _BATCH, "rounds": 1}],
     "auto_pins": [
         lambda w: {"model": nn.Linear(2, 2), "batch": _BATCH, "criterion": nn.functional.mse_loss, "precision": "bf16"}
     ],
@@ -702,6 +706,8 @@ CALLED_BY_US: tuple[type, ...] = (
             "Record",
             "Report",
             "Run",
+            "TimedLayers",
+            "TimedShape",
         )
     ),
 )
@@ -828,6 +834,7 @@ COMMAND_OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "advise --device": (nothing, _job),
     "advise --seed": (digits(0, 2**40), _job),
     "advise --json": (nothing, _job),
+    "advise --layers": (nothing, _job),
     "advise SCRIPT": (nothing, ()),
 }
 

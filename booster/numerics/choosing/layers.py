@@ -1,0 +1,214 @@
+"""Linear layers timed one by one, in bfloat16 and in the low precisions that a device runs: which of them gain by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.ground import arguments
+from booster.ground.device import resolve_device
+from booster.ground.randomness import seeded
+from booster.mixed_precision import (
+    FP8MixedPrecision,
+    Int8MixedPrecision,
+    LowPrecision,
+    MXFP8MixedPrecision,
+    NVFP4MixedPrecision,
+)
+from booster.mixed_precision.low_precision.kernels import for_device
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.recipes import Recipe
+from booster.numerics.choosing.subject import clock
+from booster.tensors.micro_batch import MicroBatch
+from booster.tensors.trees import map_tensors
+
+_PRECISIONS: dict[str, Callable[[], LowPrecision]] = {
+    "fp8 tensorwise": FP8MixedPrecision,
+    "fp8 rowwise": lambda: FP8MixedPrecision("rowwise"),
+    "fp8 blocks": lambda: FP8MixedPrecision("blocks"),
+    "mxfp8": MXFP8MixedPrecision,
+    "nvfp4": NVFP4MixedPrecision,
+    "int8": Int8MixedPrecision,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedShape:
+    """Layers of one shape, timed.
+
+    names: of the layers.
+    tokens: rows that the batch has for each.
+    in_features: of each.
+    out_features: of each.
+    bf16: seconds of a forward and a backward pass of one in bfloat16, the shortest of some.
+    low: the same by precision, without those that do not convert such features.
+    """
+
+    names: tuple[str, ...]
+    tokens: int
+    in_features: int
+    out_features: int
+    bf16: float
+    low: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedLayers:
+    """The linear layers of a model by shape, as they were timed. `str()` of it is a table.
+
+    shapes: in the order of the forward pass.
+    precisions: what the device runs.
+    device: its name.
+    """
+
+    shapes: tuple[TimedShape, ...]
+    precisions: tuple[str, ...]
+    device: str
+
+    def slower(self, precision: str) -> tuple[str, ...]:
+        """Return the names of the layers that are not faster in `precision` than in bfloat16, for its `keep=`.
+
+        precision: one of `precisions`.
+        """
+        arguments.choice("precision", precision, self.precisions)
+        return tuple(
+            name
+            for shape in self.shapes
+            for name in shape.names
+            if not shape.low.get(precision, shape.bf16) < shape.bf16
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain containers."""
+        return {**asdict(self), "slower": {name: list(self.slower(name)) for name in self.precisions}}
+
+    def __str__(self) -> str:
+        heading = ("layers", "tokens", "in", "out", "bf16 us", *(f"{name} us" for name in self.precisions))
+        rows = [heading]
+        for each in self.shapes:
+            more = f" and {len(each.names) - 1} more" if len(each.names) > 1 else ""
+            times = [each.low.get(name) for name in self.precisions]
+            shown = ["-" if time is None else f"{time * 1e6:.0f}" for time in times]
+            size = f"{each.tokens:,}", str(each.in_features), str(each.out_features), f"{each.bf16 * 1e6:.0f}"
+            rows.append((each.names[0] + more, *size, *shown))
+        widths = [max(len(row[place]) for row in rows) for place in range(len(heading))]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+        said = [
+            f"{name}: {_counted(self.slower(name))} no faster than in bfloat16; keep=(Ends(), *slower({name!r}))"
+            for name in self.precisions
+        ]
+        return "\n".join(
+            [*lines, "", *(said or [f"{self.device} runs no low precision; nothing is to be gained by one here"])]
+        )
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    return "1 layer is" if len(names) == 1 else f"{len(names)} layers are"
+
+
+def time_layers(
+    model_fn: Callable[[], nn.Module],
+    batch: Any,
+    *,
+    device: str | torch.device | None = None,
+    rounds: int = 10,
+    seed: int = 0,
+) -> TimedLayers:
+    """Time each shape of linear layer in the model that `model_fn` makes, in bfloat16 and in every low precision.
+
+    model_fn: makes the model.
+    batch: as for `advise`; one forward pass tells how many rows it has for each layer. A layer that is called several times
+        counts with the most.
+    device: as for `Booster`; None means a GPU, where there is one. What it emulates is not timed: that says nothing of a GPU.
+    rounds: passes of each, of which the shortest counts.
+    seed: of weights and random numbers.
+
+    Raises ValueError for a model in which the batch meets no linear layer. Random states are afterwards what they were.
+    """
+    arguments.function("model_fn", model_fn, "a function that makes a torch.nn.Module")
+    arguments.count("rounds", rounds)
+    where = resolve_device(device)
+    with seeded(arguments.count("seed", seed, least=0, most=2**63 - 2), where):
+        shapes = _shapes(model_fn().to(where), batch, where)
+        recipes = _recipes(where)
+        rows = [
+            TimedShape(
+                names=tuple(names), tokens=shape[0], in_features=shape[1], out_features=shape[2], bf16=wide, low=low
+            )
+            for shape, names in shapes.items()
+            for wide, low in [_times(shape, recipes, where, rounds)]
+        ]
+    return TimedLayers(shapes=tuple(rows), precisions=tuple(recipes), device=str(where))
+
+
+def _shapes(model: nn.Module, batch: Any, device: torch.device) -> dict[tuple[int, int, int], list[str]]:
+    """Names of linear layers by rows, features in and features out."""
+    tokens: dict[str, int] = {}
+    linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    for name, each in linears.items():
+
+        def count(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            tokens[name] = max(tokens.get(name, 0), args[0].numel() // max(1, args[0].shape[-1]))
+
+        each.register_forward_pre_hook(count)
+    inputs = MicroBatch.of(map_tensors(lambda tensor: tensor.detach().to(device, copy=True), batch))
+    with torch.no_grad():
+        model(*inputs.args, **inputs.kwargs)
+    if not tokens:
+        raise ValueError(f"the batch meets no linear layer of {type(model).__name__}; there is nothing to time")
+    shapes: dict[tuple[int, int, int], list[str]] = {}
+    for name, rows in tokens.items():
+        shapes.setdefault((rows, linears[name].in_features, linears[name].out_features), []).append(name)
+    return shapes
+
+
+def _recipes(device: torch.device) -> dict[str, Recipe]:
+    """What the device runs, by name."""
+    recipes = {}
+    for name, make in _PRECISIONS.items():
+        conversion = make().conversion
+        try:
+            conversion.runs(device)
+        except ValueError:
+            continue
+        recipes[name] = for_device(conversion.recipe, device)
+    return recipes
+
+
+def _times(
+    shape: tuple[int, int, int], recipes: Mapping[str, Recipe], device: torch.device, rounds: int
+) -> tuple[float, dict[str, float]]:
+    tokens, inputs, outputs = shape
+    wide = nn.Linear(inputs, outputs, device=device, dtype=torch.float32)
+    layers: dict[str, nn.Module] = {"bf16": wide}
+    for name, recipe in recipes.items():
+        if not (inputs % recipe.multiple or outputs % recipe.multiple):
+            layers[name] = LowPrecisionLinear.of(copy.deepcopy(wide), recipe, kernels=True)
+    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+    best = dict.fromkeys(layers, float("inf"))
+    for turn in range(rounds + 1):  # in turns, so that what slows the machine slows all
+        for name, layer in layers.items():
+            seconds = _seconds(layer, x, g)
+            best[name] = min(best[name], seconds) if turn else best[name]
+    return best.pop("bf16"), best
+
+
+def _seconds(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> float:
+    start = clock(x.device)
+    with torch.enable_grad(), torch.autocast(x.device.type, torch.bfloat16):
+        y = layer(x)
+    y.backward(g)
+    x.grad = None
+    layer.zero_grad()
+    return clock(x.device) - start
