@@ -28,7 +28,8 @@ def planted(theme: Theme) -> Figure:
             for place, way in enumerate(ways):
                 own = [row for row in ROWS if (row["model"], row["flaw"], row["way"]) == (model, flaw, way)]
                 axes.plot([place] * len(own), [row["loss"] for row in own], "o", color=colours[way], markersize=5)
-            axes.set_title(f"{model}: {flaw}", loc="left", fontsize=9)
+            axes.set_title(f"{model}:\n{flaw}", loc="left", fontsize=8)
+            axes.set_visible(any((row["model"], row["flaw"]) == (model, flaw) for row in ROWS))
             axes.set_xticks(range(len(ways)), ways, rotation=40, fontsize=8)
             axes.set_xlim(-0.6, len(ways) - 0.4)
             axes.grid(axis="y", linewidth=0.6)
