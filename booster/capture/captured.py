@@ -221,6 +221,7 @@ class CapturedStep:
         passes = self._passes.num_backwards(self._optimizers)
         drawn = [draws.count for draws in self._draws]
         torch.clear_autocast_cache()  # weights that an autocast around the loop has cast are those of now
+        self._forget_weights()
         self._cells.enter()
 
         def body() -> None:
@@ -243,6 +244,7 @@ class CapturedStep:
                 _, graph.replay = self._recorder.record(body, generators)
         finally:
             self._cells.leave()
+            self._forget_weights()  # what was rounded lies in the memory of the graph
         _check_returned(graph.returned, self._train_step)
         self._check_steps(counts)
         graph.draws = [draws.count > count for draws, count in zip(self._draws, drawn, strict=True)]
@@ -258,7 +260,12 @@ class CapturedStep:
                     "call it as often"
                 )
 
+    def _forget_weights(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.forget_weights()
+
     def _replay(self, graph: _Graph) -> Any:
+        self._forget_weights()
         self._cells.enter()
         for optimizer, made in zip(self._optimizers, graph.steps, strict=True):
             if made is not None:

@@ -36,7 +36,8 @@ class OptimizerWrapper(Optimizer):
     of the optimizer inside, which is never re-created.
 
     make_update: what makes the update from `job`. backward_context: what `backward` runs under. after_step: see
-    `MixedPrecision.after_step`; None: nobody listens.
+    `MixedPrecision.after_step`; None: nobody listens. forget_weights: drops what is kept of weights until they are stepped;
+    None: nothing is.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class OptimizerWrapper(Optimizer):
         *,
         backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         after_step: Callable[[bool | torch.Tensor], None] | None = None,
+        forget_weights: Callable[[], None] | None = None,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own, and wrap step() in a second profiler hook.
         self.optimizer = job.optimizer
@@ -53,6 +55,7 @@ class OptimizerWrapper(Optimizer):
         self.backward_context = backward_context
         """What `backward` runs under, so that recomputed activations meet the precision of the forward pass."""
         self._after_step = after_step
+        self._forget_weights = forget_weights
         with job.shards.local():
             self._update = make_update(job)
         self._clip_grad_norm = job.options.clip_grad_norm
@@ -70,6 +73,7 @@ class OptimizerWrapper(Optimizer):
         other._update.gradients.listen_as(self._update.gradients)
         self._update, self._clip_grad_norm = other._update, other._clip_grad_norm
         self.backward_context, self._after_step = other.backward_context, other._after_step
+        self._forget_weights = other._forget_weights
         leave_guards(self.optimizer)
         self._own_step = OwnStep(self.optimizer, self)
 
@@ -133,9 +137,12 @@ class OptimizerWrapper(Optimizer):
                     update.shards.check_gradients()
                 for listener in gradients.listeners:
                     listener.before_step(update, history.num_steps + 1)
+                if self._forget_weights is not None:  # before the step needs memory of its own
+                    self._forget_weights()
                 result = update.step()
             else:
                 result = self._step_with_closure(closure)
+                self.forget_weights()
             # A user's autocast around the whole loop would go on with half copies of the weights as they were.
             torch.clear_autocast_cache()
             waits = update.decision.on_device
@@ -275,6 +282,11 @@ class OptimizerWrapper(Optimizer):
         """
         self._history.settle()
 
+    def forget_weights(self) -> None:
+        """Drop what the precision keeps of weights for a group of micro-batches, as `step` does: they may be others now."""
+        if self._forget_weights is not None:
+            self._forget_weights()
+
     def wait_for_weights(self) -> None:
         """Wait for weights that the last `step` left on their way from other ranks, as `overlap_allgather` of
         `LowLevelZeroPlugin` does; otherwise this does nothing. No collective."""
@@ -333,7 +345,8 @@ class OptimizerWrapper(Optimizer):
         self.settle()  # what waits for the last step's outcome belongs to this object
         self.wait_for_weights()
         self._update.kept.wait_for_copies()
-        for of_strategy in (self.backward_context, self._after_step):  # one strategy serves the copy too
+        # One strategy serves the copy too.
+        for of_strategy in (self.backward_context, self._after_step, self._forget_weights):
             memo[id(of_strategy)] = of_strategy
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

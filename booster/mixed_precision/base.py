@@ -364,6 +364,8 @@ class MixedPrecision:
             if histories is not None:
                 keep_histories(boosted, histories)
                 update_of(wrapped[0]).gradients.listen(histories)
+        if wrapped and self.conversion is not None and not placement.stores_float32:  # shards are gathered, and freed
+            self.conversion.keep_weights(bare(placed))
         return boosted, (wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None)), boosted_criterion
 
     def _wrap_optimizer(
@@ -400,7 +402,13 @@ class MixedPrecision:
         chosen = make_update or functools.partial(choose_update, stepping=COMPILED if compiled else PARAMETERS)
         if options.fused_optimizer in (True, ASKED):
             chosen = by_kernels(chosen)
-        wrapper = OptimizerWrapper(job, chosen, backward_context=self.backward_context, after_step=self.step_follower)
+        wrapper = OptimizerWrapper(
+            job,
+            chosen,
+            backward_context=self.backward_context,
+            after_step=self.step_follower,
+            forget_weights=None if self.conversion is None else self.conversion.forget_weights,
+        )
         wrapper._update.kept.watch(bare(boosted.module))
         if make_update is not None and shards.sharded:
             shards.publish()  # masters round the weights of their own part anew, ties not as the cast did

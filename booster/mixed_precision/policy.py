@@ -244,6 +244,12 @@ class Conversion(Protocol):
     def follow(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> StepHistories | None:
         """Return what is to hear of the steps of the placed `model`; None for nothing. May run collectives."""
 
+    def keep_weights(self, model: nn.Module) -> None:
+        """Have the layers of a placed model, whose weights stay where they are, keep what they make of them until a step."""
+
+    def forget_weights(self) -> None:
+        """Drop what layers keep of their weights; called before an optimizer steps, and where weights change by other ways."""
+
 
 @runtime_checkable
 class Placement(Protocol):

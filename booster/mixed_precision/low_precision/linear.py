@@ -16,6 +16,7 @@ from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into
 from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import rounded, turned
 from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
+from booster.mixed_precision.low_precision.weights import RoundedWeight, RoundedWeights
 from booster.model.modules import LinearStandIn
 from booster.number_formats import Scaled
 
@@ -111,7 +112,8 @@ class LowPrecisionLinear(LinearStandIn):
     Inputs of any shape (..., in_features) in float32 or half; the output has autocast's dtype where that is on, else the
     input's. The bias is added in that dtype. Each operand is rounded once, but where a product sums over its other dimension
     under other scales. Backward keeps the weight as it came, which costs nothing, and of the input what the weight gradient
-    reads of it: a byte a number and its scales; the input itself where the format has no byte, or that product is wide.
+    reads of it: a byte a number and its scales; the input itself where the format has no byte, or that product is wide. Under
+    the compiler a weight is rounded in every pass.
     kernels: run the recipe's kernel; otherwise it is emulated.
     """
 
@@ -119,6 +121,8 @@ class LowPrecisionLinear(LinearStandIn):
     kernels: bool
     watchers: tuple[Watcher, ...] = ()
     """Told of products in training, those of forward passes that a backward may follow."""
+    weights: RoundedWeights | None = None
+    """Where the rounded weight is kept for a group of micro-batches; None rounds it in every pass. Copies have none."""
 
     @classmethod
     def of(cls, linear: nn.Linear, recipe: Recipe, *, kernels: bool) -> LowPrecisionLinear:
@@ -132,7 +136,11 @@ class LowPrecisionLinear(LinearStandIn):
         """Return the layer that this one was made of, or one like it, with what both have been given since."""
         linear = nn.Linear.__new__(nn.Linear)
         linear.__dict__.update(
-            {name: value for name, value in self.__dict__.items() if name not in ("recipe", "kernels", "watchers")}
+            {
+                name: value
+                for name, value in self.__dict__.items()
+                if name not in ("recipe", "kernels", "watchers", "weights")
+            }
         )
         return linear
 
@@ -141,16 +149,23 @@ class LowPrecisionLinear(LinearStandIn):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
         keeps = torch.is_grad_enabled() and self.weight.requires_grad
-        recipe = self.recipe if self.training and torch.is_grad_enabled() else self.recipe.unnoted()
-        y = _Linear.apply(x.to(dtype), self.weight, recipe, self.kernels, watchers, keeps)
+        recipe, known = self.recipe, None
+        if not (self.training and torch.is_grad_enabled()):
+            recipe = recipe.unnoted()
+        elif not torch.compiler.is_compiling() and self.weights is not None:
+            known = self.weights.of(self.weight)
+        y = _Linear.apply(x.to(dtype), self.weight, recipe, self.kernels, watchers, keeps, known)
         return y if self.bias is None else y + self.bias.to(dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "weights"}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name!r}{'' if self.kernels else ', emulated'}"
 
 
 class _Linear(torch.autograd.Function):
-    """keeps: whether a gradient of the weight may be asked for."""
+    """keeps: whether a gradient of the weight may be asked for. known: the weight, where its rounded form is kept."""
 
     @staticmethod
     def forward(
@@ -161,6 +176,7 @@ class _Linear(torch.autograd.Function):
         kernels: bool,
         watchers: tuple[Watcher, ...],
         keeps: bool,
+        known: RoundedWeight | None,
     ) -> torch.Tensor:
         how, of_weight, low = recipe.output, recipe.weight_gradient, None
         options: Any = {"dtype": x.dtype, "kernels": kernels}
@@ -170,7 +186,10 @@ class _Linear(torch.autograd.Function):
                 y = product(tokens, weight, how, recipe, **options)
             else:
                 low = rounded(tokens, how.left, how, recipe)
-                y = multiplied(low, rounded(weight, how.right, how, recipe), how, recipe, **options)
+                right = (
+                    rounded(weight, how.right, how, recipe) if known is None else known.rounded(how.right, how, recipe)
+                )
+                y = multiplied(low, right, how, recipe, **options)
             for watcher in watchers:
                 watcher("forward", tokens, weight, how, y)
             kept = None
@@ -178,7 +197,7 @@ class _Linear(torch.autograd.Function):
                 kept = turned(tokens, of_weight.right, of_weight, recipe, low)
         wide = x if keeps and (watchers or kept is None) else None
         ctx.save_for_backward(weight, wide, *((None,) * 3 if kept is None else (kept.values, kept.scale, kept.outer)))
-        ctx.recipe, ctx.options, ctx.watchers, ctx.shape = recipe, options, watchers, x.shape
+        ctx.recipe, ctx.options, ctx.watchers, ctx.shape, ctx.known = recipe, options, watchers, x.shape, known
         return y.view(*x.shape[:-1], y.shape[1])
 
     @staticmethod
@@ -189,7 +208,7 @@ class _Linear(torch.autograd.Function):
                 "wide with keep=, or train in bf16"
             )
         weight, x, *parts = ctx.saved_tensors
-        recipe, options, low = ctx.recipe, ctx.options, None
+        recipe, options, known, low = ctx.recipe, ctx.options, ctx.known, None
         g = grads[0].reshape(-1, weight.shape[0])
         tokens: Any = None if x is None else x.reshape(-1, weight.shape[1])
         of_x = of_weight = None
@@ -200,7 +219,11 @@ class _Linear(torch.autograd.Function):
                     of_x = product(g, weight.t(), how, recipe, **options)
                 else:
                     low = rounded(g, how.left, how, recipe)
-                    of_x = multiplied(low, turned(weight, how.right, how, recipe), how, recipe, **options)
+                    if known is None:
+                        right = turned(weight, how.right, how, recipe)
+                    else:
+                        right = known.turned(how.right, how, recipe)
+                    of_x = multiplied(low, right, how, recipe, **options)
                 for watcher in ctx.watchers:
                     watcher("input_grad", g, weight.t(), how, of_x)
                 of_x = of_x.view(ctx.shape)
@@ -214,4 +237,4 @@ class _Linear(torch.autograd.Function):
                 for watcher in ctx.watchers:
                     watcher("weight_grad", g.t(), tokens.t(), how, of_weight)
                 of_weight = of_weight.to(weight.dtype)
-        return of_x, of_weight, None, None, None, None
+        return of_x, of_weight, None, None, None, None, None

@@ -32,6 +32,7 @@ from booster.mixed_precision.low_precision.recipes import (
     nvfp4_recipe,
 )
 from booster.mixed_precision.low_precision.self_check import Forward, complaint
+from booster.mixed_precision.low_precision.weights import RoundedWeights
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
 from booster.model.tied import places_of
@@ -58,6 +59,7 @@ class LinearConversion:
     precision: str = "LinearConversion"
     delayed: DelayedScaling | None = None
     said: bool = dataclasses.field(default=False, init=False, repr=False)  # that it is a rehearsal
+    _weights: RoundedWeights = dataclasses.field(default_factory=RoundedWeights, init=False, repr=False, compare=False)
 
     def runs(self, device: torch.device) -> bool:
         """Whether kernels run, and not the emulation; raises ValueError where neither may."""
@@ -110,6 +112,14 @@ class LinearConversion:
             return None
         layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
         return ScaleHistories(self.delayed, layers, device, group)
+
+    def keep_weights(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, LowPrecisionLinear):
+                module.weights = self._weights
+
+    def forget_weights(self) -> None:
+        self._weights.forget()
 
     def _choose(self, model: nn.Module, keep_fp32: Iterable[KeepFP32]) -> tuple[list[str], dict[str, str]]:
         """Names of the layers to convert, and of the linear layers that are not, with the reason."""
@@ -206,7 +216,8 @@ class LowPrecision(HalfPrecision):
     """Linear layers multiply by `recipe`, forward and backward; all else runs in a wider precision. Base of the four.
 
     Every `nn.Linear` is replaced by a layer under the same name with the same parameters, so that optimizers, plugins and
-    checkpoints see what they saw. Weights are rounded anew in every pass.
+    checkpoints see what they saw. A weight is rounded once for each group of micro-batches, from its first forward pass in
+    training to the step; in every pass where a plugin shards it, and in evaluation.
 
     emulate: False needs a device that multiplies in these formats, and raises ValueError on others; True computes the same
         numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
