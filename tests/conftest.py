@@ -82,14 +82,16 @@ def pytest_collection_finish() -> None:
 def _make_slow(crossed: list[pytest.Function]) -> None:
     """Mark cases as slow until the others have each value of each parameter once: a pair is tried, by its two halves.
 
-    Those with most new values stay, so that of two parameters with five values each five cases do and not nine.
+    Those with most new values stay, so that of two parameters with five values each five cases do and not nine; and before
+    those with one value twice, as from a precision to itself, those without.
     """
     tests: dict[str, dict[pytest.Function, set[tuple[str, str]]]] = {}
     for item in crossed:
         if not item.get_closest_marker("slow"):
             values = {(name, repr(value)) for name, value in item.callspec.params.items()}
             tests.setdefault(item.nodeid.partition("[")[0], {})[item] = values
-    for cases in tests.values():
+    for found in tests.values():
+        cases = dict(sorted(found.items(), key=lambda case: len(case[1]) - len({value for _, value in case[1]})))
         had: set[tuple[str, str]] = set()
         kept = set()
         for wanted in range(max(map(len, cases.values())), 0, -1):
