@@ -54,7 +54,9 @@ class Told:
     def step(self, call: Callable[[], Any], optimizer: Any, device: torch.device) -> None:
         """Call `call`, a step of `optimizer` by a fused kernel, which reads this there for its length. One number is put onto
         each device once, without waiting for it. Another optimizer is stepped beside it: see `_step_beside`."""
-        if not honours_grad_scale(optimizer):
+        if type(optimizer) not in KERNELS or not all(
+            map(_FUSED, optimizer.param_groups)
+        ):  # `honours_grad_scale`, uncalled
             self._step_beside(call, optimizer)
             return
         if not self.divides_by_one:
