@@ -35,9 +35,10 @@ class OptimizerWrapper(Optimizer):
     To schedulers, hooks and `isinstance` it is a torch Optimizer: `param_groups`, `state`, `defaults` and hooks are those
     of the optimizer inside, which is never re-created.
 
-    make_update: what makes the update from `job`. backward_context: what `backward` runs under. after_step: see
-    `MixedPrecision.after_step`; None: nobody listens. forget_weights: drops what is kept of weights until they are stepped;
-    None: nothing is.
+    make_update: what makes the update from `job`.
+    backward_context: what `backward` runs under.
+    after_step: see `MixedPrecision.after_step`; None: nobody listens.
+    forget_weights: drops what is kept of weights until they are stepped; None: nothing is.
     """
 
     def __init__(
