@@ -101,3 +101,5 @@ def test_real_times_are_above_zero_and_models_without_linear_layers_are_refused(
     assert all(each.bf16 > 0 and all(time > 0 for time in each.low.values()) for each in found.shapes)
     with pytest.raises(ValueError, match="meets no linear layer of ReLU"):
         time_layers(nn.ReLU, names["batch"], device="cpu")
+    with pytest.raises(TypeError, match=r"what model_fn\(\) returned"):
+        time_layers(lambda: None, names["batch"], device="cpu")

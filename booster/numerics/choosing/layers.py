@@ -139,7 +139,9 @@ def time_layers(
     arguments.count("rounds", rounds)
     where = resolve_device(device)
     with seeded(arguments.count("seed", seed, least=0, most=2**63 - 2), where):
-        shapes = _shapes(model_fn().to(where), batch, where)
+        legal = "a function that makes a torch.nn.Module that is not boosted"
+        model = arguments.instance("what model_fn() returned", model_fn(), nn.Module, "a torch.nn.Module", fix=legal)
+        shapes = _shapes(model.to(where), batch, where)
         recipes = _recipes(where)
         rows = [
             TimedShape(
