@@ -240,6 +240,7 @@ RANGES: dict[str, Predicate] = {
     "Booster.reduce(tensor)": either(rows, one_of(["x"], [None])),  # labels in containers stay
     "Autopilot(low)": either(text, a(booster.mixed_precision.LowPrecision)),
     "Autopilot(budget)": number(0, 1),
+    "Autopilot(sample)": lambda v: number(above=0)(v) and v <= 1,
     "delayed_scaling": either(one_of(True, False), a(booster.mixed_precision.DelayedScaling)),
     "amax_history_len": whole(1),
     "margin": whole(0),
