@@ -707,6 +707,32 @@ def test_optimizers_that_share_a_backward_decide_together():
     assert_same(train(True), train(False))
 
 
+@pytest.mark.slow
+def test_a_compiled_model_is_called_in_a_graph():
+    """By a compiler that changes no operation, since the recorder sees operations, and none of compiled code."""
+
+    def train(captured):
+        torch.manual_seed(0)
+        booster, graphs = Booster("cpu", "bf16", clip_grad_norm=1.0), RecordedGraphs()
+        net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+        model, optimizer, criterion, *_ = booster.boost(net, AdamW(net.parameters(), lr=1e-2), nn.CrossEntropyLoss())
+        compiled = torch.compile(model, backend="aot_eager")
+
+        def step(x, y, factor):
+            loss = criterion(compiled(x), y)
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = booster._captured(step, batch(0), graphs, 8) if captured else step
+        losses = [run(*batch(number)).detach() for number in range(8)]
+        assert graphs.num_replays == 7 * captured
+        return {"losses": losses, "weights": list(model.parameters())}
+
+    assert_same(train(True), train(False))
+
+
 # ---------------------------------------------------------------------- what changes between two calls
 
 
