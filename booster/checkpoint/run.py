@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -72,36 +73,49 @@ class Background:
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
+class _Handler:
+    """Notes a signal in `requests`, while that is there, and calls the handler from before, less those that note nothing more:
+    of a thousand boosters made one after another each would else call the last."""
+
+    def __init__(self, requests: StopRequests, before: Any) -> None:
+        self._requests = weakref.ref(requests)
+        while isinstance(before, _Handler) and before._requests() is None:
+            before = before._before
+        self._before: Any = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        requests = self._requests()
+        if requests is not None:
+            requests.received = True
+        if callable(self._before):
+            self._before(number, frame)
+
+
 class StopRequests:
     """Notes SIGTERM and SIGUSR1 instead of dying of them. Ranks agree: a request to one is a request to all."""
 
     def __init__(self) -> None:
-        self._received = False
-        self._before: dict[int, Any] = {}
+        self.received = False
+        self._listens = False
 
     def listen(self) -> None:
         """Install the handlers, once; a handler of the user's is still called. Raises RuntimeError outside the main thread."""
-        if self._before:
+        if self._listens:
             return
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("signals can be listened to from the main thread alone; call resume_or_start there")
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            signal.signal(number, _Handler(self, signal.getsignal(number)))
+        self._listens = True
 
     def requested(self, group: dist.ProcessGroup | None) -> bool:
         """Return whether any rank was asked to stop; one scalar MAX all-reduce, and a host read."""
         if group is None:
-            return self._received
+            return self.received
         device = communication_device(torch.device("cpu"), group)
-        flag = torch.tensor(float(self._received), dtype=torch.float32, device=device)
+        flag = torch.tensor(float(self.received), dtype=torch.float32, device=device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         return bool(flag.item())
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
-        before = self._before.get(number)
-        if callable(before):
-            before(number, frame)
 
 
 Given = tuple[Any, Any, Any, Any, Any, Any]

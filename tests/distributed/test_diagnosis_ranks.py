@@ -314,7 +314,7 @@ from torch import nn
 
 import booster
 from booster import Booster
-from booster.numerics import meeting
+from booster.numerics.diagnosis import meeting
 from booster.plugin import TorchFSDPPlugin
 
 meeting.PATIENCE = timedelta(seconds=2)

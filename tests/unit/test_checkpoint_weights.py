@@ -10,6 +10,7 @@ from torch import nn
 
 from booster import Booster
 from booster.checkpoint import CheckpointError
+from booster.checkpoint.run import StopRequests
 
 
 def boosted(precision="bf16", seed=0, width=4):
@@ -140,6 +141,24 @@ def test_an_optimizer_and_a_scheduler_alone_come_back(tmp_path):
     assert loaded.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     first, second = (o.state_dict()["booster"]["masters"]["weights"] for o in (optimizer, loaded))
     assert same(first, second)
+
+
+def test_a_signal_reaches_each_booster_that_is_there_and_none_of_the_thousands_before_them():
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
+    theirs: list[int] = []
+    try:
+        signal.signal(signal.SIGUSR1, lambda number, frame: theirs.append(number))
+        kept = [StopRequests(), StopRequests()]
+        kept[0].listen()
+        for _ in range(3000):
+            StopRequests().listen()
+        kept[1].listen()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [each.requested(None) for each in kept] == [True, True]
+        assert theirs == [signal.SIGUSR1]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
