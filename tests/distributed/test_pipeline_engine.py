@@ -25,9 +25,9 @@ from booster import Booster
 from booster.ground.torch_internals import computes_weights_apart
 from booster.mixed_precision import BF16MixedPrecision
 from booster.mixed_precision.half_products import HalfProducts
+from booster.model.dtensors import local_part
 from booster.plugin import HybridParallelPlugin
 from booster.plugin.pipeline import StagePipeline, plan_pipeline
-from booster.shards.dtensor import local_of
 from booster.tensors.micro_batch import divide
 
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
@@ -893,7 +893,7 @@ def gradients_over_first_runs(rank, world_size, style):
 
     def run(batch, *trained):
         booster.execute_pipeline(iter([batch]), model, criterion, *trained)
-        return {name: local_of(param.grad).clone() for name, param in model.named_parameters()}
+        return {name: local_part(param.grad).clone() for name, param in model.named_parameters()}
 
     def distance(one, other):
         return max(float((one[name] - other[name]).abs().max()) for name in one)
