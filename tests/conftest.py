@@ -16,6 +16,8 @@ from typing import Any
 
 # Before torch is imported, and inherited by every process that a test starts: ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Workers of pytest-xdist are told 80 columns, and what they start with them; tests of a narrow terminal say so themselves.
+os.environ.pop("COLUMNS", None)
 
 import pytest
 import torch

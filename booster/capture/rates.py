@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from booster.capture.layout import options_of
-from booster.ground.torch_internals import version
+from booster.ground.torch_internals import note_step, version
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import Advance
 
@@ -91,7 +91,7 @@ class Course:
     def _make(self, num_groups: int) -> None:
         self.row = torch.zeros(num_groups, dtype=self._dtype, device=self._device)
         self._table = torch.zeros(AHEAD, num_groups, dtype=self._dtype, device=self._device)
-        self._version = version(self.row)
+        self._written = version(self.row)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -101,14 +101,14 @@ class Course:
     @property
     def is_written(self) -> bool:
         """Whether somebody wrote to the row since it was taken."""
-        return version(self.row) != self._version
+        return version(self.row) != self._written
 
     # ------------------------------------------------------------------ on the device
 
     def take(self) -> None:
         """Bring the rates of the step that comes into the row."""
         torch.index_select(self._table, 0, self._place, out=self.row.view(1, -1))
-        self._version = version(self.row)
+        self._written = version(self.row)
 
     def count(self, applied: torch.Tensor) -> None:
         """Go on by one where a step was `applied`, 0-dim."""
@@ -252,9 +252,8 @@ class _Copies:
 class _Groups:
     """What stands for an optimizer where its schedules are stepped ahead."""
 
-    _opt_called = True  # torch's schedulers warn where the optimizer has made no step
-
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        note_step(self)  # type: ignore[arg-type]
         self.param_groups = [{**group, "params": []} for group in groups]
 
     def step(self) -> None: ...

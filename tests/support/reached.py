@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _LEAVES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_COUNTERS = ("num_looks",)  # how often somebody asked, which no step depends on
 _OTHERS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, logging.Logger)
 
 
@@ -63,7 +64,7 @@ def reached(**roots: Any) -> dict[str, Any]:
         else:
             own = {**getattr(value, "__dict__", {}), **_of_slots(value)}
             found[path] = (type(value).__name__, None if own else id(value))
-            waiting += [(f"{path}.{name}", each) for name, each in own.items()]
+            waiting += [(f"{path}.{name}", each) for name, each in own.items() if name not in _COUNTERS]
     return found
 
 

@@ -325,7 +325,8 @@ def test_the_estimate_has_states_and_masters_on_the_host_and_two_buckets_of_them
     assert stays.host == moved.masters == 0
     assert moved.states < 200  # counters
     assert moved.host == pytest.approx(count * (states + masters), rel=0.01)
-    assert moved.host + moved.held == pytest.approx(stays.held, rel=0.01)
+    scratch = max(stays.masters - count * masters, 0)  # which a step of so small a model keeps where nothing moves
+    assert moved.host + moved.held == pytest.approx(stays.held - scratch, rel=0.01)
     assert moved.peak < stays.peak - 0.7 * count * (states + masters)
     assert moved.as_dict()["host"] == moved.host
 
