@@ -45,8 +45,9 @@ def test_the_vision_transformer_trains_in_two_precisions_and_compares_them(runs:
     output = output_of(runs, "vit")
 
     for precision in ("fp32", "bf16"):
-        row = next(line for line in output.splitlines() if line.startswith(f"│ {precision} "))
-        steps, loss, accuracy = (cell.strip() for cell in row.split("│")[2:5])
+        table = output[output.index("precision") :]
+        row = next(line for line in table.splitlines() if line.startswith(f"{precision} "))
+        steps, loss, accuracy = row.split()[1:4]
         assert steps == "5"
         assert 1.5 < float(loss) < 3.5
         assert 5 < float(accuracy.rstrip("%")) < 70
