@@ -103,10 +103,11 @@ def test_a_sampler_of_half_weights_holds_the_rounded_weights(tmp_path, precision
     sampler.load_state_dict(dict(booster.sync_weights(model)))
     for name, value in sampler.state_dict().items():
         assert torch.equal(value, model.state_dict()[name].to(value.dtype)), name
-    booster.save_model(model, "weights.safetensors", weights="bf16" if "bf16" in precision else "fp16")
+    booster.save_model(model, tmp_path / "weights.safetensors", weights="bf16" if "bf16" in precision else "fp16")
 
     assert all(
-        torch.equal(value, sampler.state_dict()[name]) for name, value in load_file("weights.safetensors").items()
+        torch.equal(value, sampler.state_dict()[name])
+        for name, value in load_file(tmp_path / "weights.safetensors").items()
     )
 
 
