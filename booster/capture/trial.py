@@ -65,7 +65,7 @@ def _begin(optimizer: OptimizerWrapper) -> None:
     update = decided_on_device(optimizer._update)
     optimizer._update = update
     update.gradients.listeners.clear()
-    update.gradients.forget()
+    update.gradients.reset(None)
     for param in (param for group in optimizer.unwrap().param_groups for param in group["params"]):
         param.grad = None
 

@@ -169,7 +169,9 @@ class OptimizerWrapper(Optimizer):
             self.optimizer.zero_grad()
         elif set_to_none or not self._zeroed_one_by_one():
             self.optimizer.zero_grad(set_to_none=set_to_none)
-        gradients.forget(set_to_none)
+        if gradients.shards.shares:
+            gradients.shards.clear_gradients(set_to_none)
+        gradients.reset(None)
 
     def unscale_grads(self) -> None:
         """Make `.grad` readable now: divided by the loss scale and clipped as asked so far. Repeating it does nothing.

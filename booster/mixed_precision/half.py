@@ -105,7 +105,7 @@ class HalfPrecision(MixedPrecision):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         device_type, compute = "cpu" if self._device is None else self._device.type, self.policy.compute
-        products = self.half_products.forward_context(device_type)
+        products = self.half_products.forward_context(device_type) if self.half_products.widens else None
         if compute is not None:
             autocast = torch.autocast(device_type, compute, cache_enabled=self._cache_enabled)
             return autocast if products is None else both(autocast, products)
@@ -113,7 +113,8 @@ class HalfPrecision(MixedPrecision):
         return both(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
 
     def backward_context(self) -> AbstractContextManager[Any]:
-        inner = self.half_products.backward_context("cpu" if self._device is None else self._device.type)
+        device_type = "cpu" if self._device is None else self._device.type
+        inner = self.half_products.backward_context(device_type) if self.half_products.widens else nullcontext()
         return both(NewTensors(self._new_tensors), inner) if self._new_tensors else inner
 
 

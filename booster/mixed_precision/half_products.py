@@ -39,6 +39,9 @@ class HalfProducts:
     training, whatever else is widened; "auto" goes by the table as other products do; False leaves it to torch.
     """
 
+    widens: bool
+    """Whether anything is computed in float32, in some region; where it is False, nobody need ask for a context."""
+
     def __init__(self, dtype: torch.dtype | None, sdpa_fp32: bool | Literal["auto"] = "auto") -> None:
         self.dtype = dtype if dtype in HALF_DTYPES else None
         self._sdpa_fp32 = arguments.choice("sdpa_fp32", sdpa_fp32, (True, False, "auto"))
@@ -105,15 +108,15 @@ class HalfProducts:
     def _plan(self) -> None:
         """Work out what is widened in a region, by its device type and whether it records gradients."""
         self._regions = {("cpu", training): self.kinds for training in (False, True)}
-        if self.dtype is None:
-            return
-        if self._sdpa_fp32 is False:
-            self._regions = {region: kinds - {"attention"} for region, kinds in self._regions.items()}
-        elif self.choice != "native":
-            self._regions["cpu", True] |= hardware.SLOW_BACKWARD
-        if self._sdpa_fp32 is True:
-            self._regions["cpu", True] |= {"attention"}
-            self._regions["cuda", True] = frozenset({"attention"})
+        if self.dtype is not None:
+            if self._sdpa_fp32 is False:
+                self._regions = {region: kinds - {"attention"} for region, kinds in self._regions.items()}
+            elif self.choice != "native":
+                self._regions["cpu", True] |= hardware.SLOW_BACKWARD
+            if self._sdpa_fp32 is True:
+                self._regions["cpu", True] |= {"attention"}
+                self._regions["cuda", True] = frozenset({"attention"})
+        self.widens = any(self._regions.values())
 
 
 class Recomputation:

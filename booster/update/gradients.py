@@ -115,12 +115,6 @@ class Gradients:
         self.read, self.noted = [], None
         self.joint.found = None
 
-    def forget(self, set_to_none: bool = True) -> None:
-        """The gradients were zeroed."""
-        if self.shards.shares:
-            self.shards.clear_gradients(set_to_none)
-        self.reset(None)
-
     # ------------------------------------------------------------------ backward passes
 
     @property

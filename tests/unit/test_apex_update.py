@@ -131,7 +131,7 @@ def train_and_compare(num_models, num_optimizers, level, zeroing, num_scalers, i
             for param in (p for model in plain for p in model.parameters()):
                 param.grad = None
             for optimizer in optimizers:
-                optimizer._update.gradients.forget()
+                optimizer._update.gradients.reset(None)
         else:
             for owner in optimizers if zeroing == "optimizer" else models:
                 owner.zero_grad()
