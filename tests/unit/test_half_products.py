@@ -724,7 +724,7 @@ def test_a_cpu_with_units_makes_no_call_more_than_native_where_attention_is_torc
     # While training, what is to see attention makes a context, and is asked of each torch function: of the layer, here. A
     # backward pass asks whether anything ran that may run again.
     attending = warm(make(), half_products="auto")
-    assert attending["forward"][0] - auto["forward"][0] <= 4
+    assert attending["forward"][0] - auto["forward"][0] <= 5
     assert attending["backward"][0] - auto["backward"][0] <= 3
     assert attending["step"] == auto["step"]
 
