@@ -56,10 +56,28 @@ def test_what_is_no_edit_is_refused(apply) -> None:
         apply("s/a/b/\n", ["a\n"])
 
 
+def each_of(edits: str) -> list[tuple[str, str, str, str]]:
+    """Of each edit its first and its last line, what is done there, and the new lines."""
+    return re.findall(r"^(\d+)(?:,(\d+))?([acd])\n((?:(?!\.$).*\n)*)", edits, re.MULTILINE)
+
+
+def shown(edits: str) -> str:
+    """The edits from top to bottom, as the page writes them."""
+    places = [
+        f"after line {first}"
+        if verb == "a"
+        else f"in place of lines {first} to {last}"
+        if last
+        else f"in place of line {first}"
+        for first, last, verb, _ in each_of(edits)
+    ]
+    return "".join(f"# {place}\n{new}" for place, (*_, new) in reversed(list(zip(places, each_of(edits), strict=True))))
+
+
 def changed(edits: str) -> int:
     """How many lines go or come, as a unified diff would count them."""
     count = 0
-    for first, last, verb, new in re.findall(r"^(\d+)(?:,(\d+))?([acd])\n((?:(?!\.$).*\n)*)", edits, re.MULTILINE):
+    for first, last, verb, new in each_of(edits):
         count += 0 if verb == "a" else int(last or first) - int(first) + 1
         count += 0 if verb == "d" else new.count("\n")
     return count
@@ -71,7 +89,7 @@ def test_a_port_changes_at_most_15_lines_and_the_page_shows_them(path: Path) -> 
     assert 0 < changed(edits) <= 15
     assert "from booster import Booster\n" in edits
     page = (ROOT / "docs" / "guides" / "foreign_scripts.md").read_text()
-    assert f"```text\n{edits}```" in page
+    assert f"```python\n{shown(edits)}```" in page
     assert f"[{path.name}](../../examples/ports/{path.name}) | {changed(edits)} |" in page
 
 
