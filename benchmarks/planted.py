@@ -1,6 +1,9 @@
 """Runs with a flaw planted in them, which a low precision does not survive, flown by an autopilot.
 
-    python -m benchmarks.planted --seeds 3 --out docs/figures/planted.json
+    python -m benchmarks.planted --seeds 3 4 5 --out docs/figures/planted.json
+    python -m benchmarks.planted --table docs/figures/planted.json
+
+The first adds to the file the runs that it has not yet; the second prints the table of docs/quality.md.
 
 Each flaw is a number that is huge and multiplied with zero, as channels of large models carry them: in a wide dtype it does
 nothing, and the numbers that share its scale in a low one are rounded to zero. Beside the autopilot run
@@ -13,7 +16,9 @@ import argparse
 import json
 import logging
 import math
+import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +31,7 @@ from torch import nn
 from booster import Booster
 from booster.interface.model import pins_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
+from booster.numerics.record.run import Run, read_run
 
 DIM, LENGTH, BATCH, VOCABULARY = 64, 16, 16, 32
 STEPS = 120
@@ -177,7 +183,7 @@ def precisions() -> dict[str, Callable[[], Any]]:
 
 
 def train(kind: str, flaw: str, precision: Any, seed: int, steps: int = STEPS) -> dict[str, Any]:
-    """One run; returns its last loss, a mean over the last tenth, and of an autopilot what it made wide and how much."""
+    """One run; returns its last loss, a mean over the last tenth, and of an autopilot what it made wide, when, and how much."""
     torch.manual_seed(seed)
     own = MODELS[kind]()
     booster = Booster("cpu", precision)
@@ -189,50 +195,96 @@ def train(kind: str, flaw: str, precision: Any, seed: int, steps: int = STEPS) -
     plant, _ = FLAWS[flaw]
     generator, losses, shares = torch.Generator().manual_seed(seed), [], []
     pilot: Any = pins_of(model)
-    for step in range(steps):
-        plant(own, step)
-        x, y = own.batch(generator)
-        loss = F.cross_entropy(model(x), y)
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        if schedule is not None:
-            schedule.step()
-        losses.append(loss.item())
-        if pilot is not None:
-            shares.append(pilot.share)
+    with tempfile.TemporaryDirectory() as folder:
+        with booster.record(folder, every=None):
+            for step in range(steps):
+                plant(own, step)
+                x, y = own.batch(generator)
+                loss = F.cross_entropy(model(x), y)
+                booster.backward(loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                if schedule is not None:
+                    schedule.step()
+                losses.append(loss.item())
+                if pilot is not None:
+                    shares.append(pilot.share)
+        run = read_run(folder)
     last = statistics.fmean(losses[-steps // 10 :])
-    found: dict[str, Any] = {"loss": last if math.isfinite(last) else None, "losses": losses[:: max(1, steps // 40)]}
-    if pilot is not None:
-        found |= {"share": statistics.fmean(shares), "most": max(shares), "named": sorted(set(pilot.ever))}
-    return found
+    found: dict[str, Any] = {"loss": round(last, 4) if math.isfinite(last) else None}
+    return found if pilot is None else found | _flown(run, shares)
 
 
-def runs(seeds: int, kinds: list[str], flaws: list[str], ways: list[str]) -> Iterator[dict[str, Any]]:
+def _flown(run: Run, shares: list[float]) -> dict[str, Any]:
+    """Of an autopilot's run how much was wide, which layers ever were, each change, and looks between looks."""
+    return {
+        "share": round(statistics.fmean(shares), 4),
+        "most": round(max(shares), 4),
+        "named": sorted({change.name for change in run.piloted}),
+        "changes": [
+            [change.step, change.name, change.role, change.wide, round(change.noise, 3), round(change.ahead, 3)]
+            for change in run.piloted
+        ],
+        "again": sum(look.again for look in run.looks),
+    }
+
+
+def runs(seeds: list[int], kinds: list[str], flaws: list[str], ways: list[str]) -> Iterator[dict[str, Any]]:
+    """Each run that these say, as what tells it apart."""
     for kind in kinds:
         for flaw in flaws:
             for way in ways:
-                for seed in range(seeds):
-                    began = time.process_time()
-                    found = train(kind, flaw, precisions()[way](), seed)
-                    yield {"model": kind, "flaw": flaw, "way": way, "seed": seed, **found} | {
-                        "seconds": round(time.process_time() - began, 1)
-                    }
+                yield from ({"model": kind, "flaw": flaw, "way": way, "seed": seed} for seed in seeds)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/quality.md: means of last losses, (smallest, largest), and what the autopilot did."""
+    lines = [
+        "| run | bf16 | nvfp4 | autopilot | schedule | in the spread | wide, mean (most) | named |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for kind, flaw in dict.fromkeys((row["model"], row["flaw"]) for row in rows):
+        by_way = {
+            way: [row for row in rows if (row["model"], row["flaw"], row["way"]) == (kind, flaw, way)]
+            for way in precisions()
+        }
+        spread = [row["loss"] for row in by_way["bf16"]]
+        flown = by_way["autopilot"]
+        inside = sum(min(spread) <= row["loss"] <= max(spread) for row in flown)
+        shares = f"{statistics.fmean(row['share'] for row in flown):.0%} ({max(row['most'] for row in flown):.0%})"
+        named = sorted({name.removeprefix("blocks.") for row in flown for name in row["named"]})
+        cells = [f"{kind}, {flaw}", *(_spread([row["loss"] for row in by_way[way]]) for way in precisions())]
+        cells += [f"{inside} of {len(flown)}", shares, ", ".join(f"`{name}`" for name in named) or "none"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(losses: list[float]) -> str:
+    return f"{statistics.fmean(losses):.3f} ({min(losses):.3f}, {max(losses):.3f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[3, 4, 5])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--flaws", nargs="+", default=list(FLAWS), choices=list(FLAWS))
     parser.add_argument("--ways", nargs="+", default=list(precisions()), choices=list(precisions()))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path, help="print the table of this file and run nothing")
     given = parser.parse_args()
+    if given.table:
+        print(table(json.loads(given.table.read_text())), end="")
+        return
     logging.getLogger("booster").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    rows = []
-    for row in runs(given.seeds, given.models, given.flaws, given.ways):
-        rows.append(row)
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
+    rows = json.loads(given.out.read_text()) if given.out and given.out.exists() else []
+    for what in runs(given.seeds, given.models, given.flaws, given.ways):
+        if any(what.items() <= row.items() for row in rows):
+            continue
+        began = time.process_time()
+        found = train(what["model"], what["flaw"], precisions()[what["way"]](), what["seed"])
+        rows.append(row := {**what, **found, "seconds": round(time.process_time() - began, 1)})
         loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
         more = f"  wide {row['share']:.0%} (at most {row['most']:.0%}) {row['named']}" if "share" in row else ""
         print(
@@ -240,7 +292,7 @@ def main() -> None:
             flush=True,
         )
         if given.out:
-            given.out.write_text(json.dumps(rows, indent=1) + "\n")
+            given.out.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
 if __name__ == "__main__":

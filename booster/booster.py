@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_o
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.mixed_precision.low_precision.autopilot import Look, Pilot
+from booster.mixed_precision.low_precision.strategy import LowPrecision
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -269,7 +270,9 @@ class Booster:
                     self._switch_to(phase).check(self._boosted.boostings()[-1])  # what cannot be is refused now
             boosted.register_forward_pre_hook(self._course)
         if self._autopilot is not None:
-            pilot = Pilot(self._autopilot, boosted.unwrap(), self.plugin.group, self._tell)
+            tell = functools.partial(self._tell, len(self._boosted.wrappers()) - 1)
+            recipe = cast(LowPrecision, self.precision).recipe
+            pilot = Pilot(self._autopilot, recipe, boosted.unwrap(), self.plugin.group, tell)
             keep_pins(boosted, pilot)
             for wrapper in wrappers[:1]:
                 update_of(wrapper).gradients.listen(pilot)
@@ -1039,9 +1042,9 @@ class Booster:
         precision.bind(self.device)
         return precision
 
-    def _tell(self, look: Look) -> None:
+    def _tell(self, model: int, look: Look) -> None:
         if self._records is not None:
-            self._records.tell(look)
+            self._records.tell(model, look)
 
     def _switch_to(self, new: MixedPrecision) -> Switch:
         return Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)

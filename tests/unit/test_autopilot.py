@@ -25,6 +25,11 @@ def low():
     return NVFP4MixedPrecision(emulate=True)
 
 
+def sizes(flight):
+    """Numbers in the weight of each low-precision layer."""
+    return [layer.weight.numel() for layer in flight.model.modules() if isinstance(layer, LowPrecisionLinear)]
+
+
 class Flight:
     """A small GPT under an autopilot. flaw: what is planted before each step."""
 
@@ -75,6 +80,12 @@ class Flight:
 
     def state(self):
         return self.model.state_dict(), self.optimizer.state_dict(), self.pilot.state_dict(), sorted(self.wide())
+
+
+def growing(model, step):
+    """Outliers whose noise is 0.16, 0.30 and 0.94 of the signal at steps 8, 16 and 24."""
+    for block in model.blocks:
+        planted.plant_outliers(block, 2.0 ** (step / 4))
 
 
 def test_what_is_planted_is_found_and_nothing_else():
@@ -128,9 +139,11 @@ def test_a_product_is_low_again_after_two_calm_looks():
 def test_the_budget_is_kept_and_the_worst_come_first():
     flight = Flight(planted.bad_weights, budget=0.05)  # of 21 products one
     flight.steps(0, 1)
-    (only,) = flight.wide()
+    ((name, role, noise),) = flight.pilot.state_dict()["suspected"]
+    assert noise > max(flight.pilot.noise.values()) > LIMIT
+    flight.steps(1, 2)
+    assert flight.wide() == {(name, role)}
     assert flight.pilot.share <= 0.05
-    assert flight.pilot.noise[only] == max(flight.pilot.noise.values())
     none = Flight(planted.bad_weights, budget=0.0)
     none.steps(0, 5)
     assert none.wide() == set()
@@ -147,6 +160,20 @@ def test_it_goes_on_from_a_checkpoint_to_the_bit(tmp_path):
     assert resumed.wide() == {(name, role) for name, role, _ in resumed.pilot.state_dict()["products"]}
     assert resumed.steps(7, 14) == expected
     assert differences(resumed.state(), whole.state()) == []
+
+
+@pytest.mark.parametrize("saved", [15, 16, 17])
+def test_it_looks_after_a_resume_at_what_it_would_have_looked_at(tmp_path, saved):
+    """Before and after looks at layers in turns, and at what grows."""
+    whole = Flight(growing, every=8, sample=0.5)
+    whole.steps(0, saved)
+    whole.booster.save(tmp_path, whole.model, whole.optimizer)
+    expected = whole.steps(saved, 20)
+    resumed = Flight(growing, every=8, sample=0.5)
+    resumed.booster.load(tmp_path, resumed.model, resumed.optimizer)
+    assert resumed.steps(saved, 20) == expected
+    assert differences(resumed.state(), whole.state()) == []
+    assert whole.wide()
 
 
 def test_a_run_repeats_to_the_bit():
@@ -189,11 +216,11 @@ def test_the_record_says_what_was_done_and_why(tmp_path):
         flight.steps(0, 5)
     run = read_run(tmp_path)
     assert [(each.step, each.name, each.role, each.wide) for each in run.piloted] == [
-        (1, "blocks.0.up", "forward", True),
-        (1, "blocks.1.up", "forward", True),
+        (2, "blocks.0.up", "forward", True),
+        (2, "blocks.1.up", "forward", True),
     ]
     assert all(each.ahead == each.noise > LIMIT for each in run.piloted)
-    assert page(run)
+    assert "After step 2: forward of blocks.1.up wide, noise " in page(run)
 
 
 @pytest.mark.parametrize("sample", [1.0, 0.3])
@@ -210,9 +237,50 @@ def test_the_record_and_the_report_say_what_looking_took(tmp_path, capsys, sampl
     ]
     assert run.looks[-1].operations * 4 * own == pytest.approx(looked - plain)
     show(run)
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"autopilot: 2 looks at {run.looks[0].layers} layers, " in said
-    assert "of the operations of their products; wide 0% of the products, at most 0%" in said
+    for said in (" ".join(capsys.readouterr().out.split()), page(run)):
+        assert f"Autopilot: 2 looks at {run.looks[0].layers} layers, " in said
+        assert "of the operations of their products; wide 0% of the products, at most 0%." in said
+
+
+def test_the_looks_at_each_of_two_models_are_told_apart(tmp_path, capsys):
+    booster = Booster("cpu", Autopilot(low(), every=3))
+    pairs = []
+    for kind in (planted.GPT, planted.ViT):
+        own = kind()
+        pairs.append((own, *booster.boost(own, torch.optim.SGD(own.parameters(), lr=1e-3))[:2]))
+    with booster.record(tmp_path):
+        for step in range(3):
+            for own, model, optimizer in pairs:
+                planted.outlier(own, step)
+                x, y = own.batch(torch.Generator().manual_seed(step))
+                booster.backward(F.cross_entropy(model(x), y), optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+    run = read_run(tmp_path)
+    layers = [sum(isinstance(layer, LowPrecisionLinear) for layer in model.unwrap().modules()) for _, model, _ in pairs]
+    assert layers[0] != layers[1]
+    assert [(look.step, look.model, look.layers) for look in run.looks] == [
+        (step, model, 2 if step == 2 else layers[model]) for step in (1, 2, 3) for model in (0, 1)
+    ]
+    assert [(each.model, each.name) for each in run.piloted if each.step == 2] == [
+        (model, f"blocks.{block}.up") for model in (0, 1) for block in (0, 1)
+    ]
+    show(run)
+    for said in (" ".join(capsys.readouterr().out.split()), page(run)):
+        assert "forward of blocks.0.up of model 1 wide" in said
+        for model in (0, 1):
+            assert f"Autopilot of model {model}: 2 looks at {layers[model]} layers and 1 again, " in said
+
+
+def test_noise_that_is_not_finite_can_be_read_back(tmp_path):
+    def flaw(model, step):
+        model.blocks[0].up.weight.data.fill_(0.0)  # no signal, and the channels of the bias no noise
+        model.blocks[0].up.weight.data[0, 0] = math.inf
+
+    flight = Flight(flaw)
+    with flight.booster.record(tmp_path):
+        flight.steps(0, 2)
+    assert any(not math.isfinite(each.ahead) for each in read_run(tmp_path).piloted)
 
 
 def test_layers_take_turns_and_all_are_found():
@@ -223,7 +291,7 @@ def test_layers_take_turns_and_all_are_found():
         flight.steps(step, step + 1)
         seen.append({name for (name, role), noise in flight.pilot.noise.items() if before.get((name, role)) != noise})
         assert flight.pilot.share <= 0.05
-    assert [len(names) for names in seen] == [3, 3, 0, 3, 0, 3]
+    assert [len(names) for names in seen] == [3, 4, 0, 3, 0, 3]  # the one that could be made wide a second time
     assert len(set().union(*seen)) == 7
     assert len(flight.wide()) == 1
     unlimited = Flight(planted.outlier, every=2, sample=0.3)
@@ -232,19 +300,57 @@ def test_layers_take_turns_and_all_are_found():
 
 
 def test_noise_that_grows_is_made_wide_before_it_spoils():
-    """What drifts is wide before a look finds it above the limit; what stands still below it stays low."""
+    """What drifts is wide before a look finds it above the limit, and is looked at a second time before."""
+    planted_ones = {("blocks.0.up", "forward"), ("blocks.1.up", "forward")}
+    flight = Flight(growing, every=8)
+    flight.steps(0, 16)
+    assert flight.wide() == set()
+    before = dict(flight.pilot.noise)
+    flight.steps(16, 17)
+    assert {key for key, noise in flight.pilot.noise.items() if noise != before[key]} == planted_ones
+    assert flight.wide() == planted_ones
+    assert all(noise < LIMIT for noise in flight.pilot.noise.values())
+
+
+@pytest.mark.parametrize("size", [16.0, planted.HUGE])
+def test_noise_of_a_single_batch_makes_nothing_wide(size):
+    """Growth to the limit, or far above it, in a step that a look is at, and gone in the next."""
 
     def flaw(model, step):
         for block in model.blocks:
-            planted.plant_outliers(block, 2.0 ** (step / 4))  # its noise: 0.16, 0.30, 0.94 at steps 8, 16 and 24
+            planted.plant_outliers(block, size if step % 8 == 7 else 2.0)
 
     flight = Flight(flaw, every=8)
     flight.steps(0, 16)
-    assert flight.wide() == {("blocks.0.up", "forward"), ("blocks.1.up", "forward")}
-    assert all(noise < LIMIT for noise in flight.pilot.noise.values())
-    still = Flight(lambda model, step: [planted.plant_outliers(block, 16.0) for block in model.blocks], every=8)
-    still.steps(0, 16)
-    assert still.wide() == set()
+    assert len(flight.pilot.state_dict()["suspected"]) == 2
+    flight.steps(16, 26)
+    assert flight.pilot.ever == []
+
+
+def test_noise_that_stands_still_below_the_limit_stays_low():
+    flight = Flight(lambda model, step: [planted.plant_outliers(block, 16.0) for block in model.blocks], every=8)
+    flight.steps(0, 16)
+    assert flight.wide() == set()
+    assert flight.pilot.looks == 3
+
+
+def test_second_looks_are_counted(tmp_path, capsys):
+    flight = Flight(growing, every=8)
+    with flight.booster.record(tmp_path):
+        flight.steps(0, 26)
+    run = read_run(tmp_path)
+    assert [(look.step, look.layers, look.again) for look in run.looks] == [
+        (1, 7, False),
+        (8, 7, False),
+        (16, 7, False),
+        (17, 2, True),
+        (24, 7, False),
+    ]
+    own, up = sum(3 * each for each in sizes(flight)), planted.DIM * 2 * planted.DIM
+    assert run.looks[3].operations == pytest.approx(2 * up / own / 8)
+    show(run)
+    share = (4 * own + 2 * up) / own / 8 / 4
+    assert f"4 looks at 7 layers and 1 again, {share:.1%} of the" in " ".join(capsys.readouterr().out.split())
 
 
 def test_compiled_layers_are_refused_by_name():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -26,9 +26,8 @@ _logger = logging.getLogger(__name__)
 LIMIT = 1 / math.sqrt(3)
 """Noise over signal from which on a product is made wide (arXiv 2505.19115: gradients below sqrt(3) of it train no more)."""
 _CALM = 2  # looks in a row at less than half of it, until the product is low again
-# Noise that grows does so by a part of it alone, as the rest is that of any numbers: so it is taken to grow on by more than
-# it did between two looks, by this power of it.
-_AHEAD = 2
+# Of the ordinary noise of a format: less is not told from it, which differs by a tenth from batch to batch.
+_LEAST = 0.5
 
 
 class Autopilot:
@@ -42,11 +41,13 @@ class Autopilot:
     sample: the share of the layers that a look looks at, above 0; they take turns.
 
     The noise of a product is the norm of the difference, its signal that of the wide one; of a forward without what all tokens
-    have in common. Noise that grew since the last look at the product is taken to grow on until the next, and faster. Where it
-    is, or will then be, above 1 / sqrt(3) of the signal (arXiv 2505.19115), that product of that layer is made wide from the
-    next step on, the worst first where the budget does not do for all; where it was below half of that in two looks in a row,
-    it is low again. Ranks decide alike, on sums over all, stages of a pipeline too. Checkpoints hold what was decided; the
-    record, and an INFO line, say it. A look makes each product that it looks at once more, and the record says what that took.
+    have in common. What exceeds the ordinary noise of the format, and grew since the last look at the product, is taken to grow
+    on as fast until the next. A product whose noise is above 1 / sqrt(3) of the signal (arXiv 2505.19115), or will then
+    be, is looked at once more in the next step, as a single batch may be noisy by chance: by the lesser noise of the two, if
+    that is above too, it is made wide from then on, the worst first where the budget does not do for all. Where noise was
+    below half of the bound in two looks in a row, it is low again. Ranks decide alike, on sums over all, stages of a pipeline
+    too. Checkpoints hold what was decided; the record, and an INFO line, say it. A look makes each product that it looks at
+    once more, and the record says what that took.
     """
 
     def __init__(
@@ -99,27 +100,30 @@ class Change(NamedTuple):
 class Look(NamedTuple):
     """What came of looking at the step `step`.
 
-    layers: looked at on this rank. operations: of the looks, as a share of those of all products of low-precision layers.
-    wide: share of products that are wide from now on.
+    layers: looked at on this rank. operations: of the looks, as a share of those of all products of low-precision layers in
+    `every` steps. wide: share of products that are wide from now on. again: only at what the look a step before suspected.
     """
 
     step: int
     layers: int
     operations: float
     wide: float
+    again: bool
     changes: list[Change]
 
 
 class Pilot:
     """Flies one boosted model by `plan`: listens to its optimizer, watches its layers, and changes their recipes.
 
-    group: the ranks that decide together. told: is given what came of each look. names: layers of which any product is wide.
+    recipe: of the low precision. group: the ranks that decide together. told: is given what came of each look. names: layers
+    of which any product is wide.
     Raises RuntimeError for layers that were compiled. A collective.
     """
 
     def __init__(
         self,
         plan: Autopilot,
+        recipe: Recipe,
         model: nn.Module,
         group: dist.ProcessGroup | None,
         told: Callable[[Look], None] = lambda look: None,
@@ -130,6 +134,11 @@ class Pilot:
         self._check_compiled()
         self._recipes = {name: layer.recipe for name, layer in self._layers.items()}
         self._wide: dict[tuple[str, str], int] = {}  # by layer and role, with how many calm looks in a row
+        # Bounds of recipes are twice what is expected.
+        self._ordinary = {role: bound / 2 for role, bound in zip(ROLES, recipe.bounds, strict=True)}
+        self._suspected: dict[tuple[str, str], float] = {}  # with their noise, in the last step
+        self._number = 0  # of the step that comes
+        self._looked_at: frozenset[tuple[str, str]] = frozenset()  # in that step
         self._sums: dict[tuple[str, str], torch.Tensor] = {}  # squares of noise and of signal
         self._operations = [0, 0]  # of the look, and of the step itself
         self.looks = 0
@@ -144,10 +153,10 @@ class Pilot:
         pass
 
     def before_step(self, update: Any, number: int) -> None:
-        self._watch(None)
+        self._watch(frozenset())
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
-        if self._is_looked_at(number):
+        if self._looked_at and number == self._number:
             self._decide(number)
         self.begin(number)
 
@@ -169,11 +178,13 @@ class Pilot:
         return [name for name in state.get("names", []) if name not in self._all]
 
     def state_dict(self) -> dict[str, Any]:
-        """Which products are wide, and how noisy all were, as plain containers."""
+        """Which products are wide or will be, and how noisy all were, as plain containers."""
         return {
             "names": self.names,
+            "next": self._number,
             "products": [[name, role, calm] for (name, role), calm in self._wide.items()],
-            "noise": [[name, role, noise] for (name, role), noise in self.noise.items() if math.isfinite(noise)],
+            "suspected": _as_rows(self._suspected),
+            "noise": _as_rows(self.noise),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,37 +193,39 @@ class Pilot:
             (str(name), arguments.choice("role", role, ROLES)): arguments.count("calm", calm, least=0)
             for name, role, calm in state.get("products", [])
         }
-        self.noise = {
-            (str(name), arguments.choice("role", role, ROLES)): arguments.number("noise", noise, least=0)
-            for name, role, noise in state.get("noise", [])
-        }
+        self.noise = _from_rows(state.get("noise", []))
+        self._suspected = _from_rows(state.get("suspected", []))
         for name in self._layers:
             self._fly(name)
+        if "next" in state:
+            self.begin(arguments.count("next", state["next"]) - 1)
 
     def begin(self, num_steps: int) -> None:
         """Look at the step that follows `num_steps` of them, if that is one to be looked at."""
         self._sums, self._operations = {}, [0, 0]
-        number = num_steps + 1
-        self._watch(self._turn(number) if self._is_looked_at(number) else None)
+        self._number = num_steps + 1
+        self._looked_at = self._turn(self._number)
+        self._watch(self._looked_at)
 
     # ---- inside
 
-    def _is_looked_at(self, number: int) -> bool:
-        return number == 1 or number % self._plan.every == 0
+    def _turn(self, number: int) -> frozenset[tuple[str, str]]:
+        """Return the products to look at in the step `number`: of the layers whose turn it is, and the suspected."""
+        every = self._plan.every
+        if _is_whole(number, every):
+            many = math.ceil(self._plan.sample * len(self._all))
+            first = number // every * many
+            names = {self._all[place % len(self._all)] for place in range(first, first + many)}
+            return frozenset((name, role) for name in names for role in ROLES) | self._suspected.keys()
+        return frozenset(self._suspected)
 
-    def _turn(self, number: int) -> frozenset[str]:
-        """Return the layers whose turn it is in the step `number`."""
-        many = math.ceil(self._plan.sample * len(self._all))
-        first = number // self._plan.every * many
-        return frozenset(self._all[place % len(self._all)] for place in range(first, first + many))
-
-    def _watch(self, turn: frozenset[str] | None) -> None:
-        """Count the operations of all layers, and look at those of `turn`; None: neither."""
-        if turn is not None:
+    def _watch(self, products: frozenset[tuple[str, str]]) -> None:
+        """Look at `products`, and count the operations of all; with none, neither."""
+        if products:
             self._check_compiled()
         for name, layer in self._layers.items():
             others = tuple(each for each in layer.watchers if not isinstance(each, _Looking))
-            layer.watchers = others if turn is None else (*others, _Looking(self._measure, name, name in turn))
+            layer.watchers = (*others, _Looking(self._measure, name)) if products else others
 
     def _check_compiled(self) -> None:
         for name, module in self._model.named_modules():
@@ -226,7 +239,6 @@ class Pilot:
     def _measure(
         self,
         name: str,
-        measured: bool,
         role: str,
         a: torch.Tensor,
         b: torch.Tensor,
@@ -236,7 +248,8 @@ class Pilot:
         recipe, layer = self._recipes[name], self._layers[name]
         operations = 2 * a.numel() * b.shape[0]
         self._operations[1] += operations
-        if not measured or isinstance(own := _of_role(recipe, role), Wide) or not (a.numel() and b.numel()):
+        key = (name, role)
+        if key not in self._looked_at or isinstance(own := _of_role(recipe, role), Wide) or not operations:
             return
         self._operations[0] += operations
         if isinstance(how, Product):
@@ -248,7 +261,6 @@ class Pilot:
         if role == "forward":
             wide, error = (each - each.mean(0, keepdim=True) for each in (wide, error))
         squares = torch.stack([error.double().square().sum(), wide.double().square().sum()])
-        key = (name, role)
         self._sums[key] = self._sums[key] + squares if key in self._sums else squares
 
     def _decide(self, step: int) -> None:
@@ -256,8 +268,8 @@ class Pilot:
         if not seen:
             return
         self.looks += 1
-        ahead = {key: _ahead(noise, self.noise.get(key)) for key, noise in seen.items()}
-        self.noise |= seen
+        seen = {key: min(noise, self._suspected.get(key, math.inf)) for key, noise in seen.items()}
+        ahead = {key: _ahead(noise, self.noise.get(key), self._ordinary[key[1]]) for key, noise in seen.items()}
         changes = []
         for key in seen:
             if key in self._wide:
@@ -266,12 +278,17 @@ class Pilot:
                     del self._wide[key]
                     changes.append(Change(step, *key, False, seen[key], ahead[key]))
         most = math.floor(self._plan.budget * len(ROLES) * len(self._all))
-        # Not finite is worst.
-        for key in sorted(seen, key=lambda key: -ahead[key] if math.isfinite(ahead[key]) else -math.inf):
-            if key not in self._wide and not ahead[key] <= LIMIT and len(self._wide) < most:
-                self._wide[key] = 0
-                self.ever += [key[0]] * (key[0] not in self.ever)
-                changes.append(Change(step, *key, True, seen[key], ahead[key]))
+        above = sorted(
+            (key for key in seen.keys() - self._wide if ahead[key] > LIMIT), key=lambda key: (-ahead[key], key)
+        )
+        for key in [key for key in above if key in self._suspected][: most - len(self._wide)]:
+            self._wide[key] = 0
+            self.ever += [key[0]] * (key[0] not in self.ever)
+            changes.append(Change(step, *key, True, seen[key], ahead[key]))
+        # No more than could be made wide are worth a look.
+        suspected = [key for key in above if key not in self._suspected][: most - len(self._wide)]
+        self._suspected = {key: seen[key] for key in suspected}
+        self.noise |= {key: noise for key, noise in seen.items() if key not in self._suspected}
         for name in dict.fromkeys(change.name for change in changes if change.name in self._layers):
             self._fly(name)
         for change in changes:
@@ -285,8 +302,9 @@ class Pilot:
                 change.ahead,
             )
         extra, own = self._operations
-        layers = len(self._turn(step) & self._layers.keys())
-        self._told(Look(step, layers, extra / max(1, own) / self._plan.every, self.share, changes))
+        layers = len({name for name, _ in self._looked_at} & self._layers.keys())
+        again = not _is_whole(step, self._plan.every)
+        self._told(Look(step, layers, extra / max(1, own) / self._plan.every, self.share, again, changes))
 
     def _noise(self) -> Iterator[tuple[tuple[str, str], float]]:
         keys = [(name, role) for name in self._all for role in ROLES]
@@ -299,11 +317,17 @@ class Pilot:
             dist.all_reduce(sums, group=self._group)
         for key, (noise, signal) in zip(keys, sums.tolist(), strict=True):
             if noise or signal:
-                yield key, math.sqrt(noise / signal) if signal else math.inf
+                ratio = math.sqrt(noise / signal) if signal else math.inf
+                yield key, ratio if math.isfinite(ratio) else math.inf
 
     def _fly(self, name: str) -> None:
         roles: list[Role] = [self._plan.high if (name, role) in self._wide else "recipe" for role in ROLES]
         self._layers[name].recipe = self._recipes[name].in_roles(*roles)
+
+
+def _is_whole(number: int, every: int) -> bool:
+    """Whether step `number` is one that looks at the layers whose turn it is."""
+    return number == 1 or number % every == 0
 
 
 class _Looking(partial[None]):
@@ -314,6 +338,27 @@ def _of_role(recipe: Recipe, role: str) -> Product | Wide:
     return {"forward": recipe.output, "input_grad": recipe.input_gradient, "weight_grad": recipe.weight_gradient}[role]
 
 
-def _ahead(noise: float, before: float | None) -> float:
-    """Return what `noise` will be by the next look at a product, given that of the last one, if there was one."""
-    return noise * max(1.0, noise / before) ** _AHEAD if before else noise
+def _ahead(noise: float, before: float | None, ordinary: float) -> float:
+    """Return what `noise` will be by the next look at a product, given that of the last one, if there was one.
+
+    ordinary: that of any numbers. The rest is independent of it and has another cause, so it alone grows on.
+    """
+    if before is None or not ordinary < noise:
+        return noise
+    excess, least = math.sqrt(noise**2 - ordinary**2), ordinary * _LEAST
+    old = max(least, math.sqrt(max(0.0, before**2 - ordinary**2)))
+    return math.hypot(ordinary, excess * max(1.0, excess / old))
+
+
+def _as_rows(noise: Mapping[tuple[str, str], float]) -> list[list[Any]]:
+    """`noise` for a checkpoint; None for what is not finite."""
+    return [[name, role, each if math.isfinite(each) else None] for (name, role), each in noise.items()]
+
+
+def _from_rows(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], float]:
+    return {
+        (str(name), arguments.choice("role", role, ROLES)): (
+            math.inf if noise is None else arguments.number("noise", noise, least=0)
+        )
+        for name, role, noise in rows
+    }

@@ -373,12 +373,12 @@ class Records:
         self._precision, self._plugin, self._device = precision, plugin, device
         self._open: list[Record] = []
 
-    def tell(self, look: Any) -> None:
-        """Write down in every open record what came of the look of an autopilot; see `Look`."""
-        now, said = time.time(), look._asdict()
+    def tell(self, model: int, look: Any) -> None:
+        """Write down in every open record what came of the look of an autopilot at the `model`-th boosted one; see `Look`."""
+        own, said = {"time": time.time(), "model": model}, look._asdict()
         changes = said.pop("changes")
-        lines = [{"kind": "look", "time": now, **said}]
-        lines += [{"kind": "pilot", "time": now, **change._asdict()} for change in changes]
+        lines = [{"kind": "look", **own, **said}]
+        lines += [{"kind": "pilot", **own, **change._asdict()} for change in changes]
         for record in self._open:
             record.write(lines)
 

@@ -9,7 +9,8 @@ Each line has a `kind`:
   known `loss`, `grad_norm`, `clip` (the factor of a clip, where it was not 1), `lr` of each group, and of a skip `reason`
   and `culprit`.
 - `switch`: the run went over to another `precision` after the step `step`; `why` says by what.
-- `look`: an autopilot looked at the step `step`; see `booster.mixed_precision.low_precision.autopilot.Look`.
+- `look`: an autopilot looked at the step `step` of the `model`-th that was boosted, from 0; see
+  `booster.mixed_precision.low_precision.autopilot.Look`.
 - `pilot`: it made the product `role` of the layer `name` wide after that step, or low again; see `Change` there.
 - `low`: one operand of a low-precision layer, looked at in one step; see `booster.numerics.record.low_layers`.
 - `sample`: one tensor, looked at in one step; see `booster.numerics.record.samples`.
@@ -133,9 +134,12 @@ _FORMS: dict[str, tuple[dict[str, tuple[Check, str]], dict[str, tuple[Check, str
             **dict.fromkeys(("noise", "ahead"), _NUMBER),
             "wide": (lambda value: type(value) is bool, "a boolean"),
         },
-        {"time": _TIME},
+        {"time": _TIME, "model": _COUNT},
     ),
-    "look": ({"step": _STEP, "layers": _COUNT, **dict.fromkeys(("operations", "wide"), _NUMBER)}, {"time": _TIME}),
+    "look": (
+        {"step": _STEP, "layers": _COUNT, **dict.fromkeys(("operations", "wide"), _NUMBER)},
+        {"time": _TIME, "model": _COUNT, "again": (lambda value: type(value) is bool, "a boolean")},
+    ),
     "low": (
         {
             **dict.fromkeys(("optimizer", "name", "product", "operand", "format"), _TEXT),
@@ -168,7 +172,10 @@ SCHEMA = 1
 _LONGEST = 2**23  # bytes of a line
 _NONFINITE = {math.inf: "inf", -math.inf: "-inf"}
 _FROM_TEXT = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-NUMBERS = ("loss", "loss_scale", "grad_norm", "clip", "norm", "largest", "scale", "update_norm", "weight_norm", "noise")
+NUMBERS = (
+    *("loss", "loss_scale", "grad_norm", "clip", "norm", "largest", "scale", "update_norm", "weight_norm"),
+    *("noise", "ahead"),
+)
 """Keys whose value is a number, and a text where it is not finite, which JSON cannot say."""
 
 
@@ -335,7 +342,7 @@ class Switched(NamedTuple):
 
 
 class Piloted(NamedTuple):
-    """After the step `step` an autopilot made a product of a layer wide, or low again.
+    """After the step `step` an autopilot made a product of a layer of the `model`-th boosted model wide, or low again.
 
     noise: over signal. ahead: what it was taken to be at the next look.
     """
@@ -346,18 +353,22 @@ class Piloted(NamedTuple):
     wide: bool
     noise: float
     ahead: float
+    model: int
 
 
 class Looked(NamedTuple):
-    """An autopilot looked at the step `step`, of so many layers. operations: of those of all products since the last look.
+    """An autopilot looked at the step `step` of the `model`-th boosted model, at so many layers.
 
-    wide: which share of products is, from then on.
+    operations: as a share of those of all products from look to look. wide: which share of products is, from then on. again:
+    between two looks, at what the last one found to grow.
     """
 
     step: int
     layers: int
     operations: float
     wide: float
+    model: int
+    again: bool
 
 
 @dataclass(frozen=True)
@@ -413,7 +424,7 @@ def read_run(folder: Any) -> Run:
     about = ranks[0].about
     run = Run(root, about)
     run.piloted = list(ranks[0].piloted.values())
-    run.looks = [ranks[0].looks[step] for step in sorted(ranks[0].looks)]
+    run.looks = [ranks[0].looks[key] for key in sorted(ranks[0].looks)]
     run.switches = [ranks[0].switches[step] for step in sorted(ranks[0].switches)]
     for rank in ranks:
         run.notes += rank.notes
@@ -457,7 +468,7 @@ class _RankFile:
         self.switches: dict[int, Switched] = {}
         self.rounded: dict[tuple[Any, ...], list[int]] = {}
         self.piloted: dict[tuple[Any, ...], Piloted] = {}
-        self.looks: dict[int, Looked] = {}
+        self.looks: dict[tuple[int, int], Looked] = {}
         again = processes = 0
         name = printable(path.name)
         for line in read_lines(path):
@@ -473,10 +484,11 @@ class _RankFile:
                 if len(self.steps) > _MOST_OPTIMIZERS:
                     raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
             elif line["kind"] == "pilot":
-                change = Piloted(*(line[name] for name in Piloted._fields))
-                self.piloted[change[:3]] = change
+                change = Piloted(**_fields(line, Piloted._fields, model=0))
+                self.piloted[change.model, change.step, change.name, change.role] = change
             elif line["kind"] == "look":
-                self.looks[line["step"]] = Looked(*(line[name] for name in Looked._fields))
+                look = Looked(**_fields(line, Looked._fields, model=0, again=False))
+                self.looks[look.step, look.model] = look
             elif line["kind"] == "low":
                 key = tuple(line[name] for name in ("step", "name", "product", "operand", "format"))
                 self.rounded[key] = [line[name] for name in ("total", "underflow", "saturated", "top")]
@@ -489,6 +501,11 @@ class _RankFile:
         if processes > 1 or again:
             twice = f", and {again} steps were made again; the later ones count" if again else ""
             self.notes.append(f"{name} was written by {processes} processes in turn{twice}")
+
+
+def _fields(line: Mapping[str, Any], names: Sequence[str], **else_: Any) -> dict[str, Any]:
+    """What `line` has under `names`; of those in `else_` that, where it has none, as in files of earlier versions."""
+    return {name: line.get(name, else_[name]) if name in else_ else line[name] for name in names}
 
 
 def _merged(number: int, lines: list[Mapping[str, Any]]) -> Step:

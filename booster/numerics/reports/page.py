@@ -51,6 +51,7 @@ def page(run: Run) -> str:
         f"<p>After step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}</p>"
         for switch in summary.switches
     ]
+    body += [f"<p>{escape(sentence)}</p>" for sentence in summary.flown()]
     for each in summary.optimizers:
         if len(summary.optimizers) > 1:
             body.append(f"<h2>Optimizer {escape(each.name)}</h2>")

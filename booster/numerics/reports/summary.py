@@ -128,7 +128,7 @@ class Summary:
     switches: list[dict[str, Any]] = field(default_factory=list)
     rounded: list[dict[str, Any]] = field(default_factory=list)
     piloted: list[dict[str, Any]] = field(default_factory=list)
-    looks: dict[str, Any] | None = None
+    looks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def told(self) -> str:
@@ -137,9 +137,31 @@ class Summary:
         told = (self.about.get("precision"), self.about.get("plugin"), ranks, self.about.get("device"))
         return ", ".join(str(part) for part in told if part)
 
+    def flown(self) -> list[str]:
+        """A sentence for each product that an autopilot made wide, or low again, and what looking at each model took."""
+        several = len({each["model"] for each in (*self.looks, *self.piloted)}) > 1
+        told = [
+            f"After step {change['step']}: {change['role']} of {change['name']}{_of_model(change, several)} "
+            f"{'wide' if change['wide'] else 'low again'}, noise {change['noise']:.2f} of the signal, "
+            f"{change['ahead']:.2f} by the next look."
+            for change in self.piloted
+        ]
+        for looks in self.looks:
+            often = f"{counted(looks['looks'], 'look')} at {counted(looks['layers'], 'layer')}"
+            often += f" and {looks['again']} again" if looks["again"] else ""
+            told.append(
+                f"Autopilot{_of_model(looks, several)}: {often}, {looks['operations']:.1%} of the operations of their "
+                f"products; wide {looks['wide']:.0%} of the products, at most {looks['most_wide']:.0%}."
+            )
+        return told
+
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain containers."""
         return asdict(self)
+
+
+def _of_model(said: dict[str, Any], several: bool) -> str:
+    return f" of model {said['model']}" if several else ""
 
 
 def summarise(run: Run) -> Summary:
@@ -157,18 +179,26 @@ def summarise(run: Run) -> Summary:
     )
 
 
-def _looks(looks: Sequence[Looked]) -> dict[str, Any] | None:
-    """How often an autopilot looked, at how many layers, what it took, and how much was wide, in the mean and at most."""
-    if not looks:
-        return None
-    wide = [look.wide for look in looks]
-    return {
-        "looks": len(looks),
-        "layers": max(look.layers for look in looks),
-        "operations": sum(look.operations for look in looks) / len(looks),
-        "wide": sum(wide) / len(wide),
-        "most_wide": max(wide),
-    }
+def _looks(looks: Sequence[Looked]) -> list[dict[str, Any]]:
+    """Of each model how often its autopilot looked, at how many layers, how often again at what grew, what all of it took, and
+    how much was wide, in the mean and at most."""
+    told = []
+    for model in sorted({look.model for look in looks}):
+        own = [look for look in looks if look.model == model]
+        whole = [look for look in own if not look.again] or own
+        wide = [look.wide for look in whole]
+        told.append(
+            {
+                "model": model,
+                "looks": len(whole),
+                "layers": max(look.layers for look in whole),
+                "again": len(own) - len(whole),
+                "operations": sum(look.operations for look in own) / len(whole),
+                "wide": sum(wide) / len(wide),
+                "most_wide": max(look.wide for look in own),
+            }
+        )
+    return told
 
 
 def _rounded(run: Run) -> list[dict[str, Any]]:

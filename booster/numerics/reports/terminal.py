@@ -40,19 +40,8 @@ def show(run: Run, console: Any = None) -> None:
         console.print(
             f"after step {switch['step']}: {escape(switch['precision'])}, by {escape(switch['why'])}", highlight=False
         )
-    for change in summary.piloted:
-        console.print(
-            f"after step {change['step']}: {change['role']} of {escape(change['name'])} "
-            f"{'wide' if change['wide'] else 'low again'}, noise {change['noise']:.2f} of the signal, "
-            f"{change['ahead']:.2f} by the next look",
-            highlight=False,
-        )
-    if (looks := summary.looks) is not None:
-        console.print(
-            f"autopilot: {looks['looks']} looks at {looks['layers']} layers, {looks['operations']:.1%} of the operations of "
-            f"their products; wide {looks['wide']:.0%} of the products, at most {looks['most_wide']:.0%}",
-            highlight=False,
-        )
+    for sentence in summary.flown():
+        console.print(escape(sentence), highlight=False)
     for each in summary.optimizers:
         _show_optimizer(console, each, run.steps[each.name], several=len(summary.optimizers) > 1)
     if summary.rounded:
