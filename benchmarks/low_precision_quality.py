@@ -45,10 +45,13 @@ from model import GPT, cross_entropy, make_vit
 
 PRECISIONS: dict[str, Callable[[], MixedPrecision]] = {
     "bf16": lambda: make("bf16"),
-    "fp8 tensorwise": lambda: FP8MixedPrecision(emulate="auto"),
-    "fp8 rowwise": lambda: FP8MixedPrecision("rowwise", emulate="auto"),
-    "fp8 rowwise_with_gw_hp": lambda: FP8MixedPrecision("rowwise_with_gw_hp", emulate="auto"),
-    "mxfp8": lambda: MXFP8MixedPrecision(emulate="auto"),
+    "fp8 tensorwise": lambda: FP8MixedPrecision(emulate="auto", convert="all"),
+    "fp8 tensorwise, delayed scaling": lambda: FP8MixedPrecision(delayed_scaling=True, emulate="auto", convert="all"),
+    "fp8 rowwise": lambda: FP8MixedPrecision("rowwise", emulate="auto", convert="all"),
+    "fp8 rowwise_with_gw_hp": lambda: FP8MixedPrecision("rowwise_with_gw_hp", emulate="auto", convert="all"),
+    "fp8 blocks": lambda: FP8MixedPrecision("blocks", emulate="auto"),
+    "fp8 blocks, powers of two": lambda: FP8MixedPrecision("blocks", power_of_two_scales=True, emulate="auto"),
+    "mxfp8": lambda: MXFP8MixedPrecision(emulate="auto", convert="all"),
     "int8": lambda: Int8MixedPrecision(emulate="auto"),
     "nvfp4": lambda: NVFP4MixedPrecision(emulate="auto"),
     "nvfp4, to the nearest": lambda: NVFP4MixedPrecision(emulate="auto", stochastic_rounding=False),

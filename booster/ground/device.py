@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -39,6 +41,16 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
             f"device={str(resolved)!r} was asked for, but there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
         )
     return resolved
+
+
+def clock(device: torch.device) -> float:
+    """Seconds that steps are timed by, once `device` has done what it was told.
+
+    On a CPU with one thread they are those that the processor spent on it, which other programs do not lengthen.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 class DeviceCopies:

@@ -190,6 +190,13 @@ class Histories(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+class Choice(Protocol):
+    """What a checkpoint needs of layers that were chosen by measuring; see `low_precision.timed.ChosenLayers`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> int: ...
+
+
 class ModelWrapper(PrecisionModule):
     """What `boost` returns for a model, and for a criterion that is a module.
 
@@ -200,6 +207,7 @@ class ModelWrapper(PrecisionModule):
 
     _pins: Pinned | None = None
     _histories: Histories | None = None
+    _choice: Choice | None = None
 
     def become(self, other: ModelWrapper, hooks: Collection[int] = ()) -> set[int]:
         """Run what `other` runs, as it does, from now on: the same user's model, under another precision.
@@ -253,6 +261,16 @@ def keep_histories(model: ModelWrapper, histories: Histories) -> None:
 def histories_of(model: ModelWrapper) -> Histories | None:
     """Return what a boosted model's scales follow from; None where they follow from nothing that was."""
     return model._histories
+
+
+def keep_choice(model: ModelWrapper, choice: Choice) -> None:
+    """Have `choice_of(model)` be `choice`, which checkpoints keep."""
+    model.__dict__["_choice"] = choice
+
+
+def choice_of(model: ModelWrapper) -> Choice | None:
+    """Return which layers of a boosted model were chosen by measuring; None where none were."""
+    return model._choice
 
 
 def precision_of(model: PrecisionModule) -> ForwardPrecision:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper, keep_histories
+from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.choice import ASKED, by_kernels
 from booster.loss_scaler import LossScaler, NoScale
@@ -339,6 +339,8 @@ class MixedPrecision:
         self.check(model)
         if isinstance(criterion, nn.Module):
             self.check(criterion)
+        if self.conversion is not None:
+            self.conversion.settle(model, self.device, self._keep_fp32, placement.group)
         policy = self.policy_for(model)
         if options.release_gradients and optimizers:
             policy = dataclasses.replace(policy, release=True)
@@ -359,6 +361,8 @@ class MixedPrecision:
         rebound = rebind_all(optimizers, before, placed, placement)
         # wrap
         wrapped = [self._wrap_optimizer(each, boosted, names, weights, placement.group, options) for each in rebound]
+        if self.conversion is not None and (choice := self.conversion.choice(bare(placed))) is not None:
+            keep_choice(boosted, choice)
         if wrapped and self.conversion is not None:
             histories = self.conversion.follow(bare(placed), self.device, placement.group)
             if histories is not None:

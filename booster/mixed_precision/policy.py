@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
+from booster.interface.model import Choice
 from booster.mixed_precision.keep_fp32 import (
     Float32Forward,
     KeepFP32,
@@ -227,6 +228,11 @@ class Conversion(Protocol):
     def runs(self, device: torch.device) -> bool:
         """Whether `device` computes in such layers, and does not emulate them; raises ValueError where it may do neither."""
 
+    def settle(
+        self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32], group: dist.ProcessGroup | None
+    ) -> None:
+        """Learn what of `model` is to be swapped, so that ranks of `group` agree; it is not changed. May run collectives."""
+
     def policy(
         self, model: nn.Module, policy: DtypePolicy, device: torch.device, keep_fp32: Iterable[KeepFP32]
     ) -> DtypePolicy:
@@ -243,6 +249,9 @@ class Conversion(Protocol):
 
     def follow(self, model: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> StepHistories | None:
         """Return what is to hear of the steps of the placed `model`; None for nothing. May run collectives."""
+
+    def choice(self, model: nn.Module) -> Choice | None:
+        """Return what checkpoints are to keep of the choice between layers of the placed `model`; None for nothing."""
 
     def keep_weights(self, model: nn.Module) -> None:
         """Have the layers of a placed model, whose weights stay where they are, keep what they make of them until a step."""

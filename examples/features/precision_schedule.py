@@ -21,7 +21,7 @@ def main() -> None:
 
     # The feature: fp8 for nine tenths of the steps, emulated where no hardware has it; then bfloat16.
     steps = EPOCHS * (60_000 // (64 * DistCoordinator().world_size))
-    schedule = PrecisionSchedule({0: FP8MixedPrecision(emulate="auto"), 0.9: "bf16"}, total_steps=steps)
+    schedule = PrecisionSchedule({0: FP8MixedPrecision(emulate="auto", convert="all"), 0.9: "bf16"}, total_steps=steps)
     b = Booster(mixed_precision=schedule, plugin=TorchDDPPlugin())
 
     model = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))

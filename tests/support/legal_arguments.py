@@ -326,6 +326,7 @@ RANGES: dict[str, Predicate] = {
     "output_dtype": floating,
     "keep_fp32": pins,
     "keep": pins,
+    "tokens": nothing,  # but with convert="measured"
     "compute_dtype": one_of(torch.bfloat16, torch.float32),
     "storage_dtype": one_of("int8", "fp8", "nf4", torch.float32, torch.bfloat16, torch.float16),
     "products": one_of("float32", "bfloat16"),

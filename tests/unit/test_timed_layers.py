@@ -47,7 +47,7 @@ def prescribed(monkeypatch):
             return 2e-6
         return 3e-6 if layer.out_features == 64 else 1e-6
 
-    monkeypatch.setattr(layers, "_seconds", seconds)
+    monkeypatch.setattr(layers, "seconds", seconds)
     return seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,12 +19,15 @@ from booster.checkpoint.saved import Saved
 from booster.checkpoint.tensor_file import dtype_of, fits
 from booster.checkpoint.way_back import load_module, may_refuse
 from booster.checkpoint.weights import ties_that_differ
+from booster.ground.arguments import is_whole
 from booster.ground.text import listed
-from booster.interface.model import Histories, ModelWrapper, Pinned, histories_of, pins_of
+from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
 from booster.masters.keeps import LoadedWeights
 from booster.model.modules import bare
 from booster.model.tied import names_of
 from booster.tensors.trees import HALF_DTYPES
+
+_logger = logging.getLogger(__name__)
 
 
 class Modules(Part):
@@ -185,6 +189,58 @@ class PinnedModules(Part):
         for name, model in self.objects.models.items():
             if (pins := pins_of(model)) is not None:
                 yield name, pins
+
+
+class Chosen(Part):
+    """Which layers were measured to gain by a low precision; others, and checkpoints of earlier versions, have none."""
+
+    turn = 3
+
+    def collect(self, into: Collection) -> dict[str, Any]:
+        return {} if into.rank else {"chosen": {name: choice.state_dict() for name, choice in self._here()}}
+
+    def compare(self, found: Found) -> Iterator[str]:
+        said = found.saved.tree.get("chosen", {})
+        for name, _ in self._here():
+            if name not in said:
+                found.saved.notes.append(
+                    f"models {name!r}: no choice of layers was saved; those are in low precision that were faster so here"
+                )
+            elif not _is_choice(said[name]):
+                yield f"models {name!r}: what is saved of its choice of layers is none"
+
+    def prepare(self, found: Found) -> None:
+        said = found.saved.tree.get("chosen", {})
+        self._states = [(name, choice, said.get(name, {})) for name, choice in self._here()]
+
+    def steps(self) -> Iterator[Step]:
+        yield "the choice of layers", self._hand_over
+
+    def _hand_over(self, undo: ExitStack) -> None:
+        for name, choice, state in self._states:
+            undo.callback(choice.load_state_dict, choice.state_dict())
+            if changed := choice.load_state_dict(state):
+                _logger.info(
+                    "models %r: %d layers multiply as in the checkpoint, where they were measured otherwise here",
+                    name,
+                    changed,
+                )
+
+    def _here(self) -> Iterator[tuple[str, Choice]]:
+        for name, model in self.objects.models.items():
+            if (choice := choice_of(model)) is not None:
+                yield name, choice
+
+
+def _is_choice(state: Any) -> bool:
+    """Whether a checkpoint holds features in and out of layers in low precision, and of those that are wide."""
+    if not isinstance(state, Mapping) or state.keys() != {"low", "wide"}:
+        return False
+    shapes = [*state["low"], *state["wide"]] if all(isinstance(each, list) for each in state.values()) else [None]
+    return all(
+        isinstance(shape, list) and len(shape) == 2 and all(is_whole(each) and each > 0 for each in shape)
+        for shape in shapes
+    )
 
 
 class Scales(Part):

@@ -121,6 +121,8 @@ class LowPrecisionLinear(LinearStandIn):
     kernels: bool
     watchers: tuple[Watcher, ...] = ()
     """Told of products in training, those of forward passes that a backward may follow."""
+    is_wide: bool = False
+    """Whether it multiplies as the `nn.Linear` that it stands for, since that was measured to be faster."""
     weights: RoundedWeights | None = None
     """Where the rounded weight is kept for a group of micro-batches; None rounds it in every pass. Copies have none."""
 
@@ -139,12 +141,14 @@ class LowPrecisionLinear(LinearStandIn):
             {
                 name: value
                 for name, value in self.__dict__.items()
-                if name not in ("recipe", "kernels", "watchers", "weights")
+                if name not in ("recipe", "kernels", "watchers", "weights", "is_wide")
             }
         )
         return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_wide:
+            return super().forward(x)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
@@ -161,7 +165,8 @@ class LowPrecisionLinear(LinearStandIn):
         return {name: value for name, value in self.__dict__.items() if name != "weights"}
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe.name!r}{'' if self.kernels else ', emulated'}"
+        how = "wide" if self.is_wide else f"recipe={self.recipe.name!r}{'' if self.kernels else ', emulated'}"
+        return f"{super().extra_repr()}, {how}"
 
 
 class _Linear(torch.autograd.Function):

@@ -6,6 +6,7 @@ output = x @ weight.t(), gradient of x = g @ weight.t().t(), gradient of weight 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -82,6 +83,7 @@ class Recipe:
     the summed dimension is filled up to with zeros. kernel: which one runs it. capability: the least one of a CUDA device, of
     the generations `generations`. on_cpu: whether the CPU has the kernel. bounds: of the relative errors of output, gradient
     of the input and gradient of the weight on normally distributed numbers, in the root of squares; twice what is expected.
+    too_small: layers of at most so many features in and out, of any of these pairs, are no faster on a GPU.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Recipe:
     generations: str
     bounds: tuple[float, float, float]
     on_cpu: bool = False
+    too_small: tuple[tuple[float, float], ...] = ()
 
     def accumulated_fast(self) -> Recipe:
         """Return the recipe whose forward may accumulate fast; backward never does."""
@@ -155,6 +158,10 @@ def _both(operand: Operand, *, hadamard: bool = False) -> Product:
 _ADA = {"multiple": 16, "kernel": "fp8", "capability": (8, 9), "generations": "Ada, Hopper, Blackwell or newer"}
 _BLACKWELL = {"multiple": 32, "capability": (10, 0), "generations": "Blackwell or newer"}
 
+# Of features in and out, as torchao 0.18 leaves such layers alone: `_auto_filter_for_recipe` of its float8 training, on H100s.
+_SMALL_TENSORWISE = ((4096.0, 1024.0),)
+_SMALL_ROWWISE = ((math.inf, 2048.0), (1024.0, math.inf), (2048.0, 4096.0))
+
 _TENSOR = Operand(E4M3, Scaling("tensor"))
 _TENSOR_GRADIENT = Operand(E5M2, Scaling("tensor"))
 _ROW = Operand(E4M3, Scaling("row", "power_of_two"))
@@ -170,6 +177,7 @@ FP8_RECIPES = {
         input_gradient=Product(_TENSOR_GRADIENT, _TENSOR),
         weight_gradient=Product(_TENSOR_GRADIENT, _TENSOR),
         bounds=(0.075, 0.12, 0.12),
+        too_small=_SMALL_TENSORWISE,
         **_ADA,  # type: ignore[arg-type]
     ),
     "rowwise": Recipe(
@@ -178,6 +186,7 @@ FP8_RECIPES = {
         input_gradient=_both(_ROW),
         weight_gradient=_both(_ROW),
         bounds=(0.075, 0.075, 0.075),
+        too_small=_SMALL_ROWWISE,
         **_ADA,  # type: ignore[arg-type]
     ),
     "rowwise_with_gw_hp": Recipe(
@@ -186,6 +195,7 @@ FP8_RECIPES = {
         input_gradient=Product(_ROW, Operand(E4M3, Scaling("tensor", "power_of_two"))),
         weight_gradient=Wide(),
         bounds=(0.075, 0.075, _WIDE_BOUND),
+        too_small=_SMALL_ROWWISE,
         **_ADA,  # type: ignore[arg-type]
     ),
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -32,10 +34,12 @@ from booster.mixed_precision.low_precision.recipes import (
     nvfp4_recipe,
 )
 from booster.mixed_precision.low_precision.self_check import Forward, complaint
+from booster.mixed_precision.low_precision.timed import CONVERT, ChosenLayers, Convert, Timer, seconds, timed
 from booster.mixed_precision.low_precision.weights import RoundedWeights
 from booster.mixed_precision.policy import DtypePolicy
 from booster.model.modules import bare
 from booster.model.tied import places_of
+from booster.ranks.communicate import exchange
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +52,8 @@ class LinearConversion:
 
     Any precision may hold one as its `conversion`; those here differ in nothing else from the precisions around the layers.
     emulate, keep: see `LowPrecision`. dtype: what the layers take and return. gather_in_fp8: see `FP8MixedPrecision`.
-    precision: what errors call the one that holds it.
+    precision: what errors call the one that holds it. which, tokens: `convert` and `tokens` of `LowPrecision`. timer: what
+    times a layer, see `timed.seconds`.
     """
 
     recipe: Recipe
@@ -58,7 +63,14 @@ class LinearConversion:
     gather_in_fp8: bool = False
     precision: str = "LinearConversion"
     delayed: DelayedScaling | None = None
+    which: Convert = "auto"
+    tokens: int | None = None
+    timer: Timer = seconds
     said: bool = dataclasses.field(default=False, init=False, repr=False)  # that it is a rehearsal
+    _times: dict[tuple[int, int], tuple[float, float]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Seconds in the wide dtype and in the recipe, by features in and out, as all ranks agreed."""
     _weights: RoundedWeights = dataclasses.field(default_factory=RoundedWeights, init=False, repr=False, compare=False)
 
     def runs(self, device: torch.device) -> bool:
@@ -77,28 +89,51 @@ class LinearConversion:
             )
         return not missing
 
+    def settle(
+        self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32], group: dist.ProcessGroup | None
+    ) -> None:
+        if self.which != "measured" or not self.runs(device):
+            return
+        inner, recipe, own = bare(model), for_device(self.recipe, device), {}
+        names, _ = self._choose(inner, keep_fp32, device)
+        shapes = {_features(inner, name) for name in names}
+        for shape in sorted(shapes - self._times.keys()):
+            wide, low = timed(
+                (self.tokens or 1, *shape),
+                {recipe.name: recipe},
+                device,
+                dtype=self.dtype,
+                timer=self.timer,
+            )
+            own[shape] = wide, low[recipe.name]
+        for rank in exchange(json.dumps([[*shape, *times] for shape, times in own.items()]).encode(), group):
+            for inputs, outputs, wide, low in json.loads(rank):
+                self._times.setdefault((inputs, outputs), (wide, low))  # those of the first rank that has it
+
     def policy(
         self, model: nn.Module, policy: DtypePolicy, device: torch.device, keep_fp32: Iterable[KeepFP32]
     ) -> DtypePolicy:
         self.runs(device)
         inner = bare(model)
-        names, _ = self._choose(inner, keep_fp32)  # raises before anything is changed
+        names, _ = self._choose(inner, keep_fp32, device)  # raises before anything is changed
         return dataclasses.replace(policy, fp8_weights=_read_alone(inner, names)) if self.gather_in_fp8 else policy
 
     def convert(self, model: nn.Module, device: torch.device, keep_fp32: Iterable[KeepFP32]) -> None:
         inner, kernels = bare(model), self.runs(device)
-        names, wide = self._choose(inner, keep_fp32)
+        names, wide = self._choose(inner, keep_fp32, device)
+        slow = self._slow(inner, names)
         recipe, layers = for_device(self.recipe, device), {}
         for name in names:
             old = inner.get_submodule(name)
             layers[id(old)] = LowPrecisionLinear.of(old, recipe, kernels=kernels)  # type: ignore[arg-type]
-        self._check_layers(
-            {name: layers[id(inner.get_submodule(name))] for name in names}, device, partial(compiled_like, model)
-        )
+        layers_of = {name: layers[id(inner.get_submodule(name))] for name in names}
+        self._check_layers(layers_of, device, partial(compiled_like, model))
         for name, module in [*inner.named_modules(remove_duplicate=False)]:
             if id(module) in layers:
                 inner.set_submodule(name, layers[id(module)])
-        self._report(inner, len(names), wide, device, kernels)
+        for name in slow:
+            layers_of[name].is_wide = True
+        self._report(inner, len(names) - len(slow), {**wide, **slow}, device, kernels)
 
     def revert(self, model: nn.Module) -> None:
         inner = bare(model)
@@ -113,6 +148,12 @@ class LinearConversion:
         layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
         return ScaleHistories(self.delayed, layers, device, group)
 
+    def choice(self, model: nn.Module) -> ChosenLayers | None:
+        if self.which != "measured" or not self._times:
+            return None
+        layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
+        return ChosenLayers(layers, {shape: not low < wide for shape, (wide, low) in self._times.items()})
+
     def keep_weights(self, model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, LowPrecisionLinear):
@@ -121,8 +162,11 @@ class LinearConversion:
     def forget_weights(self) -> None:
         self._weights.forget()
 
-    def _choose(self, model: nn.Module, keep_fp32: Iterable[KeepFP32]) -> tuple[list[str], dict[str, str]]:
+    def _choose(
+        self, model: nn.Module, keep_fp32: Iterable[KeepFP32], device: torch.device
+    ) -> tuple[list[str], dict[str, str]]:
         """Names of the layers to convert, and of the linear layers that are not, with the reason."""
+        by_size = self.which == "auto" and device.type == "cuda" and self.runs(device)
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         kept = KeptModules(model, self.keep or (), option="keep")
         in_fp32 = KeptModules(model, keep_fp32)
@@ -143,16 +187,33 @@ class LinearConversion:
                 wide[name] = f"{module.in_features} -> {module.out_features}, no multiples of {multiple}"
             elif module.weight.dtype == torch.float64:
                 wide[name] = "float64"
+            elif by_size and any(
+                module.in_features <= most and module.out_features <= out for most, out in self.recipe.too_small
+            ):
+                wide[name] = f"{module.in_features} -> {module.out_features}, too small to be faster"
             else:
                 names.append(name)
-        if not names:
+        slow = self._slow(model, names)
+        if len(slow) == len(names):
+            wide |= slow
             reasons = "; ".join(f"{_shown(name)} ({reason})" for name, reason in [*wide.items()][:10])
             raise ValueError(
                 f"{self.recipe.name} finds no linear layer to convert in {type(model).__name__}"
                 f"{f'; wide stay: {reasons}' if reasons else ', which has none'}. Use mixed_precision='bf16' for it, or keep= "
                 "to choose what stays wide, () for nothing"
+                + (", with convert='all', which asks for no speed" if by_size or slow else "")
             )
         return names, wide
+
+    def _slow(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+        """Which of the layers `names` were measured to be no faster, with their times."""
+        slow = {}
+        for name in names:
+            inputs, outputs = _features(model, name)
+            wide, low = self._times.get((inputs, outputs), (math.inf, 0.0))
+            if not low < wide:
+                slow[name] = f"{inputs} -> {outputs}, {low * 1e6:.0f} us for {wide * 1e6:.0f} us wide"
+        return slow
 
     def _check_layers(
         self,
@@ -191,6 +252,12 @@ class LinearConversion:
             self.said = True
 
 
+def _features(model: nn.Module, name: str) -> tuple[int, int]:
+    """Features in and out of the linear layer `name`."""
+    layer = arguments.instance("layer", model.get_submodule(name), nn.Linear, "an nn.Linear")
+    return layer.in_features, layer.out_features
+
+
 def _shown(name: str) -> str:
     """Return the name of a module for messages; that of the model itself is empty."""
     return name or "the model itself"
@@ -223,6 +290,10 @@ class LowPrecision(HalfPrecision):
         numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
     keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
         the first and the last one, `Ends()`, () none.
+    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
+        known; "all" none; "measured" what is no faster when `boost` times it on the device.
+    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
+        goes with the others.
     weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
     compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
     keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
@@ -247,6 +318,8 @@ class LowPrecision(HalfPrecision):
         *,
         emulate: Emulate = False,
         keep: KeepFP32 | Iterable[KeepFP32] | None = None,
+        convert: Convert = "auto",
+        tokens: int | None = None,
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
@@ -256,6 +329,21 @@ class LowPrecision(HalfPrecision):
     ) -> None:
         arguments.choice("emulate", emulate, (True, False, "auto"))
         kept = None if keep is None else normalise_keep_fp32(keep, "keep")
+        arguments.choice("convert", convert, CONVERT)
+        if tokens is not None:
+            arguments.count("tokens", tokens, what="of rows")
+        if (convert == "measured") != (tokens is not None):
+            raise ValueError(
+                "convert='measured' times layers for so many tokens=, the rows that a layer has in a pass: samples times "
+                f"positions of a micro-batch on one rank; got convert={convert!r}, tokens={tokens}"
+            )
+        if convert == "measured" and emulate is True:
+            raise ValueError("convert='measured' times kernels, and emulate=True runs none; leave one of them out")
+        if convert == "measured" and self._gathers:
+            raise ValueError(
+                "convert='measured' and gather_in_fp8=True: a checkpoint may make layers wide whose weights are gathered in "
+                "fp8; leave one of them out"
+            )
         arguments.choice("weights", weights, ("fp32", "bf16"))
         arguments.choice("compute_dtype", compute_dtype, (torch.bfloat16, torch.float32))
         wide = compute_dtype == torch.float32
@@ -290,17 +378,32 @@ class LowPrecision(HalfPrecision):
             )
         self._roles = roles
         self.conversion = LinearConversion(
-            self.recipe.in_roles(*roles), emulate, kept, compute_dtype, self._gathers, type(self).__name__
+            self.recipe.in_roles(*roles),
+            emulate,
+            kept,
+            compute_dtype,
+            self._gathers,
+            type(self).__name__,
+            which=convert,
+            tokens=tokens,
         )
 
     def tell_no_rehearsal(self) -> None:
         self.conversion.said = True
+
+    @property
+    def switch_refusal(self) -> str | None:
+        if self.conversion.which == "measured":
+            return "layers are measured when a run begins; name those to stay wide in keep=, and leave convert out"
+        return super().switch_refusal
 
     def shown_options(self) -> dict[str, str]:
         half_weights = self.policy.param is not None
         given = {
             "emulate": (repr(self.conversion.emulate), "False"),
             "keep": (_written(self.conversion.keep), "None"),
+            "convert": (repr(self.conversion.which), "'auto'"),
+            "tokens": (str(self.conversion.tokens), "None"),
             "weights": ("'bf16'" if half_weights else "'fp32'", "'fp32'"),
             "compute_dtype": (str(self.conversion.dtype), "torch.bfloat16"),
             "keep_fp32": (_written(self._keep_fp32), _written([is_batch_norm] if half_weights else [])),
@@ -338,6 +441,10 @@ class FP8MixedPrecision(LowPrecision):
         numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
     keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
         the first and the last one, `Ends()`, () none.
+    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
+        known; "all" none; "measured" what is no faster when `boost` times it on the device.
+    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
+        goes with the others.
     weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
     compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
     keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
@@ -369,6 +476,8 @@ class FP8MixedPrecision(LowPrecision):
         fast_accumulation: bool = True,
         emulate: Emulate = False,
         keep: KeepFP32 | Iterable[KeepFP32] | None = None,
+        convert: Convert = "auto",
+        tokens: int | None = None,
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
@@ -408,6 +517,8 @@ class FP8MixedPrecision(LowPrecision):
         super().__init__(
             emulate=emulate,
             keep=keep,
+            convert=convert,
+            tokens=tokens,
             weights=weights,
             compute_dtype=compute_dtype,
             keep_fp32=keep_fp32,
@@ -439,6 +550,10 @@ class MXFP8MixedPrecision(LowPrecision):
         numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
     keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
         the first and the last one, `Ends()`, () none.
+    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
+        known; "all" none; "measured" what is no faster when `boost` times it on the device.
+    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
+        goes with the others.
     weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
     compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
     keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
@@ -460,6 +575,10 @@ class NVFP4MixedPrecision(LowPrecision):
         numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
     keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
         the first and the last one, `Ends()`, () none.
+    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
+        known; "all" none; "measured" what is no faster when `boost` times it on the device.
+    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
+        goes with the others.
     weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
     compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
     keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.
@@ -477,6 +596,8 @@ class NVFP4MixedPrecision(LowPrecision):
         hadamard: bool = True,
         emulate: Emulate = False,
         keep: KeepFP32 | Iterable[KeepFP32] | None = None,
+        convert: Convert = "auto",
+        tokens: int | None = None,
         weights: Literal["fp32", "bf16"] = "fp32",
         compute_dtype: torch.dtype = torch.bfloat16,
         keep_fp32: KeepFP32 | Iterable[KeepFP32] | None = None,
@@ -490,6 +611,8 @@ class NVFP4MixedPrecision(LowPrecision):
         super().__init__(
             emulate=emulate,
             keep=keep,
+            convert=convert,
+            tokens=tokens,
             weights=weights,
             compute_dtype=compute_dtype,
             keep_fp32=keep_fp32,
@@ -524,6 +647,10 @@ class Int8MixedPrecision(LowPrecision):
         numbers in a wide dtype on any device, slower than that dtype; "auto" emulates where it must.
     keep: linear layers that stay in the wide dtype, by type, name pattern, place or predicate (see `KeptModules`); None means
         the first and the last one, `Ends()`, () none.
+    convert: which of the others gain by it: "auto" leaves wide what is too small to be faster on a GPU, as far as that is
+        known; "all" none; "measured" what is no faster when `boost` times it on the device.
+    tokens: for "measured" the rows that a layer has in a pass: samples times positions of a micro-batch on one rank; None
+        goes with the others.
     weights: "fp32" is the precision `bf16` around these layers; "bf16" is `bf16_naive`, half weights with float32 masters.
     compute_dtype: of everything else, and of what layers take and return; torch.float32 is for emulation with "fp32" weights.
     keep_fp32: modules that compute in float32, with the linear layers in them; None means none, with "bf16" weights BatchNorm.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,9 +20,8 @@ from booster.mixed_precision import (
     NVFP4MixedPrecision,
 )
 from booster.mixed_precision.low_precision.kernels import for_device
-from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import Recipe
-from booster.numerics.choosing.subject import clock
+from booster.mixed_precision.low_precision.timed import seconds, timed
 from booster.tensors.micro_batch import MicroBatch
 from booster.tensors.trees import map_tensors
 
@@ -148,7 +146,7 @@ def time_layers(
                 names=tuple(names), tokens=shape[0], in_features=shape[1], out_features=shape[2], bf16=wide, low=low
             )
             for shape, names in shapes.items()
-            for wide, low in [_times(shape, recipes, where, rounds)]
+            for wide, low in [timed(shape, recipes, where, rounds=rounds, timer=seconds)]
         ]
     return TimedLayers(shapes=tuple(rows), precisions=tuple(recipes), device=str(where))
 
@@ -185,32 +183,3 @@ def _recipes(device: torch.device) -> dict[str, Recipe]:
             continue
         recipes[name] = for_device(conversion.recipe, device)
     return recipes
-
-
-def _times(
-    shape: tuple[int, int, int], recipes: Mapping[str, Recipe], device: torch.device, rounds: int
-) -> tuple[float, dict[str, float]]:
-    tokens, inputs, outputs = shape
-    wide = nn.Linear(inputs, outputs, device=device, dtype=torch.float32)
-    layers: dict[str, nn.Module] = {"bf16": wide}
-    for name, recipe in recipes.items():
-        if not (inputs % recipe.multiple or outputs % recipe.multiple):
-            layers[name] = LowPrecisionLinear.of(copy.deepcopy(wide), recipe, kernels=True)
-    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
-    g = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
-    best = dict.fromkeys(layers, float("inf"))
-    for turn in range(rounds + 1):  # in turns, so that what slows the machine slows all
-        for name, layer in layers.items():
-            seconds = _seconds(layer, x, g)
-            best[name] = min(best[name], seconds) if turn else best[name]
-    return best.pop("bf16"), best
-
-
-def _seconds(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> float:
-    start = clock(x.device)
-    with torch.enable_grad(), torch.autocast(x.device.type, torch.bfloat16):
-        y = layer(x)
-    y.backward(g)
-    x.grad = None
-    layer.zero_grad()
-    return clock(x.device) - start

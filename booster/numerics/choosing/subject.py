@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
+from booster.ground.device import clock
 from booster.interface.optimizer import update_of
 from booster.memory import Measured, measure
 from booster.memory.tracker import StorageTracker
@@ -137,16 +137,6 @@ class Subject:
         held = measure(self.model, self.optimizer)
         self.optimizer.zero_grad()
         return before + tracker.highest, held
-
-
-def clock(device: torch.device) -> float:
-    """Seconds that steps are timed by, once `device` has done what it was told.
-
-    On a CPU with one thread they are those that the processor spent on it, which other programs do not lengthen.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.thread_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def product_ratio(dtype: torch.dtype, device: torch.device) -> float:

@@ -42,7 +42,7 @@ class LowLayers:
     def attach(self, model: ModelWrapper) -> None:
         """Watch the low-precision layers that a boosted model has now."""
         for name, module in model.unwrap().named_modules():
-            if isinstance(module, LowPrecisionLinear):
+            if isinstance(module, LowPrecisionLinear) and not module.is_wide:
                 watcher = partial(self._count, name, module.recipe)
                 module.watchers = (*module.watchers, watcher)
                 self._watched.append((weakref.ref(module), watcher))
