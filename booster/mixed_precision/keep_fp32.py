@@ -176,11 +176,14 @@ class Float32Forward:
 
 
 def _norm_of_halves(forward: Callable[..., Any]) -> nn.Module | None:
-    """The module whose own `forward` this is, if torch normalises half inputs by its float32 parameters in float32."""
+    """The module whose own `forward` this is, if torch normalises half inputs by its float32 parameters in float32.
+
+    Also where `fully_shard` has given the module a class of its own, which inherits torch's forward.
+    """
     module = getattr(forward, "__self__", None)
-    if not isinstance(module, nn.Module) or type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+    if not isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) or not module.affine:
         return None
-    return module if module.affine and getattr(forward, "__func__", None) is type(module).forward else None
+    return module if getattr(forward, "__func__", None) is BatchNorm.forward else None
 
 
 def compute_in_fp32(module: nn.Module, device_type: str | None, output_dtype: torch.dtype | None = None) -> None:

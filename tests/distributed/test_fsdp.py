@@ -306,6 +306,19 @@ class Normed(nn.Module):
         return self.head(self.blocks(self.bn(self.stem(x)).relu()).relu().mean(-1))
 
 
+class ReadByNorm(TorchDispatchMode):
+    """The dtypes of what normalisations read."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "batch_norm" in func.overloadpacket.__name__:
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
 def normed(rank, world_size, manual):
     torch.manual_seed(0)
     model = Normed()
@@ -327,15 +340,17 @@ def normed(rank, world_size, manual):
         booster, model, optimizer = boost(world_size, "bf16_naive", model, sgd)
         backward = functools.partial(booster.backward, optimizer=optimizer)
         step = optimizer.step
-    losses = []
+    losses, read = [], ReadByNorm()
     for _ in range(8):
-        output = model(x if not manual else x.bfloat16())
+        with read:
+            output = model(x if not manual else x.bfloat16())
         loss = F.cross_entropy(output.float(), y)
         backward(loss)
         step()
         optimizer.zero_grad()
         losses.append(loss.detach())
     buffers = [buffer.clone() for buffer in model.buffers()]
+    assert read.dtypes == {torch.bfloat16}  # without copies of all activations in float32
     return torch.stack(losses), buffers, {name: param.dtype for name, param in model.named_parameters()}
 
 
