@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool, RanksFailed
+from pool import STOPS, RankPool, RanksFailed
 
 
 @pytest.fixture
@@ -23,12 +23,16 @@ def pool():
     pool.close()
 
 
-def alive(pid):
+def state(pid):
+    """A letter, as the kernel names it; None where there is no such process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state != "Z"
+        return None
+
+
+def alive(pid):
+    return state(pid) not in ("Z", None)
 
 
 def wait_until(condition, seconds=10.0):
@@ -59,6 +63,17 @@ def test_cases_share_one_set_of_processes(pool):
     first = pool.run(pid)
     assert pool.run(pid) == first
     assert len(set(first) | {os.getpid()}) == 3
+
+
+@pytest.mark.skipif(not STOPS, reason="ranks wait running here")
+def test_ranks_without_a_case_are_stopped_with_all_their_threads(pool):
+    for _ in range(2):
+        assert all(state == "R" for state in pool.run(own_state))
+        assert wait_until(lambda: all(state(p) == "T" for p in pool.pids))
+
+
+def own_state(rank, world_size):
+    return state(os.getpid())
 
 
 def fail_everywhere(rank, world_size):
@@ -188,18 +203,24 @@ def test_closing_leaves_no_process_and_no_folder(pool):
 
 
 def announce_and_hang(rank, world_size, folder):
-    (Path(folder) / str(os.getpid())).touch()
+    announce(rank, world_size, folder)
     time.sleep(300)
 
 
-def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
+def announce(rank, world_size, folder):
+    (Path(folder) / str(os.getpid())).touch()
+
+
+def test_idle_and_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, sys\n"
         "sys.path[:0] = sys.argv[1].split(os.pathsep)\n"
         "from pool import RankPool\n"
-        "from test_pool import announce_and_hang\n"
+        "from test_pool import announce, announce_and_hang\n"
         "if __name__ == '__main__':\n"
+        "    idle = RankPool(2)\n"
+        "    idle.run(announce, sys.argv[2])\n"
         "    RankPool(2).run(announce_and_hang, sys.argv[2])\n"
     )
     folder = tmp_path / "pids"
@@ -209,7 +230,7 @@ def test_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     folders = os.pathsep.join(str(Path(file).parent) for file in (__file__, inspect.getfile(RankPool)))
     command = [sys.executable, str(script), folders, str(folder)]
     with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(meeting)}) as parent:
-        assert wait_until(lambda: len(list(folder.iterdir())) == 2, 120.0)
+        assert wait_until(lambda: len(list(folder.iterdir())) == 4, 120.0)
         parent.kill()
     assert wait_until(lambda: not any(alive(int(path.name)) for path in folder.iterdir()))
     assert not list(meeting.glob("booster-*"))

@@ -3,9 +3,14 @@
 Starting ranks takes seconds and a case takes milliseconds; so one group serves the whole session. A case that fails or
 hangs leaves the ranks out of step with each other and would fail every later case: the pool then kills the group, and
 the next case starts a fresh one.
+
+Each gloo group has a thread that wakes a hundred times a second, also where nobody sends, and a case may leave several. So
+ranks that have no case are stopped, where the kernel lets them go on when the session is killed.
 """
 
+import contextlib
 import faulthandler
+import fcntl
 import gc
 import io
 import multiprocessing as mp
@@ -35,6 +40,7 @@ from booster.kernels import choice
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
 CASE_TIMEOUT = 120.0  # seconds one case may take
 CASES = 40  # of one group: each process group that a case makes keeps its threads, which slow down the next case
+STOPS = sys.platform == "linux"
 # Imported once, before the ranks are forked, and not by each rank of each group again, nor by its DataLoader workers.
 PRELOADED = [
     "numpy",
@@ -139,6 +145,8 @@ class _Group:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         waiting = dict(enumerate(self.pipes))
+        if STOPS:
+            self._signal(signal.SIGCONT)
         for rank, pipe in list(waiting.items()):
             try:
                 pipe.send_bytes(job)
@@ -165,7 +173,14 @@ class _Group:
                     (results if ok else failures)[rank] = value
         for rank in waiting:
             failures[rank] = f"{reason}; it was here:\n{self._stack(rank)}"
+        if STOPS and not failures:
+            self._signal(signal.SIGSTOP)
         return results, failures
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def _epitaph(self, rank: int) -> str:
         self.processes[rank].join(5)
@@ -232,6 +247,8 @@ def _filters() -> list[tuple[Any, str, Any, str, int]]:
 def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     gc.freeze()  # what was imported before the fork: no search for unreachable objects walks through it
     os.setpgid(0, 0)
+    if STOPS:
+        _go_on_when_parent_dies()
     threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
     dump = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  (faulthandler needs it for life)
     faulthandler.enable(dump)
@@ -255,6 +272,14 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         except EOFError:
             break
         pipe.send_bytes(_answer(rank, world_size, job))
+
+
+def _go_on_when_parent_dies() -> None:
+    """Have the kernel send SIGCONT once the session has gone, which then ends this rank as it ends one that runs."""
+    sentinel = mp.parent_process().sentinel  # type: ignore[union-attr]
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGCONT)  # type: ignore[attr-defined]
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _die_with_parent(folder: str) -> None:
