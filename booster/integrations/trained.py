@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.integrations.region_hooks import RegionHooks
-from booster.interface.model import ModelWrapper, leave_raw_calls
+from booster.interface.model import ModelWrapper, histories_of, leave_raw_calls
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
 
 _logger = logging.getLogger(__name__)
 OPTIMIZER = "booster_optimizer"
-"""The folder of a Trainer's checkpoint that holds states, masters and loss scale."""
+"""The folder of a Trainer's checkpoint that holds states, masters, loss scale, and what delayed scales follow from."""
 _OF_TRAINER = "optimizer.pt"
 
 
@@ -53,8 +53,13 @@ class Trained:
         if model is None:
             raise RuntimeError("the optimizer came without the model that it trains; prepare both in one call")
         boosted: Any
-        boosted, self.optimizer, *_ = self.booster.boost(model, optimizer)
-        self.model, self._own = boosted, bare(boosted.module)
+        boosted, stepped, *_ = self.booster.boost(model, optimizer)
+        if self.booster.plugin.carried(boosted.module) is not None:
+            raise ValueError(
+                "error_feedback=True of fp8_communication keeps on each rank what rounding took, which a Trainer's checkpoint "
+                "does not hold; leave it False"
+            )
+        self.model, self.optimizer, self._own = boosted, stepped, bare(boosted.module)
         if self.booster.plugin.group is None:
             leave_raw_calls(boosted)  # the hooks run such calls under the precision
         RegionHooks(self._own, boosted)
@@ -123,20 +128,27 @@ class Trained:
         return {name: whole[id_of_memory(value)] if is_dtensor(value) else value for name, value in state.items()}
 
     def save_optimizer(self, checkpoint: str) -> None:
-        """Write states, masters and loss scale into the folder of a Trainer's checkpoint; a collective."""
-        self.booster.save_optimizer(self._stepped("a checkpoint"), Path(checkpoint) / OPTIMIZER)
+        """Write states, masters, loss scale and what delayed scales follow from into the folder of a Trainer's checkpoint; a
+        collective."""
+        optimizer = self._stepped("a checkpoint")
+        self.booster.save(Path(checkpoint) / OPTIMIZER, None, optimizer, extra=self._of_steps(), step=0)
 
     def load_optimizer(self, checkpoint: str) -> bool:
         """Load what `save_optimizer` wrote, or the states of a plain Trainer's checkpoint; False where there is neither."""
         optimizer = self._stepped("resume_from_checkpoint")
         own, others = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / _OF_TRAINER
         if own.is_dir():
-            self.booster.load_optimizer(optimizer, own)
+            self.booster.load(own, None, optimizer, extra=self._of_steps())
         elif others.is_file():
             optimizer.load_state_dict(torch.load(others, map_location="cpu", weights_only=True))
         else:
             return False
         return True
+
+    def _of_steps(self) -> dict[str, Any]:
+        """What the model has of earlier steps, by name, and no weight holds: what delayed scales follow from."""
+        histories = histories_of(cast(ModelWrapper, self.model))
+        return {} if histories is None else {"scales": histories}
 
     def load_weights(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load the weights of a Trainer's checkpoint into the boosted model, whose masters follow; a collective."""

@@ -22,11 +22,16 @@ class Rows(Dataset):
         return {"input_ids": self.rows[index], "labels": labels}
 
 
-def llama(seed=0):
+def llama(seed=0, width=32):
     import transformers
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": max(64, width),
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=0, **sizes)
     return transformers.LlamaForCausalLM(config)
 

@@ -151,6 +151,46 @@ def test_a_checkpoint_opens_by_from_pretrained_with_the_weights_that_the_forward
     assert opened["model.layers.0.mlp.up_proj.weight"].dtype == wanted
 
 
+OTHERS = {
+    "tf32": lambda mixed: mixed.TF32MixedPrecision(emulate=True),
+    "fp16_apex, O1": lambda mixed: mixed.FP16ApexMixedPrecision("O1"),
+    "fp16_apex, O2": lambda mixed: mixed.FP16ApexMixedPrecision("O2"),
+    "fp8": lambda mixed: mixed.FP8MixedPrecision(emulate=True),
+    "fp8, delayed": lambda mixed: mixed.FP8MixedPrecision("tensorwise", emulate=True, delayed_scaling=True),
+    "fp8, blocks": lambda mixed: mixed.FP8MixedPrecision("blocks", emulate=True),
+    "mxfp8": lambda mixed: mixed.MXFP8MixedPrecision(emulate=True),
+    "nvfp4": lambda mixed: mixed.NVFP4MixedPrecision(emulate=True),
+    "int8": lambda mixed: mixed.Int8MixedPrecision(emulate=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_precision_trains_resumes_to_the_bit_and_leaves_a_checkpoint_that_opens(tmp_path, name):
+    import transformers
+    from safetensors.torch import load_file
+
+    from booster import mixed_precision
+
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = trained(tmp_path, precision=OTHERS[name](mixed_precision), model=llama(width=128), **options)
+    checkpoint = str(tmp_path / "checkpoint-3")
+    resumed = trained(
+        tmp_path, precision=OTHERS[name](mixed_precision), model=llama(9, 128), resume=checkpoint, max_steps=6
+    )
+    assert logged(resumed) == logged(whole)
+    exact = trained(tmp_path / "plain", plain=True, model=llama(width=128), max_steps=6)
+    assert logged(whole) != logged(exact)
+    assert logged(whole) == pytest.approx(logged(exact), abs=0.3 if name == "nvfp4" else 0.1)
+    # O2 keeps float32 in files, as apex does, and config.json names the dtype that the forward computes in.
+    half = torch.float16 if name == "fp16_apex, O2" else torch.float32
+    file = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6", dtype="auto").state_dict()
+    for key, value in whole.model.state_dict().items():
+        assert torch.equal(file[key], value)
+        assert torch.equal(opened[key], value.to(half))
+        assert opened[key].dtype == half
+
+
 def test_a_checkpoint_of_the_plain_trainer_is_gone_on_with(tmp_path):
     whole = trained(tmp_path, plain=True, save_strategy="steps", save_steps=5)
     resumed = trained(tmp_path, model=llama(seed=9), resume=str(tmp_path / "checkpoint-5"))
@@ -311,6 +351,7 @@ REFUSED = {
     "an optimizer within backward": ({"optim": "lomo"}, None, "optim='lomo'"),
     "a layerwise optimizer": ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["q"]}, None, "layerwise"),
     "an unknown precision": ({}, "fp17", "mixed_precision='fp17' is unknown"),
+    "tf32 that is switched off": ({"tf32": False}, "tf32", "mixed_precision='tf32' and tf32=False"),
 }
 
 
@@ -351,6 +392,20 @@ def test_arguments_that_need_another_machine_are_refused_too(tmp_path):
         plugin_of(SingleDevice(), args, num_processes=1, checkpointed=False)
     with pytest.raises(ValueError, match="divides data among 1 ranks"):
         plugin_of(SingleDevice(), trainer.args, num_processes=2, checkpointed=False)
+
+
+def test_what_each_rank_alone_carries_is_refused_since_checkpoints_would_lose_it():
+    from booster import Booster
+    from booster.integrations.trained import Trained
+    from booster.plugin import SingleDevice
+
+    class Carries(SingleDevice):
+        def carried(self, module):
+            return {}
+
+    model = llama()
+    with pytest.raises(ValueError, match="error_feedback=True of fp8_communication"):
+        Trained(Booster("cpu", "fp32", Carries())).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
 def test_only_trainers_are_boosted_and_once():

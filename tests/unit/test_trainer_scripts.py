@@ -15,7 +15,7 @@ import pytest
 from language_models import texts, tokenizer
 from trainers import llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {"language model": "train_clm.py", "classifier": "train_classifier.py"}
 
@@ -69,7 +69,7 @@ def run(folder, script, out, *flags):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,7 @@ import pytest
 from language_models import rows, tokenizer
 from trainers import llama
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
 MORE = {
     "grpo": ["--reward_funcs", "trainer_ranks.even_words", "--num_generations", "2", "--max_completion_length", "8"]
@@ -73,7 +73,7 @@ def losses(folder, script, kind, *flags):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
