@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from booster.cli import values
 from booster.cli.values import told
+from booster.ground.text import print_table
 
 if TYPE_CHECKING:
     from booster.numerics import Advice
@@ -135,7 +136,7 @@ def _show(found: Advice) -> None:
     for row, cells in zip(found.rows, rows, strict=True):
         style = "bold green" if row.name == found.best else "" if row.rank is not None else "dim"
         table.add_row(*map(Text, cells[:shown]), style=style)
-    console.print(table)
+    print_table(console, table)
     console.print()
     if shown < len(heading):  # no room for words beside the numbers
         console.print(Text(heading[-1]), style="dim")

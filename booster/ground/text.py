@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,6 +28,16 @@ def columns(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
         for row in rows
     )
     return "\n".join(lines)
+
+
+def print_table(console: Any, table: Any) -> None:
+    """Print `table` of rich on its `console`. Where that is no terminal, lines end with their last letter, not with blanks."""
+    if console.is_terminal or console.record:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    console.file.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

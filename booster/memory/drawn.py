@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from booster.ground.foreign_files import replace_regular
+from booster.ground.text import print_table
 from booster.memory.estimate import Estimate
 
 PARTS = ("weights", "masters", "gradients", "states", "inputs", "communication")
@@ -35,7 +36,7 @@ _COLOURS = {
     "temporaries": "#d8dee4",
 }
 _INK, _QUIET = "#1f2328", "#656d76"
-_WITH_NUMBER = 0.04  # of the picture's width, from which on a part has room for its number
+_WITH_NUMBER = 0.05  # of the axis, from which on a part has room for its number
 
 
 def show(
@@ -96,7 +97,7 @@ def show(
         if batches is not None:
             cells.append(str(batches[each.name]))
         table.add_row(escape(each.name), *cells)
-    console.print(table)
+    print_table(console, table)
 
 
 def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | None = None) -> None:
@@ -118,7 +119,7 @@ def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | Non
     axes = figure.add_subplot()
     labels = [each.name for each in estimates]
     left = [0.0] * len(estimates)
-    most = max(each.peak for each in estimates) / _MIB
+    most = 1.1 * max(each.peak if limit is None else max(each.peak, limit) for each in estimates) / _MIB
     for part in (*PARTS, "temporaries"):
         sizes = [getattr(each, part) / _MIB for each in estimates]
         if any(sizes):
@@ -141,7 +142,7 @@ def picture(estimates: Sequence[Estimate], path: str | Path, *, limit: int | Non
             fontsize=8,
             color=_INK,
         )
-    axes.set_xlim(0, 1.1 * max(most, 0 if limit is None else limit / _MIB))
+    axes.set_xlim(0, most)
     axes.invert_yaxis()
     axes.set_xlabel("MiB on one rank, at the peak of a step", color=_QUIET)
     axes.tick_params(colors=_QUIET, labelsize=9)

@@ -19,10 +19,10 @@ QUESTIONS = (
 # What each of four ranks holds of weights, gradients and states, and what it does about the rest.
 PLANS = (
     ("DDP", "www", "gradients are averaged"),
-    ("ZeRO-1", "wwp", "gradients are averaged; after the step\nranks send the weights they stepped"),
-    ("ZeRO-2", "wpp", "the same, with a part of the gradients"),
-    ("FSDP", "ppp", "gathers the weights of one block\nwhile it computes"),
-    ("TP, PP", "ppp", "a part of every layer, or some of the\nlayers; activations travel"),
+    ("ZeRO-1", "wwp", "gradients are averaged;\nafter the step ranks send\nthe weights they stepped"),
+    ("ZeRO-2", "wpp", "the same, with a part\nof the gradients"),
+    ("FSDP", "ppp", "gathers the weights of\none block while it computes"),
+    ("TP, PP", "ppp", "a part of every layer, or\nsome of the layers;\nactivations travel"),
 )
 # The run of docs/concepts/loss_scale.md: whether the step was applied, and the logarithm of the scale that it had.
 STEPS = ((False, 22), (False, 21), (False, 20), (True, 19), (True, 19), (True, 19))
@@ -39,13 +39,13 @@ FOLDER = (
 
 def choice(theme: Theme) -> Figure:
     """From what fits on a device to the plugin, top to bottom."""
-    figure, axes = plt.subplots(figsize=(7, 3.9), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5.6, 4.0), layout="constrained")
     for row, (question, plugin) in enumerate(QUESTIONS):
         y = -row
         _box(axes, 0, y, 4.1, theme.paper, theme.faint)
-        axes.text(2.05, y, question, ha="center", va="center", fontsize=9.5)
+        axes.text(2.05, y, question, ha="center", va="center", fontsize=8.5)
         _box(axes, 5.0, y, 3.7, theme.blue if row < len(QUESTIONS) - 1 else theme.purple, "none")
-        axes.text(6.85, y, plugin, ha="center", va="center", family="monospace", fontsize=8.5, color=theme.on)
+        axes.text(6.85, y, plugin, ha="center", va="center", family="monospace", fontsize=7.5, color=theme.on)
         _arrow(axes, (4.15, y), (4.95, y), theme)
         if row:
             _arrow(axes, (0.5, y + 0.64), (0.5, y + 0.38), theme)
@@ -56,7 +56,7 @@ def choice(theme: Theme) -> Figure:
 
 def ranks(theme: Theme) -> Figure:
     """Four ranks a plan: which quarters of weights, gradients and states lie on each."""
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6, 4.6), layout="constrained")
     colours = (theme.blue, theme.orange, theme.grey)
     for row, (name, held, words) in enumerate(PLANS):
         y = -row * 1.35
@@ -82,7 +82,7 @@ def ranks(theme: Theme) -> Figure:
 
 def skip(theme: Theme) -> Figure:
     """Steps of a run whose loss scale begins too large: skipped and halved until the gradients fit."""
-    figure, axes = plt.subplots(figsize=(7, 2.9), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5.6, 2.9), layout="constrained")
     for step, (applied, scale) in enumerate(STEPS):
         colour = theme.blue if applied else theme.orange
         axes.plot([step, step + 1], [scale, scale], color=colour, linewidth=3, solid_capstyle="butt")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_memory_estimate import JOB, OF_CPUS
 
+from booster import memory
 from booster.cli import main
 from booster.memory.drawn import _COLOURS
 
@@ -70,6 +71,7 @@ def test_a_table_and_a_picture(job, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "largest batch" in said
     assert said.splitlines()[-1].startswith("fp32 fits")
+    assert [line for line in said.splitlines() if line != line.rstrip()] == [], "padded with blanks"
     assert picture.exists()
 
 
@@ -87,6 +89,24 @@ def test_a_picture_has_the_sites_colours_and_numbers_on_its_bars(job, tmp_path):
         "of parts and of peaks, beside those of the axis"
     )
     assert "memory 1,024" in words
+
+
+@pytest.mark.parametrize(("limit", "white"), [(None, ["44.0"]), (1229 * 2**20, [])])
+def test_a_part_has_its_number_where_the_axis_gives_it_room(limit, white, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
+    parts = {"weights": 22, "gradients": 22, "states": 44, "inputs": 9, "activations": 400, "peak": 532}
+    estimate = memory.Estimate(
+        "fp32",
+        "single",
+        1,
+        masters=0,
+        communication=0,
+        host=0,
+        **{name: size * 2**20 for name, size in parts.items()},
+    )
+    memory.picture([estimate], tmp_path / "memory.svg", limit=limit)
+    drawn = (tmp_path / "memory.svg").read_text()
+    assert re.findall(r"<!-- ([\d.,]+) -->\s*<g style=\"fill: #ffffff\"", drawn) == white
 
 
 def test_a_picture_is_not_written_through_a_link(job, tmp_path, capsys):

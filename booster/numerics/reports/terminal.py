@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from booster.ground.text import shortened
+from booster.ground.text import print_table, shortened
 from booster.numerics.record.run import Run, Step
 from booster.numerics.reports.summary import STILL, WORTH_SAYING, OptimizerSummary, TensorSummary, summarise
 
@@ -92,7 +92,7 @@ def _show_optimizer(console: Any, summary: OptimizerSummary, steps: Sequence[Ste
         bars = sparkline(values, logarithmic=logarithmic, width=max(8, min(_WIDTH, console.width - _BESIDE)))
         table.add_row(name, *shown, bars)
     if table.row_count:
-        console.print(table)
+        print_table(console, table)
     if summary.clipped:
         console.print(f"clipped in {summary.clipped:.1%} of the steps", highlight=False)
     for sentence in summary.skips():
@@ -109,9 +109,11 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
     """What underflows, has little room or stands still, the worst first; a table of tensors without any of it says nothing."""
     console.print()
     if summary.least_headroom is not None:
+        room = summary.least_headroom
+        of = f"{summary.num_samples} samples"
+        came = f"In {of} gradients came within {room:.1f} bits of overflow" if room > 0 else f"Of {of} some overflowed"
         console.print(
-            f"In {summary.num_samples} samples gradients came within {summary.least_headroom:.1f} bits of overflow. "
-            f"Of constant loss scales {summary.best_scale:g} would have lost least to underflow.",
+            f"{came}. Of constant loss scales {summary.best_scale:g} would have lost least to underflow.",
             highlight=False,
         )
     small = sorted(summary.tensors, key=lambda tensor: (-tensor.lost, -tensor.subnormal))
@@ -154,7 +156,7 @@ def _print_table(console: Any, headings: Sequence[str], rows: Sequence[Sequence[
         table.add_column(heading, justify="left" if place < texts else "right")
     for name, *cells in shown:
         table.add_row(Text(shortened(name, room)), *map(Text, cells))
-    console.print(table)
+    print_table(console, table)
     if len(rows) > len(shown):
         console.print(f"and {len(rows) - len(shown)} more", style="dim", highlight=False)
 

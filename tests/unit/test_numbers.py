@@ -1,0 +1,232 @@
+"""Numbers, defaults and messages that pages tell are those of the code, or of the raw tables that they were taken from."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from pages import ROOT, as_script
+from torch import nn
+
+from booster import Booster, launch_from_torch
+from booster.checkpoint.lock import DEAD
+from booster.memory import compare
+from booster.mixed_precision import (
+    BF16NaiveMixedPrecision,
+    DelayedScaling,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+)
+from booster.numerics import Budget
+
+DOCS = ROOT / "docs"
+# Messages of torch and of Python, which no file of the library has.
+OF_OTHERS = (
+    "Numpy is not available",
+    "mat1 and mat2",
+    "primitive descriptor",
+    "expected scalar type",
+    "finished reduction",
+)
+OF_OTHERS += ("create_graph=True is not", "setStorage", "Recomputed values", "got an unexpected keyword")
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+def constant(script: str, name: str) -> object:
+    """What a script of docs/figures sets `name` to, read without running it."""
+    tree = ast.parse((DOCS / "figures" / f"{script}.py").read_text())
+    (value,) = [
+        each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name
+    ]
+    return ast.literal_eval(value)
+
+
+def default(called: object, name: str) -> object:
+    return inspect.signature(called).parameters[name].default
+
+
+HELD = {
+    "fp32, bf16, fp16": ("bf16", {}),
+    'naive, masters "fp32"': (BF16NaiveMixedPrecision(master_weights="fp32"), {}),
+    'naive, masters "split"': (BF16NaiveMixedPrecision(master_weights="split"), {}),
+    'naive, masters "split24"': (BF16NaiveMixedPrecision(master_weights="split24"), {}),
+    'naive, masters "none"': (BF16NaiveMixedPrecision(master_weights="none"), {}),
+    '"split24", states "8bit"': (BF16NaiveMixedPrecision(master_weights="split24", states="8bit"), {}),
+    "kahan": (BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"), {}),
+    "bf16, 8bit": ("bf16", {"states": "8bit"}),
+}
+
+
+def test_bytes_of_a_parameter_are_those_of_the_picture_and_of_the_pages() -> None:
+    drawn = {name: sum(size for _, size in parts) for name, parts in constant("weight_bits", "HELD").items()}
+    held = {}
+    for name, (precision, options) in HELD.items():
+        b = Booster("cpu", precision, **options)
+        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
+        model, optimizer, *_ = b.boost(net, torch.optim.AdamW(net.parameters()))
+        b.backward(model(torch.ones(2, 1024)).square().mean(), optimizer)
+        optimizer.step()
+        found = b.memory(model, optimizer)
+        held[name] = (found.weights + found.masters + found.gradients + found.states) / (5 * 1024**2)
+    assert {name: pytest.approx(held[name], abs=0.02) for name in drawn} == drawn
+    masters = page("guides/half_weights").split("## Where the masters live")[1].split("\n## ")[0]
+    table = re.findall(r"^\| `\"(\w+)\"`(, `rounding=\"kahan\"`)? \| (\d+) \|", masters, re.MULTILINE)
+    said = {"kahan" if kahan else f'naive, masters "{name}"': int(size) for name, kahan, size in table}
+    assert {name: pytest.approx(held[name], abs=0.02) for name in said} == said
+    assert len(said) == 5
+    for name, words in (("bf16, 8bit", "in 10.1 bytes|makes 10.1 bytes"), ('"split24", states "8bit"', "in 7.1 bytes")):
+        assert re.search(words, page("guides/half_weights"))
+        assert f"{held[name]:.1f}" in words
+
+
+def test_a_page_shows_what_its_program_prints(capsys) -> None:
+    text = page("concepts/loss_scale")
+    exec(compile(as_script(text), "loss_scale.md", "exec"), {})  # noqa: S102
+    printed = capsys.readouterr().out.splitlines()
+    shown = text.split("```text\n")[1].split("```")[0].splitlines()
+    assert printed[-len(shown) :] == shown
+    steps = constant("guides", "STEPS")
+    assert [(each.split()[0] == "True", each.split()[1]) for each in shown] == [(a, f"{2.0**s:g}") for a, s in steps]
+
+
+def test_what_each_rank_holds_in_the_picture_is_what_is_estimated() -> None:
+    net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    job = (net, torch.optim.AdamW(net.parameters()), (torch.ones(4, 256), torch.ones(4, 256)), nn.MSELoss())
+    found = {each.plugin: each for each in compare(*job, precisions=["fp32"], plugins=list(PLANS), world_sizes=[4])}
+    for plugin, name in PLANS.items():
+        (held,) = [held for plan, held, _ in constant("guides", "PLANS") if plan == name]
+        whole = compare(*job, precisions=["fp32"])[0]
+        parts = [getattr(found[plugin], part) / getattr(whole, part) for part in ("weights", "gradients", "states")]
+        assert parts == [pytest.approx(1 if kind == "w" else 0.25, rel=0.02) for kind in held], name
+
+
+PLANS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp": "FSDP"}
+
+
+def test_a_checkpoint_has_the_files_of_the_picture(tmp_path: Path) -> None:
+    b = Booster("cpu")
+    model, optimizer, *_ = b.boost(net := nn.Linear(2, 2), torch.optim.SGD(net.parameters(), lr=0.1))
+    b.save(tmp_path, model, optimizer, step=4)
+    drawn = {name for _, name, _, _ in constant("guides", "FOLDER")}
+    (folder,) = tmp_path.glob("step-*")
+    assert f"{folder.name}/" in drawn
+    assert {each.name for each in folder.iterdir()} == drawn - {"checkpoints/", "step-0000000004/"} - {
+        "step-0000000008/",
+        "tensors-00001.safetensors",  # of a second rank
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_table_of_formats_is_torch_s(dtype: torch.dtype) -> None:
+    info, name = torch.finfo(dtype), str(dtype).removeprefix("torch.")
+    (row,) = re.findall(rf"^\| {name} \|(.*)\|$", page("concepts/formats"), re.MULTILINE)
+    bits, *numbers = map(float, row.split("|"))
+    smallest = torch.tensor(1, dtype=torch.int32 if dtype is torch.float32 else torch.int16).view(dtype).item()
+    assert bits == info.bits
+    assert numbers == [pytest.approx(each, rel=0.02) for each in (info.max, info.tiny, smallest, info.eps)]
+
+
+def test_idle_time_of_pipelines_is_that_of_their_formulas() -> None:
+    ranks, batches, stages = 4, 8, 2
+    plain, interleaved = ((ranks - 1) / (v * batches + ranks - 1) for v in (1, stages))
+    words = page("concepts/pipelines")
+    assert re.findall(r"idle (\d+) percent", words) == [f"{100 * each:.0f}" for each in (plain, plain, interleaved)]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("guides/options", FP16TorchMixedPrecision), ("guides/half_weights", FP16NaiveMixedPrecision)],
+)
+def test_defaults_in_the_tables_of_options_are_those_of_the_code(name: str, precision: type) -> None:
+    checked = 0
+    for table in re.findall(r"^\| option \| default \|.*\n\|.*\n((?:\|.*\n)+)", page(name), re.MULTILINE):
+        for names, values in re.findall(r"^\| (.+?) \| (.+?) \|", table, re.MULTILINE):
+            options, said = re.findall(r"`(\w+)", names), [each.strip("` ") for each in values.split(", ")]
+            for option, value in zip(options, said * len(options) if len(said) == 1 else said, strict=True):
+                found = default(precision, option)
+                assert value == getattr(found, "__name__", None) or ast.literal_eval(power(value)) == found, option
+                checked += 1
+    assert checked >= 8
+
+
+def power(value: str) -> str:
+    """`value`, a power of two written out."""
+    return re.sub(r"2\.0\*\*(\d+)", lambda found: str(2.0 ** int(found[1])), value)
+
+
+def test_defaults_in_sentences_are_those_of_the_code() -> None:
+    for name, words in {
+        "guides/steps": f"Booster(max_consecutive_skips={default(Booster, 'max_consecutive_skips')})",
+        "launch": f"`seed={default(launch_from_torch, 'seed')}` on all ranks",
+        "numerics": "Budget"
+        + re.sub(r": '[\w| ]+' = ", "=", str(inspect.signature(Budget))).replace("(*, ", "(").replace(".0,", ","),
+        "low_precision": f"DelayedScaling(amax_history_len={default(DelayedScaling, 'amax_history_len')}, margin=0)",
+    }.items():
+        assert words.partition(" ->")[0] in page(name), name
+    assert f"after {default(Booster, 'patience'):g} seconds (`Booster(patience=...)`)" in page("launch")
+    assert "every 100th (`record(folder, every=100)`)" in page("numerics")
+    assert default(Booster.record, "every") == 100
+    assert "silent for a minute" in page("checkpoints")
+    assert DEAD == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "raw"),
+    [
+        ("measured/speed", "benchmarks/2026-11-21-cpu"),
+        ("checkpoints", "benchmarks/2026-11-22-checkpoints-cpu"),
+        ("guides/half_weights", "benchmarks/2026-11-22-states-cpu"),
+    ],
+)
+def test_what_a_page_measured_is_in_the_raw_tables(name: str, raw: str) -> None:
+    words = page(name)
+    if name == "measured/speed":
+        numbers = {
+            each for row in re.findall(r"^\|.*\d.*\|$", words, re.M) for each in re.findall(r"\b\d[\d.]*\b", row)
+        }
+        numbers -= {"32", "1.15.0", "2.6.6"}  # of formats, of versions
+    elif name == "checkpoints":
+        numbers = set(re.findall(r"takes (\d\.\d+) of.* `load` (\d\.\d+) of", words)[0])
+    else:
+        numbers = set(re.findall(r"\[(\d\.\d) times as long\]", words))
+    assert numbers
+    assert [each for each in sorted(numbers) if not re.search(rf"\b{re.escape(each)}\b", page(raw))] == []
+
+
+def test_readme_and_pages_tell_one_story_of_the_h100_in_600_words() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for words in ("2 to 26 times", "2.4 times as long as bf16", "(torch 2.11, 2026-11-23)"):
+        for told in (readme, page("compared")):
+            assert words in re.sub(r"\s+", " ", told)
+    assert len(readme.split()) <= 600
+
+
+def test_messages_of_troubleshooting_are_in_the_code() -> None:
+    """Three words of each in a row; what is of torch or of Python is named above."""
+    parts = []
+    for path in (ROOT / "booster").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts.append("".join(v.value if isinstance(v, ast.Constant) else " {} " for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(node.value)
+    source = re.sub(r"\s+", " ", " \n ".join(parts))
+    told = re.findall(r"^- \*\*(.+)\*\*", page("guides/troubleshooting"), re.MULTILINE)
+    assert len(told) > 30
+    missing = []
+    for entry in told:
+        for message in re.findall(r"`([^`]+)`", entry):
+            words = re.sub(r"\b\d+\b", "{}", message).split()
+            runs = [" ".join(words[place : place + 3]) for place in range(max(len(words) - 2, 1))]
+            if (
+                len(words) > 2
+                and not any(each in message for each in OF_OTHERS)
+                and not any(run in source for run in runs)
+            ):
+                missing.append(message)
+    assert missing == []
