@@ -23,6 +23,7 @@ from booster.update.gradients import Gradients
 from booster.update.job import Job
 from booster.update.loading import Reading, read_state
 from booster.update.outcome import StepHistory, StepResult
+from booster.update.parameters import name_of_stranger
 from booster.update.update import Update
 
 _UPDATE, _GRADIENTS = attrgetter("_update"), attrgetter("_update.gradients")
@@ -374,7 +375,7 @@ class OptimizerWrapper(Optimizer):
         ]
         return [
             [
-                (names.get(param, f"group {index}, parameter {place}"), place)
+                (names.get(param, name_of_stranger(index, place)), place)
                 for param, place in zip(group["params"], places[index], strict=True)
             ]
             for index, group in enumerate(self.param_groups)

@@ -27,6 +27,7 @@ from booster.masters.states import Places, StateView, give_back, places_of, sign
 from booster.model.dtensors import around, is_dtensor, local_part
 from booster.model.optimizer_kinds import kind_of
 from booster.model.params import load_states
+from booster.update.parameters import name_of_stranger
 from booster.tensors.flat import Piece, bucket_size, cut, cut_apart, flat, flat_like, is_dense, pack, shaped_like
 from booster.tensors.trees import HALF_DTYPES
 
@@ -512,8 +513,12 @@ class Masters:
     def _name(self, param: torch.Tensor) -> str:
         if param in self._names:
             return self._names[param]
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return f"parameter {next(i for i, p in enumerate(held) if p is param)} of the optimizer"
+        return next(
+            name_of_stranger(index, place)
+            for index, group in enumerate(self.optimizer.param_groups)
+            for place, own in enumerate(group["params"])
+            if own is param
+        )
 
     @contextmanager
     def _replaced(self, replacements: Weights) -> Iterator[None]:

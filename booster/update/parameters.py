@@ -14,6 +14,11 @@ from booster.tensors.trees import HALF_DTYPES
 _DTYPE = attrgetter("dtype")  # of every parameter, without a Python call for each
 
 
+def name_of_stranger(group: int, place: int) -> str:
+    """What a parameter of no boosted model is called in states and checkpoints: by its group and its place there."""
+    return f"group {group}, parameter {place}"
+
+
 class Parameters:
     """What the groups of `optimizer` hold. names: of each, for reports.
 

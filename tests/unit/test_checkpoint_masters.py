@@ -229,3 +229,33 @@ def test_an_earlier_checkpoint_of_models_with_other_names_has_all_masters(tmp_pa
     wide.load(tmp_path, others, theirs)
     for name, optimizer in optimizers.items():
         assert equal(dict(others[name].state_dict()), optimizer.state_dict()["booster"]["masters"]["weights"])
+
+
+@pytest.mark.parametrize("half", ["bf16_naive", "bf16_naive fp32", "fp16_naive"])
+def test_a_half_parameter_of_no_model_has_its_master_in_a_checkpoint(tmp_path, half):
+    def job(seed):
+        torch.manual_seed(seed)
+        dtype = torch.float16 if "fp16" in half else torch.bfloat16
+        layer, stranger = nn.Linear(4, 4), nn.Parameter(torch.randn(3).to(dtype))
+        made = torch.optim.AdamW([{"params": layer.parameters()}, {"params": [stranger], "lr": 1e-4}], lr=1e-2)
+        model, optimizer, *_ = (b := Booster("cpu", HALF[half]())).boost(layer, made)
+        return b, model, optimizer, stranger
+
+    def step(b, model, optimizer, stranger):
+        b.backward(model(torch.ones(2, 4)).float().square().mean() + stranger.float().square().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    one, other = job(0), job(1)
+    step(*one)
+    one[0].save(tmp_path, *one[1:3])
+    other[0].load(tmp_path, *other[1:3])
+    with torch.no_grad():
+        other[3].copy_(one[3])  # no model's, so nothing but its user keeps it
+    for _ in range(3):
+        step(*one)
+        step(*other)
+    assert torch.equal(one[3], other[3])
+    ours, theirs = (each[2].state_dict()["booster"]["masters"]["weights"] for each in (one, other))
+    assert "group 1, parameter 0" in ours
+    assert equal(ours, theirs)
