@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from booster.mixed_precision import MixedPrecision, make
+from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.plugin import Plugin, SingleDevice, TorchDDPPlugin
 
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -22,6 +22,11 @@ _DDP = {  # of TrainingArguments: of TorchDDPPlugin
 
 def precision_of(given: str | MixedPrecision | None, args: Any) -> MixedPrecision:
     """Return the precision that `mixed_precision` and the flags of `args` say together; raises ValueError where they differ."""
+    if isinstance(given, PrecisionSchedule | Autopilot):
+        raise ValueError(
+            f"mixed_precision={given!r} changes during the run, and checkpoints of a Trainer would not keep where it is; give "
+            "the Trainer one precision, or write the loop yourself, with Booster(mixed_precision=...)"
+        )
     flags = [name for name in ("fp16", "bf16") if getattr(args, name, False)]
     if len(flags) > 1:
         raise ValueError("fp16=True and bf16=True are both set; leave one of them False")

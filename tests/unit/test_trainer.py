@@ -11,6 +11,8 @@ import pytest
 import torch
 from trainers import Rows, arguments, llama, logged
 
+from booster.mixed_precision import Autopilot, PrecisionSchedule
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16_naive", "fp16_naive"]
 
@@ -351,6 +353,8 @@ REFUSED = {
     "an optimizer within backward": ({"optim": "lomo"}, None, "optim='lomo'"),
     "a layerwise optimizer": ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["q"]}, None, "layerwise"),
     "an unknown precision": ({}, "fp17", "mixed_precision='fp17' is unknown"),
+    "a schedule": ({}, PrecisionSchedule({0: "fp32", 2: "bf16"}, total_steps=4), "changes during the run"),
+    "an autopilot": ({}, Autopilot(low="nvfp4", high="bf16"), "changes during the run"),
     "tf32 that is switched off": ({"tf32": False}, "tf32", "mixed_precision='tf32' and tf32=False"),
 }
 
