@@ -47,9 +47,9 @@ class PassCount(Protocol):
 class CapturedStep:
     """`train_step` as a graph for each kind of call; `Booster.capture` makes it.
 
-    A kind of call is shapes and dtypes of the batch and its numbers, which parameters train, modules in training or not,
-    where in a group of `accumulate` it is, and what gradients wait. The first call of a kind runs `train_step` itself, the
-    second is recorded, and those after it are replayed. recorder: None never records.
+    A kind of call is shapes, strides and dtypes of the batch and its numbers, which parameters train, modules in training or
+    not, where in a group of `accumulate` it is, and what gradients wait. The first call of a kind runs `train_step` itself,
+    the second is recorded, and those after it are replayed. recorder: None never records.
     """
 
     def __init__(
@@ -105,6 +105,8 @@ class CapturedStep:
         if why is not None:
             self._tell(why)
             return self._eager(to_device(batch, self._device))
+        for update in self._updates:
+            update.kept.take_loaded()  # which eager steps do by themselves
         posture = Posture(self._optimizers)
         if not posture.unread:
             return self._eager(to_device(batch, self._device))
@@ -287,6 +289,7 @@ class CapturedStep:
                 draws.bring()
         graph.replay()
         graph.after.take()
+        torch.clear_autocast_cache()  # as a step does; the weights are others now
         returned, results = graph.copies()
         for optimizer, course, made, result in zip(
             self._optimizers, self._rates.courses, graph.steps, results, strict=True
@@ -446,7 +449,8 @@ def _kind(batch: Any) -> tuple[Any, ...]:
     described: list[Any] = []
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            described.append((leaf.shape, leaf.dtype, leaf.requires_grad))
+            strides = None if leaf.is_contiguous() else leaf.stride()
+            described.append((leaf.shape, strides, leaf.dtype, leaf.requires_grad))
         elif leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device)):
             described.append((type(leaf), leaf))
         else:

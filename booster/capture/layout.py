@@ -31,7 +31,7 @@ class Layout:
         for optimizer in optimizers:
             held += update_of(optimizer).kept.master_tensors()
             for state in optimizer.unwrap().state.values():
-                held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+                held += state.values()  # packed ones, too
             for group in optimizer.param_groups:
                 held += group["params"]
         return cls(list(map(_ADDRESS, weights)), held)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from booster.ground.randomness import random_state, set_random_state
 from booster.interface.optimizer import OptimizerWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
+from booster.masters.packed import Packed
 from booster.numerics.diagnosis.replay import Memory
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -82,6 +83,8 @@ class Rewind:
             return [*before, *before.values()] if isinstance(each, dict) else list(before)
         if isinstance(each, tuple):
             return list(each)
+        if isinstance(each, Packed):
+            return list(each.tensors)
         of_ours = kind.__module__.startswith("booster.") and hasattr(each, "__dict__")
         if isinstance(each, _OF_TORCH) or (of_ours and not isinstance(each, type)):
             self._seen.add(id(each))

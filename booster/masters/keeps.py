@@ -153,6 +153,10 @@ class KeptMasters(KeptState):
         self._loaded = LoadedWeights.of(model, self._watched)
         self.masters.take_weights_from(self._take_loaded)
 
+    def take_loaded(self) -> None:
+        if self._loaded.values:
+            self.masters.adopt()
+
     def read_masters(self, masters: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[torch.Tensor, torch.Tensor]]:
         params, weights = self._named(), masters["weights"]
         here = {name for name, param in params.items() if self.has_master(param)}

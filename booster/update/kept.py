@@ -58,6 +58,9 @@ class KeptState:
     def watch(self, model: nn.Module) -> None:
         """Take over what masters can use of weights that are loaded into `model`."""
 
+    def take_loaded(self) -> None:
+        """Have masters become the values that were loaded into their weights, if any were; a step does it by itself."""
+
     def weights_in_model(self) -> list[str]:
         """Names of trained parameters that are their own masters. Not inside `local()`."""
         return []

@@ -49,7 +49,7 @@ class RecordedGraphs:
 
         def replay() -> None:
             self.num_replays += 1
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # of what is around a replay nothing is heard
                 for operation in recording.operations:
                     operation()
 

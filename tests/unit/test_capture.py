@@ -521,6 +521,19 @@ def test_new_shapes_are_captured_again_and_the_short_last_batch_has_the_same_bit
     assert (run.step.num_graphs, run.graphs.num_recordings) == (2, 2)
 
 
+def test_batches_that_lie_otherwise_in_memory_have_a_graph_of_their_own():
+    def seen(captured):
+        run = Run(False)
+        step = (
+            run.booster._captured(lambda x: x * 2, (torch.ones(2, 3),), run.graphs, 8) if captured else lambda x: x * 2
+        )
+        given = [torch.randn(2, 3) if number % 3 else torch.randn(3, 2).t() for number in range(12)]
+        return [(step(x).stride(), run.graphs.num_recordings) for x in given]
+
+    assert [strides for strides, _ in seen(True)] == [strides for strides, _ in seen(False)]
+    assert seen(True)[-1][1] == 2
+
+
 def test_more_kinds_than_max_graphs_run_without_a_graph_and_one_warning(caplog):
     def train(run, step):
         return run.step(*batch(step, size=2 + step % 4))
@@ -800,6 +813,54 @@ def test_states_and_weights_that_are_loaded_or_dropped_are_followed():
         return run.step(*batch(step))
 
     assert_same(trained(True, train=train)[1], trained(False, train=train)[1])
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive 8bit", "bf16_naive bf16 states"])
+def test_packed_states_that_are_loaded_are_followed(precision):
+    """Of SGD, whose only states they are, and without masters: nothing else is put elsewhere."""
+
+    def train(run, step):
+        if step == 6:
+            run.kept = copy.deepcopy(run.optimizer.state_dict())
+            del run.kept["booster"]
+        if step == 12:
+            run.optimizer.load_state_dict(run.kept)
+        return run.step(*batch(step))
+
+    run, found = trained(True, precision, "SGD momentum", train=train)
+    assert_same(found, trained(False, precision, "SGD momentum", train=train)[1])
+    assert run.graphs.num_recordings == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "bf16_naive split", "bf16_naive 8bit", "fp16_naive"])
+def test_wide_weights_that_are_loaded_into_half_ones_become_masters_before_the_next_replay(precision):
+    def train(run, step):
+        if step in (9, 12):
+            noise = torch.Generator().manual_seed(step)
+            given = {
+                name: value.float() + 0.1 * torch.randn(value.shape, generator=noise)
+                for name, value in run.model.state_dict().items()
+                if value.is_floating_point()
+            }
+            run.model.load_state_dict(given, strict=False)
+        return (run.whole_step if step == 15 else run.step)(*batch(step))
+
+    run, found = trained(True, precision, train=train)
+    assert_same(found, trained(False, precision, train=train)[1])
+    assert run.graphs.num_recordings == 1
+
+
+def test_casts_of_weights_in_an_autocast_around_the_loop_are_of_the_weights_of_now():
+    def train(run, step):
+        weight = next(run.model.parameters())
+        seen = nn.functional.linear(batch(step)[0], weight)  # which has the cast kept
+        return {**run.step(*batch(step)), "loss": seen.float().sum()}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = trained(False, "fp32", train=train)[1]
+        run, found = trained(True, "fp32", train=train)
+    assert_same(found, expected)
+    assert len(set(map(float, found["losses"]))) == STEPS
 
 
 def test_a_weight_that_is_put_elsewhere_is_followed():

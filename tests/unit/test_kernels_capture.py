@@ -1,5 +1,7 @@
 """Steps by kernels in a graph are those outside of one, to the bit: skips, loss scales, random rounding, schedules."""
 
+import copy
+
 import pytest
 import torch
 from interpreted import interpreted
@@ -74,6 +76,14 @@ def trained(captured, precision, optimizer="AdamW", train=lambda run, step: run.
     return run, {
         "losses": [loss.item() for loss, _ in returned],
         "results": results,
+        **state_of(run),
+        "rates": run.schedule.get_last_lr(),
+        "counts": (run.optimizer.num_applied, run.optimizer.num_skipped, run.optimizer.loss_scale),
+    }
+
+
+def state_of(run):
+    return {
         "model": list(map(bits, run.model.parameters())),
         "states": [
             (name, bits(value))
@@ -88,8 +98,6 @@ def trained(captured, precision, optimizer="AdamW", train=lambda run, step: run.
             if not isinstance(value, torch.Tensor)
         ],
         "masters": [bits(tensor) for tensor in run.optimizer._update.kept.master_tensors()],
-        "rates": run.schedule.get_last_lr(),
-        "counts": (run.optimizer.num_applied, run.optimizer.num_skipped, run.optimizer.loss_scale),
     }
 
 
@@ -140,12 +148,15 @@ def test_a_rate_in_a_tensor_is_read_where_it_is():
     assert all(isinstance(group["lr"], torch.Tensor) for group in tensors.optimizer.param_groups)
 
 
-def test_a_trial_finds_nothing_that_waits_and_changes_nothing():
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("fp16", "RMSprop"), ("split24 8bit", "AdamW"), ("bf16 states", "SGD")]
+)
+def test_a_trial_finds_nothing_that_waits_and_changes_nothing(precision, optimizer):
     with as_on_a_gpu():
-        run = Run(False, "fp16", "RMSprop")
+        run = Run(False, precision, optimizer)
         run.step(*batch(0))
-        before = [param.detach().clone() for param in run.model.parameters()]
-        scale = run.optimizer.loss_scale
+        run.optimizer.load_state_dict(run.optimizer.state_dict())  # states that no step has met yet
+        before, scale = copy.deepcopy(state_of(run)), run.optimizer.loss_scale
         assert run.booster.capturable(run.step, *batch(1)) == []
-        assert all(map(torch.equal, run.model.parameters(), before))
+        assert_same(state_of(run), before)
         assert run.optimizer.loss_scale == scale
