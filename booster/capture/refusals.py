@@ -16,8 +16,9 @@ def check(optimizers: Sequence[OptimizerWrapper], *, plugin: str, several_ranks:
     """Raise RuntimeError, by name, for what a graph cannot follow, whatever the step does."""
     if several_ranks:
         raise RuntimeError(
-            f"capture() makes graphs of steps on one device, and {plugin} has several ranks, whose collectives it does not "
-            "record; call the step as it is"
+            f"capture() makes graphs of steps on one device, and {plugin} has several ranks: what sends their gradients keeps "
+            "nodes of autograd on the stream that boost() ran on, which the stream of a graph may not wait for, and gloo sends "
+            "from the host; call the step as it is"
         )
     check_optimizers(optimizers)
 
@@ -45,6 +46,8 @@ def _refusal(optimizer: OptimizerWrapper) -> str | None:
         return f"the rule of its loss scale, {type(gradients.scaler.host).__name__}, runs on the host; use DynamicScale"
     if not isinstance(update.decision, DeviceDecision):
         return _of_the_host(update)
+    if len({param.device for group in update.optimizer.param_groups for param in group["params"]}) > 1:
+        return "its parameters lie on several devices, and a graph is of one"
     if isinstance(application, MasterApplication) and (application.masters.hosts or application.masters.offloads):
         return "its states lie in the host's memory; leave offload_states False"
     return None

@@ -77,10 +77,13 @@ def test_five_hundred_steps_are_eager_ones(precision: str) -> None:
     assert step.num_graphs == 1  # type: ignore[attr-defined]
 
 
-def test_dropout_draws_other_numbers_in_every_replay() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_dropout_draws_other_numbers_in_every_replay(compiled: bool) -> None:
     run = Run("fp32", dropout=0.5)
     x, y, one = batches(1)[0]
-    step = run.booster.capture(lambda x: run.model(x), x)
+    model = torch.compile(run.model) if compiled else run.model
+    step = run.booster.capture(lambda x: model(x), x)
     outputs = [step(x) for _ in range(5)]
     assert len({output.eq(0).sum(1).cpu().numpy().tobytes() for output in outputs[2:]}) > 1
 

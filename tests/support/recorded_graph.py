@@ -1,11 +1,13 @@
 """What stands for a CUDA graph on a CPU: operations are kept while a function runs, and made again without its Python.
 
 As in a graph, what Python computed is as it was in the recording, memory lies where it lay, nothing that was recorded has run
-before the first replay, and whatever a host reads in a recording raises.
+before the first replay, and whatever a host reads in a recording raises. What torch's compiler has made shows no operations:
+each call of it is kept as one.
 """
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from booster.capture.reads import _waits, written
 from booster.ground.torch_internals import TorchDispatchMode, storage_key
@@ -38,7 +41,7 @@ class RecordedGraphs:
         states = [(generator, generator.get_state()) for generator in generators]
         recording = _Recording(memory)
         try:
-            with recording, _launches(recording.operations):
+            with recording, _launches(recording.operations), _compiled(recording):
                 result = body()
         finally:
             memory.write_back()
@@ -73,11 +76,51 @@ def _launches(operations: list[Callable[[], None]]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _compiled(recording: Any) -> Iterator[None]:
+    """Inside, a call of what Inductor has made is kept in `recording`."""
+    inductor = sys.modules.get("torch._inductor.output_code")
+    if inductor is None:
+        yield
+        return
+    run = inductor.CompiledFxGraph.__call__
+
+    def kept(graph: Any, inputs: list[Any]) -> Any:
+        with _disable_current_modes():
+            given = map_tensors(torch.Tensor.detach, list(inputs))
+            inputs.clear()  # as it does itself
+            for tensor in tensors(given):
+                recording.memory.keep(tensor)
+            made = run(graph, list(given))
+            recording.keep(lambda: run(graph, list(given)), given, made)
+        return made
+
+    with mock.patch.object(inductor.CompiledFxGraph, "__call__", kept):
+        yield
+
+
 class _Recording(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.operations: list[Callable[[], None]] = []
-        self._memory = memory
+        self.memory = memory
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code runs: in other modes torch runs what it was made from, whose dropout draws other numbers."""
+        return True
+
+    def keep(self, run: Callable[[], Any], given: Any, made: Any) -> None:
+        """Keep `run`, which made `made` of `given`, and have a replay write what it makes then to where that lies."""
+        memory = {storage_key(tensor) for tensor in tensors(given)}
+        fresh = [None if storage_key(each) in memory else each.detach() for each in tensors(made)]
+
+        def again() -> None:
+            for old, each in zip(fresh, tensors(run()), strict=True):
+                if old is not None:
+                    old.copy_(each)
+
+        self.operations.append(again)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,20 +128,12 @@ class _Recording(TorchDispatchMode):
             raise RuntimeError(f"a host reads in a recording: {func}")
         changed = list(tensors(list(written(func, args, kwargs))))
         for tensor in changed:
-            self._memory.keep(tensor)
+            self.memory.keep(tensor)
         # By their memory of now: a parameter may be given other data later.
         there = map_tensors(torch.Tensor.detach, (args, kwargs))
         made = func(*args, **kwargs)
-        memory = {storage_key(tensor) for tensor in tensors((args, kwargs))}
-        fresh = [None if storage_key(each) in memory else each.detach() for each in tensors(made)]
-        if func.overloadpacket.__name__ in _NOTHING or not (changed or any(each is not None for each in fresh)):
-            return made  # a view, or memory of no numbers
-
-        def again() -> None:
-            new = func(*there[0], **there[1])
-            for old, each in zip(fresh, tensors(new), strict=True):
-                if old is not None:
-                    old.copy_(each)
-
-        self.operations.append(again)
-        return made
+        shared = {storage_key(tensor) for tensor in tensors((args, kwargs))}
+        is_fresh = any(storage_key(each) not in shared for each in tensors(made))
+        if func.overloadpacket.__name__ not in _NOTHING and (changed or is_fresh):
+            self.keep(lambda: func(*there[0], **there[1]), (args, kwargs), made)
+        return made  # otherwise a view, or memory of no numbers
