@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster
 from booster.mixed_precision import FP16ApexMixedPrecision
 from booster.mixed_precision import apex_amp as amp
@@ -746,3 +747,25 @@ def test_a_clip_before_a_step_that_an_earlier_pass_skips_stays_in_the_gradients(
     for param, before in gradients.items():
         if level != "O2" or param.dtype == torch.float32:  # apex drops the others, see `ApexMasterUpdate`
             torch.testing.assert_close(param.grad, before * (0.01 / norm), rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_pass_reads_one_number_as_in_apex_and_a_clip_one_more(level, passes, clip):
+    """What a GPU is waited for: apex tells the scale of a loss, and whether the next step is skipped, when a pass is over."""
+    with as_on_a_gpu():
+        booster = Booster("cpu", FP16ApexMixedPrecision(level, verbosity=0))
+        net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 3))
+        model, optimizer, criterion, *_ = booster.boost(net, torch.optim.AdamW(net.parameters()), nn.CrossEntropyLoss())
+        x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+        for _ in range(3):
+            losses = [criterion(model(x), y) for _ in range(passes)]
+            with HostReads() as reads:
+                for loss in losses:
+                    booster.backward(loss, optimizer)
+                if clip:
+                    optimizer.clip_grad_by_norm(1.0)
+                assert optimizer.step().applied
+            optimizer.zero_grad()
+    assert reads.found.total() == passes + clip, reads.found
