@@ -72,6 +72,7 @@ docs: $(DOCS)/.installed
 	$(DOCS)/bin/codespell
 	$(DOCS)/bin/python docs/site/prose.py
 	$(DOCS)/bin/python docs/site/searched.py
+	$(DOCS)/bin/python docs/site/length.py
 
 # The site of a version goes into the branch gh-pages of this repository, beside those of others; nothing is pushed.
 docs-version: $(DOCS)/.installed

@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}  # file: page
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
-LONG_CODE = re.compile(r"<code>([^<]{25,})</code>")
+LONG_CODE = re.compile(r"<code>([^<]{18,})</code>")
 FIGURE = re.compile(r"^!\[([^\]]*)\]\((\S+)\.svg\)$", re.MULTILINE)
 
 

@@ -12,6 +12,7 @@ from lunr import lunr
 
 INDEX = Path(__file__).resolve().parents[2] / "site/search/search_index.json"
 FIRST = {
+    "advise": "guides/advise.html",
     "accelerate": "migration/accelerate.html",
     "cheat sheet": "cheat_sheet.html",
     "deepspeed": "migration/deepspeed.html",

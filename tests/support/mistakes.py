@@ -547,9 +547,9 @@ def page() -> str:
         [
             "# Mistakes, and what comes of them",
             "",
-            "What newcomers do wrong first, made on purpose: `b` is a `Booster`. Each row is a test, and this page is written",
-            "from their table by `python tests/support/mistakes.py`. A WARNING comes once, by the logger `booster`. Other",
-            "messages are in [troubleshooting](troubleshooting.md).",
+            "What new users do wrong first. `b` is a `Booster`. Each row is a test; `python tests/support/mistakes.py` writes",
+            "this page from them. A WARNING comes once, from the logger `booster`. Other messages:",
+            "[Troubleshooting](troubleshooting.md).",
             "",
             "| mistake | what comes | what to do |",
             "|---|---|---|",

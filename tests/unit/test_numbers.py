@@ -163,7 +163,7 @@ def test_defaults_in_sentences_are_those_of_the_code() -> None:
     for name, words in {
         "guides/steps": f"Booster(max_consecutive_skips={default(Booster, 'max_consecutive_skips')})",
         "launch": f"`seed={default(launch_from_torch, 'seed')}` on all ranks",
-        "numerics": "Budget"
+        "guides/advise": "Budget"
         + re.sub(r": '[\w| ]+' = ", "=", str(inspect.signature(Budget))).replace("(*, ", "(").replace(".0,", ","),
         "low_precision": f"DelayedScaling(amax_history_len={default(DelayedScaling, 'amax_history_len')}, margin=0)",
     }.items():
@@ -217,7 +217,7 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
                 parts.append(node.value)
     source = re.sub(r"\s+", " ", " \n ".join(parts))
     told = re.findall(r"^- \*\*(.+)\*\*", page("guides/troubleshooting"), re.MULTILINE)
-    assert len(told) > 30
+    assert len(told) > 20
     missing = []
     for entry in told:
         for message in re.findall(r"`([^`]+)`", entry):

@@ -204,7 +204,7 @@ _LEGEND = (
     "worst layer: the one whose gradient is furthest off, and by how much",
 )
 _REHEARSED = "rehearsed: this device lacks the format; its errors are real, its time and memory say nothing"
-_PAGE = "more: docs/numerics.md, Choose a precision"
+_PAGE = "more: docs/guides/advise.md"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
