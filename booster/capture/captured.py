@@ -19,6 +19,7 @@ from booster.capture.posture import Cells, Posture
 from booster.capture.rates import Course, Rates
 from booster.capture.reads import origin_of
 from booster.capture.refusals import check_optimizers
+from booster.capture.rewind import Rewind
 from booster.data.boosted import to_device
 from booster.ground import arguments
 from booster.interface.optimizer import OptimizerWrapper
@@ -215,7 +216,16 @@ class CapturedStep:
     # ------------------------------------------------------------------ with one
 
     def _record(self, batch: Any, posture: Posture) -> _Graph:
-        """Run `train_step` once for its launches alone; on the host it is a whole step."""
+        """Run `train_step` once for its launches alone; on the host it is a whole step. Where it raises it is none: nothing was
+        launched, and what this library keeps is put back."""
+        before = Rewind([*self._roots, *self._optimizers, self._passes], of_memory=False)
+        try:
+            return self._recorded(batch, posture)
+        except BaseException:
+            before.put_back()
+            raise
+
+    def _recorded(self, batch: Any, posture: Posture) -> _Graph:
         assert self._recorder is not None
         static = map_tensors(_placed, batch)  # where later batches are copied to, from the host or the device
         graph = _Graph(batch=list(tensors(static)), carried=posture.tensors(), grads=posture.grads)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -35,26 +36,32 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 class CudaRecorder:
-    """Graphs of a CUDA device. Recording waits for the device once."""
+    """Graphs of a CUDA device. Recording waits for the device once.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+    cuda: what has the names of `torch.cuda`.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
+        self._stream = cuda.Stream(device)
+        self._graphs: WeakSet[Any] = WeakSet()
 
     def warm(self, body: Callable[[], T]) -> T:
-        current = torch.cuda.current_stream(self._device)
+        current = self._cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with self._cuda.stream(self._stream):
             result = body()
         current.wait_stream(self._stream)
         return result
 
     def record(self, body: Callable[[], T], generators: Iterable[torch.Generator]) -> tuple[T, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
+        graph = self._cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
+        if not self._graphs:  # torch aborts in a pool of which no graph is left while a tensor still lies there
+            self._pool = self._cuda.graph_pool_handle()
         # Pinned memory is allocated meanwhile, by other threads as those of loaders, and for addresses that kernels read.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
+        with self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
             result = body()
+        self._graphs.add(graph)
         return result, graph.replay

@@ -28,10 +28,13 @@ class Rewind:
     Reached are attributes of modules, optimizers and schedulers, and of objects of this library, what is in containers there,
     and tensors with their gradients. Other memory is put back where `memory` was told of it before it was written, and other
     generators where they were given to `keep_generator` before they were used.
+
+    of_memory: also numbers in tensors; False where nothing writes them meanwhile.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], *, of_memory: bool = True) -> None:
         self.memory = Memory()
+        self._of_memory = of_memory
         self._random = random_state()
         self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._attributes: list[tuple[Any, dict[str, Any]]] = []
@@ -73,7 +76,7 @@ class Rewind:
             self._seen.add(id(each))
             if each.is_leaf:
                 self._gradients.append((each, each.grad))
-            if kind in (torch.Tensor, nn.Parameter) and each.layout is torch.strided:
+            if self._of_memory and kind in (torch.Tensor, nn.Parameter) and each.layout is torch.strided:
                 self.memory.keep(each)
             return [] if not each.is_leaf or each.grad is None else [each.grad]
         if kind in _CONTAINERS:

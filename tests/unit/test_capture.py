@@ -1040,6 +1040,36 @@ def test_an_object_in_the_batch_is_refused():
         Run(True).step(object(), *batch(0)[1:])
 
 
+@pytest.mark.parametrize("how", ["raises", "returns a number"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16_naive 8bit"])
+def test_a_recording_that_raises_is_no_step(precision, how):
+    def train(captured):
+        run, calls = Run(False, precision), []
+
+        def step(x, y, factor):
+            calls.append(1)
+            found = run.whole_step(x, y, factor)
+            if len(calls) == 4 and captured:  # two of the trial, and one before
+                if how == "raises":
+                    raise ValueError("mine")
+                return 1.0
+            return found
+
+        call = run.booster._captured(step, batch(0), run.graphs, 8) if captured else step
+        losses = [call(*batch(0))["loss"].detach()]
+        if captured:
+            before = run.everything()
+            with pytest.raises((ValueError, TypeError), match=r"mine|returned float 1\.0"):
+                call(*batch(1))
+            assert_same(run.everything(), before)
+            assert run.optimizer._history.waiting == []
+        losses += [call(*batch(number))["loss"].detach() for number in range(1, 12)]
+        assert not captured or run.graphs.num_replays == 11
+        return {"losses": losses, **run.everything()}
+
+    assert_same(train(True), train(False))
+
+
 def test_an_optimizer_that_steps_twice_is_refused():
     run = Run(False, "fp32", clip=0.0)
 
