@@ -68,7 +68,7 @@ def test_cases_share_one_set_of_processes(pool):
 @pytest.mark.skipif(not STOPS, reason="ranks wait running here")
 def test_ranks_without_a_case_are_stopped_with_all_their_threads(pool):
     for _ in range(2):
-        assert all(state == "R" for state in pool.run(own_state))
+        assert pool.run(own_state) == ["R", "R"]
         assert wait_until(lambda: all(state(p) == "T" for p in pool.pids))
 
 
