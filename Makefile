@@ -22,8 +22,10 @@ CONSTRAINTS ?= constraints.txt
 # the library, and each worker of pytest rewrite 60,000 lines of tests, which takes 10 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS)
-# All cores compile what was installed, where pip has one do it; a file that is of a later Python is left as it is.
-COMPILE := -m compileall -q -j 0
+# All cores compile what was installed, where pip has one do it; a file that is of a later Python is left as it is. What no
+# test imports, or few of hundreds, is half of it, and compiled by who imports it first.
+SELDOM := /(tests?|pip|fontTools|pygments|mypyc?|virtualenv|pydantic|sympy/physics|torch/testing|transformers/models)/
+COMPILE := -m compileall -q -j 0 -x "$(SELDOM)"
 
 .PHONY: demo compare test coverage slow kernels integrations fuzz docs docs-version docs-serve figures lint dist versions clean
 

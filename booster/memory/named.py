@@ -83,8 +83,7 @@ def _of_timm(name: str, size: int) -> Job:
 
 
 def _of_transformers(name: str, size: int) -> Job:
-    import transformers
-
+    transformers: Any = importlib.import_module("transformers")
     known = transformers.CONFIG_MAPPING
     config = known[name]() if name in known else transformers.AutoConfig.from_pretrained(name)
     with torch.device("meta"):

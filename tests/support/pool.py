@@ -39,7 +39,8 @@ from booster.kernels import choice
 
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
 CASE_TIMEOUT = 120.0  # seconds one case may take
-CASES = 40  # of one group: each process group that a case makes keeps its threads, which slow down the next case
+CASES = 40  # of one group that has threads of more: each process group that a case makes keeps three, which slow down the next
+THREADS = 12  # of a rank that keeps no more than two groups beside that of all
 STOPS = sys.platform == "linux"
 # Imported once, before the ranks are forked, and not by each rank of each group again, nor by its DataLoader workers.
 PRELOADED = [
@@ -77,7 +78,7 @@ class RankPool:
     def __init__(
         self, world_size: int, *, case_timeout: float = CASE_TIMEOUT, grace: float = GRACE, num_cases: int = CASES
     ) -> None:
-        """num_cases: after how many a fresh group begins."""
+        """num_cases: after how many a fresh group begins, where ranks have more than `THREADS` threads."""
         self.world_size = world_size
         self.case_timeout = case_timeout
         self.grace = grace
@@ -93,7 +94,7 @@ class RankPool:
         Raises RanksFailed with the traceback of every failed rank; ranks that hang show where they hang.
         """
         job = _Job(list(sys.path), _filters(), _dumps((fn, args)), choice.TAKEN_BY_TRUE)
-        if self._num_cases == self.num_cases:
+        if self._num_cases >= self.num_cases and self._group is not None and self._group.num_threads() > THREADS:
             self.close()
         if self._group is None:
             self._group = _Group(self.world_size)
@@ -176,6 +177,11 @@ class _Group:
         if STOPS and not failures:
             self._signal(signal.SIGSTOP)
         return results, failures
+
+    def num_threads(self) -> int:
+        """Of the rank that has most; where the kernel does not say, as if there were many."""
+        folders = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return max(sum(1 for _ in folder.iterdir()) if folder.exists() else 1000 for folder in folders)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
