@@ -5,6 +5,20 @@
 The edits are what `diff -e original ported` prints: line numbers of the original, and new lines. The edited script lies beside
 the original while it runs, so that it finds the same modules. What follows the edits is handed to both. Each runs in a process
 of its own with one thread. The exit code is 1 where a number differs.
+
+What docs/guides/foreign_scripts.md shows was run so, beside a clone of this repository:
+
+    cd nanoGPT && python ../booster/examples/ports/same_losses.py --items 100 train.py ../booster/examples/ports/nanogpt.ed \\
+        --device=cpu --dtype=float32 --compile=False --dataset=shakespeare_char --gradient_accumulation_steps=4 \\
+        --batch_size=4 --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --max_iters=30 --eval_interval=15 --eval_iters=3 --warmup_iters=5 \\
+        --lr_decay_iters=30 --learning_rate=1e-2 --min_lr=1e-3 --log_interval=1
+    cd examples && python ../booster/examples/ports/same_losses.py --items 200 dcgan/main.py \\
+        ../booster/examples/ports/dcgan.ed --dataset fake --batchSize 2 --ngf 8 --ndf 8 --workers 0 --manualSeed 3 --niter 1
+    echo "device: cpu" > cpu.yaml   # images: 60 of each of 4 classes, 32 x 32
+    python booster/examples/ports/same_losses.py --items 40 pytorch-image-models/train.py booster/examples/ports/timm.ed \\
+        -c cpu.yaml --data-dir images --train-split train --val-split val --model test_resnet --input-size 3 32 32 \\
+        --num-classes 4 -b 6 --epochs 2 --warmup-epochs 0 --opt momentum --lr 0.05 --clip-grad 1.0 --mixup 0.2 \\
+        --model-ema -j 0 --grad-accum-steps 2
 """
 
 import argparse
