@@ -14,7 +14,7 @@ from torch import nn
 from booster.ground.torch_internals import is_fake_kind
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums
 from booster.mixed_precision.low_precision.kernels import multiply
-from booster.mixed_precision.low_precision.operands import rounded, turned
+from booster.mixed_precision.low_precision.operands import both, rounded, turned
 from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
 from booster.mixed_precision.low_precision.weights import RoundedWeight, RoundedWeights
 from booster.model.modules import LinearStandIn
@@ -183,23 +183,28 @@ class _Linear(torch.autograd.Function):
         keeps: bool,
         known: RoundedWeight | None,
     ) -> torch.Tensor:
-        how, of_weight, low = recipe.output, recipe.weight_gradient, None
+        how, of_weight, low, kept = recipe.output, recipe.weight_gradient, None, None
         options: Any = {"dtype": x.dtype, "kernels": kernels}
         with torch.autocast(x.device.type, enabled=False):  # which would round scales to half
             tokens = x.reshape(-1, weight.shape[1])
+            in_bytes = None
+            if keeps and tokens.numel() and isinstance(of_weight, Product) and of_weight.right.format.dtype is not None:
+                in_bytes = of_weight
             if isinstance(how, Wide) or not tokens.numel():
                 y = product(tokens, weight, how, recipe, **options)
             else:
-                low = rounded(tokens, how.left, how, recipe)
+                if in_bytes is not None:
+                    low, kept = both(tokens, how.left, how, in_bytes.right, in_bytes, recipe)
+                else:
+                    low = rounded(tokens, how.left, how, recipe)
                 right = (
                     rounded(weight, how.right, how, recipe) if known is None else known.rounded(how.right, how, recipe)
                 )
                 y = multiplied(low, right, how, recipe, **options)
             for watcher in watchers:
                 watcher("forward", tokens, weight, how, y)
-            kept = None
-            if keeps and tokens.numel() and isinstance(of_weight, Product) and of_weight.right.format.dtype is not None:
-                kept = turned(tokens, of_weight.right, of_weight, recipe, low)
+            if in_bytes is not None and kept is None:
+                kept = turned(tokens, in_bytes.right, in_bytes, recipe)
         wide = x if keeps and (watchers or kept is None) else None
         ctx.save_for_backward(weight, wide, *((None,) * 3 if kept is None else (kept.values, kept.scale, kept.outer)))
         ctx.recipe, ctx.options, ctx.watchers, ctx.shape, ctx.known = recipe, options, watchers, x.shape, known
@@ -216,14 +221,18 @@ class _Linear(torch.autograd.Function):
         recipe, options, known, low = ctx.recipe, ctx.options, ctx.known, None
         g = grads[0].reshape(-1, weight.shape[0])
         tokens: Any = None if x is None else x.reshape(-1, weight.shape[1])
-        of_x = of_weight = None
+        of_x = of_weight = turned_g = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 how = recipe.input_gradient
                 if isinstance(how, Wide) or not g.numel():
                     of_x = product(g, weight.t(), how, recipe, **options)
                 else:
-                    low = rounded(g, how.left, how, recipe)
+                    if ctx.needs_input_grad[1] and parts[0] is not None:
+                        others = recipe.weight_gradient
+                        low, turned_g = both(g, how.left, how, others.left, others, recipe)
+                    else:
+                        low = rounded(g, how.left, how, recipe)
                     if known is None:
                         right = turned(weight, how.right, how, recipe)
                     else:
@@ -238,7 +247,8 @@ class _Linear(torch.autograd.Function):
                     of_weight = product(g.t(), tokens.t(), how, recipe, **options)
                 else:
                     kept = Scaled(parts[0], parts[1], parts[2], how.right.scaling)
-                    of_weight = multiplied(turned(g, how.left, how, recipe, low), kept, how, recipe, **options)
+                    turned_g = turned(g, how.left, how, recipe) if turned_g is None else turned_g
+                    of_weight = multiplied(turned_g, kept, how, recipe, **options)
                 for watcher in ctx.watchers:
                     watcher("weight_grad", g.t(), tokens.t(), how, of_weight)
                 of_weight = of_weight.to(weight.dtype)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from booster.kernels import matrices
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
 from booster.number_formats import Scaled, noise_of, scale_to
 
@@ -21,6 +22,8 @@ _ROTATION = [
 
 def rounded(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
     """Return the matrix `x` as `how` reads it, which sums over its columns; row by row, whole numbers in bytes."""
+    if _takes_kernels(x, operand, how):
+        return _by_kernels(x, operand, recipe)[0]
     result = low(laid_out(x, how, recipe), operand)
     values = result.values if operand.format.dtype is None else result.values.to(operand.format.dtype)
     return replace(result, values=values.contiguous())
@@ -38,6 +41,20 @@ def turned(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe, know
         known = rounded(x, operand, how, recipe)
     values = filled(known.values[:, : x.shape[1]].t(), recipe.multiple)
     return replace(known, values=values.contiguous(), scale=known.scale.t().contiguous())
+
+
+def both(
+    x: torch.Tensor, operand: Operand, how: Product, turned_operand: Operand, turned_how: Product, recipe: Recipe
+) -> tuple[Scaled, Scaled]:
+    """Return `x` as `how` reads it, and `x.t()` as `turned_how` does; where their bytes are the same, kernels write them in one
+    pass."""
+    alike = operand.scaling == turned_operand.scaling and operand.format == turned_operand.format
+    if alike and _is_same_turned(x, turned_operand, turned_how, recipe) and _takes_kernels(x, operand, how):
+        made, other = _by_kernels(x, operand, recipe, turned=True)
+        assert other is not None
+        return made, other
+    made = rounded(x, operand, how, recipe)
+    return made, turned(x, turned_operand, turned_how, recipe, made)
 
 
 def low(x: torch.Tensor, operand: Operand) -> Scaled:
@@ -69,6 +86,25 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------- inside
+
+
+def _takes_kernels(x: torch.Tensor, operand: Operand, how: Product) -> bool:
+    return not (operand.stochastic or how.hadamard) and matrices.by_kernels(x, operand.format, operand.scaling)
+
+
+def _by_kernels(
+    x: torch.Tensor, operand: Operand, recipe: Recipe, *, turned: bool = False
+) -> tuple[Scaled, Scaled | None]:
+    delayed = operand.delayed
+    return matrices.rounded(
+        x,
+        operand.format,
+        operand.scaling,
+        recipe.multiple,
+        turned=turned,
+        given=None if delayed is None else delayed.scale,
+        largest=None if delayed is None else delayed.largest,
+    )
 
 
 def _is_same_turned(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe) -> bool:

@@ -1,0 +1,172 @@
+"""Matrices rounded by Triton kernels, in the place of torch's operations, where a trial of them gives the same bits."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.ground.torch_internals import is_fake_kind
+from booster.number_formats import E4M3, E5M2, INT8, NumberFormat, Scaled, Scaling, scale_to
+
+_logger = logging.getLogger(__name__)
+TAKEN_ON: tuple[str, ...] = ("cuda",)
+"""Types of devices on which matrices are rounded by kernels, outside of compiled graphs."""
+_FORMATS = (E4M3, E5M2, INT8)
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MOST_PARTS = 1024  # of which every program of the second launch reads the largest magnitudes
+_BLOCK = 256
+
+
+def by_kernels(x: torch.Tensor, target: NumberFormat, scaling: Scaling) -> bool:
+    """Whether the matrix `x` is rounded to `target` under `scaling` by kernels here and now."""
+    return (
+        x.device.type in TAKEN_ON
+        and not torch.compiler.is_compiling()
+        and type(x) in (torch.Tensor, nn.Parameter)
+        and not is_fake_kind(type(x))
+        and x.dtype in _DTYPES
+        and x.numel() > 0
+        and _knows(target, scaling)
+        and _differs(target, scaling, x.device) is None
+    )
+
+
+def rounded(
+    x: torch.Tensor,
+    target: NumberFormat,
+    scaling: Scaling,
+    multiple: int,
+    *,
+    turned: bool = False,
+    given: torch.Tensor | None = None,
+    largest: torch.Tensor | None = None,
+) -> tuple[Scaled, Scaled | None]:
+    """Return the matrix `x` in `target`, as bytes row by row, with columns of zeros until they are a `multiple`.
+
+    turned: and its transpose, likewise, under the same scales, which are one for all, or of blocks as high as wide.
+    given: one scale for all of it, of shape (), that is taken where it is above 0, and numbers too large are cut off.
+    largest: then the largest magnitude is noted there, unless it is not finite.
+    Cost: two launches, of blocks one, with `given` three, of which the first reads nothing where the scale is known.
+    """
+    from booster.kernels.compiled import current
+    from booster.kernels.rounding import BLOCKS, ROW, TENSOR, largest_of, note, write
+
+    if not (x.is_contiguous() or x.t().is_contiguous()):
+        x = x.contiguous()
+    (rows, columns), over, dtype = x.shape, scaling.over, target.dtype
+    assert dtype is not None
+    kind = TENSOR if over == "tensor" else ROW if over == "row" else BLOCKS
+    down, across = over if isinstance(over, tuple) else (1, 1)
+    filled, turned_filled = columns + -columns % multiple, rows + -rows % multiple
+    height, width = tile_of(kind, down)
+    new: Any = functools.partial(torch.empty, device=x.device)
+    values = new(rows, filled, dtype=dtype)
+    other = new(columns, turned_filled, dtype=dtype) if turned else None
+    scale = {
+        TENSOR: lambda: new((), dtype=torch.float32),
+        ROW: lambda: new(rows, 1, dtype=torch.float32),
+        BLOCKS: lambda: new(-(-rows // down), -(-filled // across), dtype=torch.float32),
+    }[kind]()
+    above = -(-rows // height)
+    splits = max(1, min(-(-columns // width), _MOST_PARTS // above))
+    tiles = -(-max(rows, turned_filled if turned else 0) // height) * -(-filled // width)
+    partials = None if kind == BLOCKS else new(above * splits if kind == TENSOR else splits * rows, dtype=torch.int32)
+    seen = None if given is None else new(tiles, dtype=torch.int32)
+    lies = rows, columns, x.stride(0), x.stride(1)
+    sizes = {"DTYPE": _DTYPES[x.dtype], "BM": height, "BN": width, "enable_fp_fusion": False}
+    x = x.detach()
+    with current(x.device):
+        if partials is not None:
+            largest_of[(above * splits,)](x, partials, given, *lies, splits, KIND=kind, **sizes)
+        bytes_of = values.view(torch.int8), None if other is None else other.view(torch.int8)
+        write[(tiles,)](
+            *(x, *bytes_of, scale, partials, given, seen, rows, columns, filled, turned_filled, *lies[2:]),
+            above * splits if kind == TENSOR else splits,
+            KIND=kind,
+            POWER=scaling.scale == "power_of_two",
+            DOWN=down,
+            ACROSS=across,
+            BLOCK=_BLOCK,
+            num_warps=8 if down > 1 else 4,
+            **form_of(target),
+            **sizes,
+        )
+        if given is not None:
+            note[(1,)](seen, tiles, given, largest, scale, LARGEST=target.largest, BLOCK=_BLOCK)
+    made = Scaled(values, scale, None, scaling)
+    return made, None if other is None else replace(made, values=other, scale=scale.t().contiguous())
+
+
+def tile_of(kind: int, down: int) -> tuple[int, int]:
+    """Rows and columns of a tile; blocks that are as high as wide are one each."""
+    from booster.kernels.rounding import BLOCKS
+
+    return (128, 128) if down > 1 else (32, 128) if kind == BLOCKS else (64, 128)
+
+
+def form_of(target: NumberFormat) -> dict[str, Any]:
+    """What kernels are told of a format."""
+    mantissa, bias = target.mantissa_bits if target.exponent_bits else 0, target.bias
+    return {
+        "MANTISSA": mantissa,
+        "OFFSET": ((bias - 127) << 23) + (1 << (22 - mantissa)) - 1,
+        "SUBNORMAL": 2.0 ** (24 - bias - mantissa),
+        "NORMAL": target.smallest_normal,
+        "LARGEST": target.largest,
+    }
+
+
+def _knows(target: NumberFormat, scaling: Scaling) -> bool:
+    over = scaling.over
+    blocks = isinstance(over, tuple) and (over == (128, 128) or (over[0] == 1 and over[1] in (16, 32, 64, 128)))
+    return target in _FORMATS and scaling.scale != "e4m3" and (blocks or not isinstance(over, tuple))
+
+
+@functools.cache
+def _differs(target: NumberFormat, scaling: Scaling, device: torch.device) -> str | None:
+    """What is not as torch rounds on `device`, tried once; None: nothing. The first time it differs a WARNING says it."""
+    if importlib.util.find_spec("triton") is None:
+        _logger.info("Triton is not installed: matrices are rounded by torch's operations")
+        return "Triton is not installed"
+    try:
+        found = _tried(target, scaling, device)
+    except Exception as error:  # whatever it is, matrices of a user are not to meet it
+        found = f"a trial raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if found is not None:
+        _logger.warning(
+            "matrices in %s under %s are rounded by torch's operations on %s, and not by Triton kernels: %s",
+            target,
+            scaling,
+            device,
+            found,
+        )
+    return found
+
+
+def _tried(target: NumberFormat, scaling: Scaling, device: torch.device) -> str | None:
+    draw = torch.Generator().manual_seed(0)
+    for dtype in _DTYPES:
+        x = torch.randn(150, 144, generator=draw, device="cpu", dtype=torch.float32)
+        x *= torch.logspace(-6, 3, 144, device="cpu", dtype=torch.float32)
+        x[40:42] = 0.0
+        x[80, 7], x[81, 100] = torch.inf, torch.nan
+        x = x.to(device, dtype)
+        for what, each in (("", x), (" of a transpose", x.t()), (" of finite numbers", x.nan_to_num(0.0, 3.0))):
+            expected, (found, _) = scale_to(each, target, scaling), rounded(each, target, scaling, 1)
+            if not same(found, expected, target):
+                return f"bytes or scales{what}, {dtype}, differ"
+    return None
+
+
+def same(one: Scaled, other: Scaled, target: NumberFormat) -> bool:
+    """Whether two matrices in `target` have the same bits, where their scales are finite, and the same scales."""
+    wide = [each.values.float() * torch.isfinite(each.scale_of_each()) for each in (one, other)]
+    wide = [each + 0.0 if target is INT8 else each for each in wide]  # where a zero of floating numbers has no sign yet
+    scales = [each.scale.nan_to_num(-1.0) for each in (one, other)]
+    return torch.equal(*scales) and torch.equal(*(each.nan_to_num(0.0).view(torch.int32) for each in wide))

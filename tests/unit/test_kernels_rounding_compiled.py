@@ -1,0 +1,93 @@
+"""Kernels that round matrices compile for GPUs that are not there; in processes of their own, as interpreted ones cannot be."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton; `make kernels` runs it"),
+    pytest.mark.timeout(900),
+]
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from booster.kernels import matrices, rounding
+from booster.number_formats import E4M3, E5M2, INT8
+
+TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
+found = {}
+
+def compiled(name, kernel, types, constants, warps=4):
+    signature = {**types, **dict.fromkeys(constants, "constexpr")}
+    options = {"enable_fp_fusion": False, "num_warps": warps}
+    made = triton.compile(ASTSource(kernel, signature, constants), TARGET, options=options)
+    found[name] = {"fused": "fma." in made.asm["ptx"], "shared": made.metadata.shared, "spills": "st.local" in made.asm["ptx"]}
+
+POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16"}
+LIES = dict.fromkeys("rows columns row_stride column_stride".split(), "i32")
+
+def given(name, type_, is_there):
+    return ({name: type_}, {}) if is_there else ({}, {name: None})
+
+def measure(kind, dtype, known):
+    sizes = {"KIND": kind, "DTYPE": dtype, "BM": 64, "BN": 128}
+    types, none = given("given", "*fp32", known)
+    compiled(f"largest_of {kind} {dtype} {known}", rounding.largest_of,
+             {"x": POINTERS[dtype], "partials": "*i32", **types, **LIES, "splits": "i32"}, {**sizes, **none})
+
+def write(kind, over, target, dtype, power=False, turned=False, known=False):
+    down, across = over
+    sizes = dict(zip(("BM", "BN"), matrices.tile_of(kind, down), strict=True))
+    constants = {"KIND": kind, "POWER": power, "DOWN": down, "ACROSS": across, "BLOCK": 256, "DTYPE": dtype, **sizes}
+    types = {"x": POINTERS[dtype], "values": "*i8", "scales": "*fp32", **LIES}
+    types |= dict.fromkeys(("filled", "turned_filled", "splits"), "i32")
+    for name, type_, there in (("turned", "*i8", turned), ("partials", "*i32", kind != rounding.BLOCKS),
+                               ("given", "*fp32", known), ("seen", "*i32", known)):
+        own, none = given(name, type_, there)
+        types, constants = {**types, **own}, {**constants, **none}
+    compiled(f"write {kind} {over} {target} {dtype} {power} {turned} {known}", rounding.write, types,
+             {**constants, **matrices.form_of(target)}, warps=8 if down > 1 else 4)
+
+for dtype in POINTERS:
+    for kind in (rounding.TENSOR, rounding.ROW):
+        measure(kind, dtype, False)
+measure(rounding.TENSOR, 1, True)
+for dtype in POINTERS:
+    write(rounding.TENSOR, (1, 1), E4M3, dtype)
+for target in (E4M3, E5M2):
+    for turned in (False, True):
+        for known in (False, True):
+            write(rounding.TENSOR, (1, 1), target, 1, turned=turned, known=known)
+write(rounding.TENSOR, (1, 1), E4M3, 1, power=True)
+write(rounding.ROW, (1, 1), E4M3, 1, power=True)
+write(rounding.ROW, (1, 1), INT8, 1)
+write(rounding.BLOCKS, (1, 128), E4M3, 1)
+write(rounding.BLOCKS, (1, 32), E4M3, 1, power=True)
+write(rounding.BLOCKS, (128, 128), E4M3, 1)
+write(rounding.BLOCKS, (128, 128), E4M3, 0, power=True)
+types, none = given("largest", "*fp32", True)
+for there in (True, False):
+    types, none = given("largest", "*fp32", there)
+    compiled(f"note {there}", rounding.note, {"seen": "*i32", "count": "i32", "given": "*fp32", **types, "scale": "*fp32"},
+             {"LARGEST": 448.0, "BLOCK": 256, **none})
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_form_compiles_for_a_gpu_and_fuses_no_multiplication_with_an_addition(capability):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 26
+    assert [name for name, how in found.items() if how["fused"] or how["spills"]] == []
+    assert max(how["shared"] for how in found.values()) <= 2**16
