@@ -13,9 +13,8 @@ import torch
 from booster.masters.update import ReportingDecision
 from booster.model.optimizer_kinds import kind_of
 from booster.ranks import agreement
-from booster.ranks.communicate import communication_device
 from booster.update.choice import on_device
-from booster.update.device import DeviceGradients
+from booster.update.device import DeviceGradients, device_of
 from booster.update.gradients import Gradients
 from booster.update.job import Job
 from booster.update.update import Update
@@ -40,7 +39,7 @@ def by_kernels(make: Callable[[Job], Update]) -> Callable[[Job], Update]:
 
 def _made(make: Callable[[Job], Update], job: Job) -> Update:
     update = make(job)
-    asked, device = job.options.fused_optimizer == ASKED, _device(job)
+    asked, device = job.options.fused_optimizer == ASKED, device_of(job.optimizer, job.group)
     if not asked and device.type not in TAKEN_BY_TRUE:
         return update
     reason = _refusal(update, job, device) or (None if asked else _chosen(job))
@@ -66,14 +65,6 @@ def _made(make: Callable[[Job], Update], job: Job) -> Update:
         f"fused_optimizer={ASKED!r} cannot step this {name} by kernels: {reason}; leave fused_optimizer True, which takes "
         "torch's fused ones"
     )
-
-
-def _device(job: Job) -> torch.device:
-    """Where the parameters of the job are; where this rank has none, where its ranks communicate."""
-    for group in job.optimizer.param_groups:
-        for param in group["params"]:
-            return param.device
-    return torch.device("cpu") if job.group is None else communication_device(torch.device("cpu"), job.group)
 
 
 def _kernel_update(update: Update, job: Job) -> Update:
@@ -105,10 +96,16 @@ def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
 
     if device.type not in ("cuda", "cpu") or (device.type == "cpu") != IS_INTERPRETED:
         return f"its parameters lie on {device.type}; TRITON_INTERPRET=1, set before, runs kernels on a CPU, and only there"
-    devices = {param.device for group in job.optimizer.param_groups for param in group["params"]}
-    if len(devices) > 1:
-        return f"its parameters lie on {len(devices)} devices"
+    devices = _devices(job)
+    if {each.type for each in devices} > {device.type}:
+        return f"its parameters lie on devices of several types, {', '.join(sorted(map(str, devices)))}"
+    if len(devices) > 1 and job.options.release_gradients:
+        return f"its parameters lie on {len(devices)} devices, and release_gradients steps on one"
     return _refused_groups(job) or _refused_weights(update, job)
+
+
+def _devices(job: Job) -> set[torch.device]:
+    return {param.device for group in job.optimizer.param_groups for param in group["params"]}
 
 
 def _chosen(job: Job) -> str | None:
@@ -116,6 +113,9 @@ def _chosen(job: Job) -> str | None:
     for option in () if job.switched else ("foreach", "fused"):
         if any(group.get(option) is not None for group in job.optimizer.param_groups):
             return f"it was built with {option}="
+    devices = _devices(job)
+    if len(devices) > 1:
+        return f"its parameters lie on {len(devices)} devices, where they step who asks for them by name"
     return None
 
 

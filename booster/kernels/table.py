@@ -74,7 +74,8 @@ class Kind:
 class Table:
     """The rows of `stretches`, in an order of kinds, with their tiles, clocks, and the numbers that are made for each clock.
 
-    gradients: what a stretch has for a gradient, by the code of its dtype. clocks: (address of a count or 0, group) for each.
+    gradients: what a stretch has for a gradient, by the code of its dtype. clocks: (address of a count or 0, group) for each,
+    of which these are those that count here.
     """
 
     def __init__(
@@ -87,6 +88,9 @@ class Table:
         copies: DeviceCopies,
     ) -> None:
         self.device, self.compiled, self._copies = device, CompiledKernels(), copies
+        self.buckets = {each.bucket for each in stretches}
+        counted = {clock: place for place, clock in enumerate(sorted({each.clock for each in stretches}))}
+        clocks = [clocks[clock] for clock in counted]
         apart = {id(each.bucket): place for place, each in enumerate(stretches) if each.travels}
         keyed = [
             (
@@ -116,7 +120,7 @@ class Table:
             for place in places:
                 each = stretches[place]
                 tiles += [(len(rows), index) for index in range(-(-each.size // TILE))]
-                rows.append(self._row(each, gradients[place], addresses[place]))
+                rows.append(self._row(each, counted[each.clock], gradients[place], addresses[place]))
             chance = each.form.by_chance or any(way.by_chance for way in each.ways)
             constants = _constants(each, gradients[place])
             travelling = each.bucket if each.travels else None
@@ -133,10 +137,10 @@ class Table:
         self.clocks = self._there(torch.tensor(clocks, dtype=torch.int64).view(-1, 2))
         self.scalars = torch.zeros(-(-len(clocks) // BLOCK) * BLOCK, SCALARS, dtype=torch.float32, device=device)
 
-    def _row(self, each: Stretch, dtype: int, address: int) -> list[int]:
+    def _row(self, each: Stretch, clock: int, dtype: int, address: int) -> list[int]:
         missing = (0,) * (MOST_STATES - len(each.codes))
         states = (*each.codes, *missing, *each.scales, *missing)
-        return [each.weights, each.rest, address, *states, each.size, each.clock, dtype, each.copies]
+        return [each.weights, each.rest, address, *states, each.size, clock, dtype, each.copies]
 
     @property
     def bytes_of_a_step(self) -> float:
@@ -174,7 +178,7 @@ class Table:
         self.rows = self._there(self._rows)
 
     def measure(self) -> torch.Tensor:
-        """Launch what reads all gradients; returns sums of squares, float64, one for each tile."""
+        """Launch what reads all gradients; returns sums of squares, float64, one for each tile. On the current device."""
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
         if self.num_tiles:
             constants = {"COLUMNS": COLUMNS, "TILE": TILE}
@@ -187,6 +191,20 @@ class Table:
         for row, value in zip(self._tile_rows, partials.tolist(), strict=True):
             found[self.params[row]] = found.get(self.params[row], 0.0) + value
         return found
+
+
+class Tables:
+    """The tables of one step, one a device. On that of the first is decided, whether or not there is anything to step."""
+
+    def __init__(self, each: Sequence[Table], places: Sequence[Sequence[int]]) -> None:
+        """places: of the stretches in each table, among all."""
+        self.each, self.device, self.first, self._places = each, each[0].device, each[0], places
+        self.params = [param for table in each for param in table.params]
+
+    def follow_gradients(self, addresses: Sequence[int]) -> None:
+        """The gradients of all stretches lie at `addresses` now."""
+        for table, places in zip(self.each, self._places, strict=True):
+            table.follow_gradients([addresses[place] for place in places])
 
 
 def beside(rest: torch.Tensor | None, offset: int) -> int:

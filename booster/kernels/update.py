@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -25,7 +26,7 @@ from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up,
 from booster.kernels.released import KernelPass
 from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
-from booster.kernels.table import Kind, Table
+from booster.kernels.table import Kind, Table, Tables
 from booster.loss_scaler import DeviceScale, LossScaler, NoScale
 from booster.masters.bucket import Bucket
 from booster.masters.formats import WEIGHTS, Stochastic
@@ -36,7 +37,7 @@ from booster.ranks import agreement
 from booster.tensors.flat import ALIGNMENT, lies_like
 from booster.update.application import Application, Told, laid_like
 from booster.update.choice import release_by
-from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms
+from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms, device_of
 from booster.update.gradients import Gradients
 from booster.update.job import Job
 from booster.update.kept import KeptState
@@ -45,10 +46,11 @@ from booster.update.update import Update
 
 _logger = logging.getLogger(__name__)
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
+_PLACE = attrgetter("device")  # of a parameter, by which stretches go into tables
 _SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient; of a bucket
 _ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _CPU = torch.device("cpu")
-_UNSCALED = NoScale()
+_UNSCALED, _HERE = NoScale(), nullcontext()
 _SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
 
 
@@ -58,10 +60,10 @@ class Covered:
     def __init__(self, job: Job, rule: Rule) -> None:
         self._optimizer, self._shards = job.optimizer, job.shards
         self.sharded = job.shards.sharded
-        self.steps = _Steps(rule, job.optimizer)
+        self.steps = _Steps(rule, job.optimizer, job.group)
 
-    def part(self, steps: _Steps, params: list[torch.Tensor]) -> Table | None:
-        """Return that of `steps` of the gradients of `params`, which are stepped before the others of their step."""
+    def part(self, steps: _Steps, params: list[torch.Tensor]) -> Tables | None:
+        """Return those of `steps` of the gradients of `params`, which are stepped before the others of their step."""
         only = {id(param) for param in params}
 
         def collect(stretches: Stretches) -> None:
@@ -72,8 +74,8 @@ class Covered:
 
         return steps.table(params, (), self._shards, collect)
 
-    def ready(self, params: list[torch.Tensor]) -> Table | None:
-        """Return the table of the gradients of `params`, all that are there; None where this step is not for kernels."""
+    def ready(self, params: list[torch.Tensor]) -> Tables | None:
+        """Return the tables of the gradients of `params`, all that are there; None where this step is not for kernels."""
         if any(step_hooks(self._optimizer)):
             return None
         return self.steps.table(params, self._layout(params), self._shards, self._collect)
@@ -110,7 +112,7 @@ class CoveredMasters(Covered):
         super().__init__(job, rule)
         self._whole = whole
 
-    def part(self, steps: _Steps, params: list[torch.Tensor]) -> Table | None:
+    def part(self, steps: _Steps, params: list[torch.Tensor]) -> Tables | None:
         only = {id(param) for param in params}
         self._plain = [[param for param in group if id(param) in only] for group in self._whole.plain()]
         self._buckets = [b for b in self._whole.masters.buckets if not only.isdisjoint(map(id, b.params))]
@@ -148,7 +150,7 @@ class CoveredMasters(Covered):
         state, groups = self._optimizer.state, self._optimizer.param_groups
         journeys = self._whole.journeys(self._buckets)
         for bucket in sorted(self._buckets, key=_GROUP):
-            if bucket.host is not None:
+            if bucket.host is not None and bucket in table.buckets:
                 with journeys[bucket.host].here(bucket):
                     own, names = state[bucket.handles[0]], self.steps.rule.states(groups[bucket.group])
                     table.move(bucket, noise.get(bucket, bucket.rest), [own[name] for name in names])
@@ -165,21 +167,28 @@ class KernelNorms(DeviceNorms):
         self._covered = covered
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:
-        table = self._covered.ready(gradients.params()) if norm_type == 2.0 else None
-        if table is None:
+        tables = self._covered.ready(gradients.params()) if norm_type == 2.0 else None
+        if tables is None:
             return super().read(gradients, norm_type)
-        with current(table.device):
-            read = self.look(table, gradients.scale)
-            scale, factor = _on_device(gradients.scale, table.device), _on_device(gradients.factor, table.device)
+        with current(tables.device):
+            read = self.look(tables, gradients.scale)
+            scale, factor = _on_device(gradients.scale, tables.device), _on_device(gradients.factor, tables.device)
             return read, read.norm(scale, factor)
 
-    def look(self, table: Table, carried: Any) -> _Measured:
-        """Read the gradients in `table`, which are multiplied by `carried`."""
-        partials = table.measure()
-        sums = partials
+    def look(self, tables: Tables, carried: Any) -> _Measured:
+        """Read the gradients in `tables`, which are multiplied by `carried`. On their device."""
+        partials = [tables.first.measure()]
+        sums = partials[0]
+        if len(tables.each) > 1:
+            totals = [_added_up(sums)]
+            for table in tables.each[1:]:
+                with current(table.device):
+                    partials.append(table.measure())
+                    totals.append(_added_up(partials[-1]).to(tables.device))
+            sums = torch.stack(totals)
         if self.shards.sharded:
-            sums = agreement.shared(_added_up(partials), self.group, dist.ReduceOp.SUM).view(1)
-        return _Measured(table, partials, sums, carried)
+            sums = agreement.shared(_added_up(sums), self.group, dist.ReduceOp.SUM).view(1)
+        return _Measured(tables, partials, sums, carried)
 
     def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> torch.Tensor:
         if norm.dtype != torch.float64 or not isinstance(max_norm, float):
@@ -206,16 +215,16 @@ class KernelDecision(DeviceDecision):
         gradients, bound = self.gradients, self.gradients.bound
         if gradients.release is not None and gradients.release.uncounted:
             return super().step(params)
-        table = self.covered.ready(params)
-        if table is not None:
-            with current(table.device):
-                return self._launch(table, bound)
+        tables = self.covered.ready(params)
+        if tables is not None:
+            with current(tables.device):
+                return self._launch(tables, bound)
         if bound is not None:
             self.gradients.clip_norm(bound)
         return super().step(params)
 
-    def _launch(self, table: Table, bound: float | None) -> tuple[StepResult, Any]:
-        """Step what is in `table`. bound: of a clip that waits for the step."""
+    def _launch(self, tables: Tables, bound: float | None) -> tuple[StepResult, Any]:
+        """Step what is in `tables`. bound: of a clip that waits for the step."""
         gradients = self.gradients
         norms: Any = gradients.norms
         carried, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
@@ -225,14 +234,14 @@ class KernelDecision(DeviceDecision):
             last = gradients.read[-1] if len(gradients.read) == 1 and bound is None else None
             fresh = last if isinstance(last, _Measured) and last.carried is carried else None
             if fresh is None and (bound is not None or not gradients.read):
-                gradients.read.append(fresh := norms.look(table, carried))
+                gradients.read.append(fresh := norms.look(tables, carried))
             sums = None if fresh is None else fresh.sums
             if not alone or (gradients.group is not None and not self.covered.sharded):
                 found_in = self.agreed()
             elif gradients.read != [fresh]:
                 found_in = gradients.found()
         scaler = gradients.scaler
-        out = self.steps.run(table, self.covered, scaler, sums, found_in, carried, pending, seed, bound, checks)
+        out = self.steps.run(tables, self.covered, scaler, sums, found_in, carried, pending, seed, bound, checks)
         if checks and alone:
             joint.decide(out.view(torch.float32)[_SKIPPED])
         numbers = out.view(torch.float64)
@@ -274,14 +283,14 @@ class KernelDecision(DeviceDecision):
     def step_part(self, params: Sequence[torch.Tensor]) -> bool:
         """Step `params` before the others of their step; return False, with nothing done, where kernels do not know them."""
         if self._num_parts == len(self._parts):
-            self._parts.append(_Steps(self.steps.rule, self.gradients.optimizer))
+            self._parts.append(_Steps(self.steps.rule, self.gradients.optimizer, self.gradients.group))
         steps, self._num_parts = self._parts[self._num_parts], self._num_parts + 1
-        table, gradients, found = self.covered.part(steps, list(params)), self.gradients, self.found_of_part
-        if table is None:
+        tables, gradients, found = self.covered.part(steps, list(params)), self.gradients, self.found_of_part
+        if tables is None:
             return False
         told = None, found, gradients.scale, gradients.factor, None, None, found is not None
-        with current(table.device):
-            steps.run(table, self.covered, _UNSCALED, *told, is_part=True)
+        with current(tables.device):
+            steps.run(tables, self.covered, _UNSCALED, *told, is_part=True)
         return True
 
     def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
@@ -309,15 +318,15 @@ def kernel_update(job: Job, rule: Rule, application: Application, kept: KeptStat
 class _Steps:
     """The launches of one optimizer's steps, and what they need from step to step."""
 
-    def __init__(self, rule: Rule, optimizer: Any) -> None:
-        self.rule, self._optimizer = rule, optimizer
+    def __init__(self, rule: Rule, optimizer: Any, group: dist.ProcessGroup | None) -> None:
+        self.rule, self._optimizer, self._group = rule, optimizer, group
         self._stretches: Stretches | None = None
-        self._table: Table | None = None
+        self._tables: Tables | None = None
         self._params: list[torch.Tensor] = []
         self._layout: Any = ()
         self._found: Any = None  # dtypes and addresses of the gradients in the table
         self._laid: list[torch.Tensor] = []
-        self._values: dict[str, tuple[Any, torch.Tensor]] = {}
+        self._values: dict[tuple[str, torch.device], tuple[Any, torch.Tensor]] = {}
         self._compiled, self._copies = CompiledKernels(), DeviceCopies()
         self._said = False
         self._broken: str | None = None
@@ -325,12 +334,12 @@ class _Steps:
         """Why the last step was none of kernels, None if it was one."""
 
     def __deepcopy__(self, memo: Any) -> _Steps:
-        return _Steps(self.rule, copy.deepcopy(self._optimizer, memo))  # tables hold addresses
+        return _Steps(self.rule, copy.deepcopy(self._optimizer, memo), self._group)  # tables hold addresses
 
     def table(
         self, params: list[torch.Tensor], layout: Any, shards: Any, collect: Callable[[Stretches], None]
-    ) -> Table | None:
-        """Return the table for gradients of `params`; None where there is something among them that kernels do not know."""
+    ) -> Tables | None:
+        """Return the tables for gradients of `params`; None where there is something among them that kernels do not know."""
         try:
             if self._broken is not None:
                 raise Unfit(self._broken)
@@ -346,7 +355,7 @@ class _Steps:
                 self._stretches, self._params, self._layout, self._found = stretches, params, layout, None
             assert stretches is not None
             self.reason = None
-            return self._follow(grads, stretches, params[0].device if params else _CPU)
+            return self._follow(grads, stretches)
         except Unfit as unfit:
             self.reason, self._stretches = str(unfit), None
             if not self._said:
@@ -375,29 +384,45 @@ class _Steps:
         index = {id(param): place for place, param in enumerate(params)}
         return [(index[id(each.param)], each.start) for each in stretches.all]
 
-    def _follow(self, grads: list[torch.Tensor], stretches: Stretches, device: torch.device) -> Table:
+    def _follow(self, grads: list[torch.Tensor], stretches: Stretches) -> Tables:
         dtypes, addresses = list(map(_DTYPE, grads)), list(map(_ADDRESS, grads))
         before, self._found = self._found, (dtypes, addresses)
-        if before == self._found and self._table is not None:
-            return self._table
+        if before == self._found and self._tables is not None:
+            return self._tables
         sizes = [grad.element_size() for grad in grads]
         there = [addresses[place] + start * sizes[place] for place, start in self._places]
-        if before is None or self._table is None or before[0] != dtypes:
-            codes = [DTYPES[dtypes[place]] for place, _ in self._places]
-            self._table = Table(stretches.all, codes, there, stretches.clocks, device, self._copies)
+        if before is None or self._tables is None or before[0] != dtypes:
+            self._tables = self._made(stretches, [DTYPES[dtypes[place]] for place, _ in self._places], there)
+        else:
+            self._tables.follow_gradients(there)
+        return self._tables
+
+    def _made(self, stretches: Stretches, dtypes: list[int], there: list[int]) -> Tables:
+        """Return tables of `stretches`, whose gradients are of `dtypes` and lie `there`."""
+        home, tables = device_of(self._optimizer, self._group), []
+        by_place: dict[Any, list[int]] = {}
+        for place, each in enumerate(stretches.all):
+            by_place.setdefault(_PLACE(each.param), []).append(place)
+        first = next((_PLACE(param) for group in self._optimizer.param_groups for param in group["params"]), home)
+        all_places = [by_place.pop(first, []), *by_place.values()]
+        for places in all_places:
+            own = [stretches.all[place] for place in places]
+            device = own[0].param.device if own else home
+            kept = [dtypes[place] for place in places], [there[place] for place in places]
+            table = Table(own, *kept, stretches.clocks, device, self._copies)
             if device.type == "cuda":
                 with current(device):
-                    self._try(self._table)
-        else:
-            self._table.follow_gradients(there)
-        return self._table
+                    self._try(table)
+            tables.append(table)
+        return Tables(tables, all_places)
 
     def _try(self, table: Table) -> None:
         """Compile what `table` needs, before anything is written. Raises Unfit, also at every later step, where that fails."""
         try:
             table.measure()
             for kind in table.kinds:
-                args = self._arguments(table, kind, table.scalars.new_zeros(OUT), self._no_chances(table.device))
+                scratch = table.scalars.new_zeros(OUT), self._no_chances(table.device)
+                args = table.rows, table.tiles, kind.first, table.scalars, *scratch
                 constants = self._constants(kind, checks=True, divide=True)
                 update.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False)
         except Exception as error:
@@ -406,9 +431,9 @@ class _Steps:
 
     def device_numbers(self, name: str, values: Any, device: torch.device) -> torch.Tensor:
         """Return `values` as float64 on `device`, copied there only where they changed under `name`."""
-        known = self._values.get(name)
-        if known is None or known[0] != values or known[1].device != device:
-            known = self._values[name] = values, self._copies(torch.tensor(values, dtype=torch.float64), device)
+        known = self._values.get((name, device))
+        if known is None or known[0] != values:
+            known = self._values[name, device] = values, self._copies(torch.tensor(values, dtype=torch.float64), device)
         return known[1]
 
     def _rows(self, device: torch.device) -> torch.Tensor:
@@ -423,7 +448,7 @@ class _Steps:
 
     def run(
         self,
-        table: Table,
+        tables: Tables,
         covered: Covered,
         scaler: LossScaler,
         sums: torch.Tensor | None,
@@ -436,59 +461,91 @@ class _Steps:
         *,
         is_part: bool = False,
     ) -> torch.Tensor:
-        """Decide and update; returns what was decided. is_part: of a step whose random numbers are those of its parts."""
-        rule, device = self.rule, table.device
-        carried, pending = _on_device(carried, device), _on_device(pending, device)
-        scale = scaler if type(scaler) is DeviceScale else None
+        """Decide and update; returns what was decided. is_part: of a step whose random numbers are those of its parts.
+
+        Each device decides by itself, from the same numbers: a launch costs less than to wait for another device."""
+        if covered.dither is not None and not is_part:
+            covered.dither.next()
+        noise = covered.draw()  # memory that lives until the launches
+        carried, pending = _on_device(carried, tables.device), _on_device(pending, tables.device)
+        divide, found = bound is not None or carried is not None or pending is not None, None
+        for table in tables.each:
+            with _HERE if table is tables.first else current(table.device):
+                if table is not tables.first:
+                    scaler, seed = _UNSCALED, None
+                    sums, found_in, carried, pending = (
+                        None if given is None else given.to(table.device)
+                        for given in (sums, found_in, carried, pending)
+                    )
+                out = self._decide(table, scaler, sums, found_in, carried, pending, seed, bound)
+                found = out if found is None else found
+                chances = self._chances(table, covered.dither)
+                for bucket, drawn in noise.items():
+                    if bucket.host is None and bucket in table.buckets:
+                        table.move(bucket, drawn)
+                self._update(table, table.here, out, chances, checks, divide)
+                for bucket in covered.visit(table, noise):
+                    own = [kind for kind in table.kinds if kind.bucket is bucket]
+                    self._update(table, own, out, chances, checks, divide)
+        increment_version(self._params)
+        assert found is not None
+        return found
+
+    def _decide(
+        self,
+        table: Table,
+        scaler: LossScaler,
+        sums: torch.Tensor | None,
+        found_in: torch.Tensor | None,
+        carried: torch.Tensor | None,
+        pending: torch.Tensor | None,
+        seed: Any,
+        bound: float | None,
+    ) -> torch.Tensor:
+        """Launch what decides, and counts the clocks of `table`, whose device all tensors lie on."""
+        device, scale = table.device, scaler if type(scaler) is DeviceScale else None
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
         growth, hysteresis = (None, None) if scale is None else scale.trackers
         out = torch.empty(OUT, dtype=torch.int64, device=device)
-        single = out.view(torch.float32)
         factor, seed = None if scale is None else scale.factor, seed if isinstance(seed, torch.Tensor) else None
         maybe = sums, found_in, carried, pending, factor, growth, hysteresis, seed
         args = (
             *(sums, 0 if sums is None else sums.numel(), found_in, carried, pending),
             *(self.device_numbers("options", options, device), factor, growth, hysteresis, seed),
-            *(out.view(torch.float64), single, out, table.clocks, table.num_clocks),
+            *(out.view(torch.float64), out.view(torch.float32), out, table.clocks, table.num_clocks),
             *(self._rows(device), table.scalars),
         )
-        constants = {"CLIP": bound is not None, "PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS}
+        constants = {"CLIP": bound is not None, "PREPARE": self.rule.prepare, "NUMBERS": MOST_NUMBERS}
         constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
-        self._compiled.launch(decide, (bound is not None, *kinds_of(maybe)), 1, args, constants)
-        if covered.dither is not None and not is_part:
-            covered.dither.next()
-        chances = self._chances(table, covered.dither)
-        divide = carried is not None or pending is not None or bound is not None
-
-        def launch(kinds: Iterable[Kind]) -> None:
-            for kind in kinds:
-                if kind.tiles:
-                    args = self._arguments(table, kind, single, chances[kind.names])
-                    constants = self._constants(kind, checks=checks, divide=divide)
-                    table.compiled.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
-
-        noise = covered.draw()  # memory that lives until the launch
-        for bucket, drawn in noise.items():
-            if bucket.host is None:
-                table.move(bucket, drawn)
-        launch(table.here)
-        for bucket in covered.visit(table, noise):
-            launch(kind for kind in table.kinds if kind.bucket is bucket)
-        increment_version(self._params)
+        self._compiled.launch(decide, (device, bound is not None, *kinds_of(maybe)), 1, args, constants)
         return out
 
-    def _arguments(self, table: Table, kind: Kind, out: torch.Tensor, chances: torch.Tensor) -> tuple[Any, ...]:
-        return table.rows, table.tiles, kind.first, table.scalars, out, chances
+    def _update(
+        self,
+        table: Table,
+        kinds: Iterable[Kind],
+        out: torch.Tensor,
+        chances: dict[tuple[str, ...], torch.Tensor],
+        checks: bool,
+        divide: bool,
+    ) -> None:
+        """Launch the updates of `kinds` of `table`, as `out` was decided."""
+        single = out.view(torch.float32)
+        for kind in kinds:
+            if kind.tiles:
+                args = table.rows, table.tiles, kind.first, table.scalars, single, chances[kind.names]
+                constants = self._constants(kind, checks=checks, divide=divide)
+                table.compiled.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
 
     def _constants(self, kind: Kind, *, checks: bool, divide: bool) -> dict[str, Any]:
         own = {"RULE": self.rule.body, "CHECKED": checks, "DIVIDE": divide}
         return {**kind.constants, **own, "COLUMNS": COLUMNS, "SCALARS": SCALARS, "TILE": TILE}
 
     def _no_chances(self, device: torch.device) -> torch.Tensor:
-        known = self._values.get("chances")
-        if known is None or known[1].device != device:
+        known = self._values.get(("chances", device))
+        if known is None:
             zeros = torch.zeros((1 + MOST_STATES) * ALIGNMENT, dtype=torch.int32, device=device)
-            known = self._values["chances"] = None, zeros
+            known = self._values["chances", device] = None, zeros
         return known[1]
 
     def _chances(self, table: Table, dither: Dither | None) -> dict[tuple[str, ...], torch.Tensor]:
@@ -511,17 +568,17 @@ class _Measured:
     """What one reading of the gradients found. sums: partial sums of squares, of all ranks where they hold shards.
     carried: what gradients were multiplied by then."""
 
-    def __init__(self, table: Table, partials: torch.Tensor, sums: torch.Tensor, carried: Any) -> None:
-        self._table, self._partials, self.sums, self.carried = table, partials, sums, carried
+    def __init__(self, tables: Tables, partials: list[torch.Tensor], sums: torch.Tensor, carried: Any) -> None:
+        self._tables, self._partials, self.sums, self.carried = tables, partials, sums, carried
 
     def copied(self, copy: Copy) -> _Measured:
         """The same, of a copy of what names whose gradients are not finite."""
-        return _Measured(self._table, copy(self._partials), self.sums, self.carried)
+        return _Measured(self._tables, list(map(copy, self._partials)), self.sums, self.carried)
 
     @cached_property
     def params(self) -> list[torch.Tensor]:
         """Whose gradients were read."""
-        return list(dict.fromkeys(self._table.params))
+        return list(dict.fromkeys(self._tables.params))
 
     def norm(self, carried: torch.Tensor | None, pending: torch.Tensor | None) -> torch.Tensor:
         """The norm, times `pending` and by `carried`, 0-dim on the device."""
@@ -538,7 +595,9 @@ class _Measured:
     @cached_property
     def each(self) -> torch.Tensor:
         """The norms of `params`; waits for the device."""
-        squares = self._table.squares_of_params(self._partials)
+        squares: dict[torch.Tensor, float] = {}
+        for table, partials in zip(self._tables.each, self._partials, strict=True):
+            squares |= table.squares_of_params(partials)
         return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from booster.ground.device import HostCopy
 from booster.ranks.communicate import communication_device
@@ -23,6 +24,16 @@ from booster.update.decision import Decision
 from booster.update.gradients import Gradients
 from booster.update.norms import Norms
 from booster.update.outcome import Blame, Copy, DeviceFields, StepFields, StepResult
+
+
+def device_of(optimizer: Any, group: dist.ProcessGroup | None) -> torch.device:
+    """Return where steps of `optimizer` are decided: with its first parameter; where this rank has none, where its ranks
+    communicate."""
+    for own in optimizer.param_groups:
+        for param in own["params"]:
+            found: torch.device = param.device
+            return found
+    return torch.device("cpu") if group is None else communication_device(torch.device("cpu"), group)
 
 
 class DeviceNorm(NamedTuple):
@@ -101,11 +112,8 @@ class DeviceNorms(Norms):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; where this rank has none, where its ranks communicate."""
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                return param.device
-        return torch.device("cpu") if self.group is None else communication_device(torch.device("cpu"), self.group)
+        """Where steps are decided; see `device_of`."""
+        return device_of(self.optimizer, self.group)
 
     @property
     def found_is_shared(self) -> bool:

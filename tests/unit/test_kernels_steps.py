@@ -285,7 +285,7 @@ def test_a_step_moves_the_bytes_of_the_formula(form):
     precision, options = FORMS[form]
     step = pair(lambda: nn.Linear(64, 64, bias=False), adamw, precision, clip_grad_norm=1.0, **options)[1]
     step_on(*step, gradients(list(step[1].parameters()), 0))
-    table = step[2]._update.decision.steps._table
+    table = step[2]._update.decision.steps._tables.first
     assert table.bytes_of_a_step == pytest.approx(64 * 64 * sum(BYTES[form]))
 
 
