@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.integrations.region_hooks import RegionHooks
-from booster.interface.model import ModelWrapper, histories_of, leave_raw_calls
+from booster.interface.model import ModelWrapper, choice_of, histories_of, leave_raw_calls
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
 
 _logger = logging.getLogger(__name__)
 OPTIMIZER = "booster_optimizer"
-"""The folder of a Trainer's checkpoint that holds states, masters, loss scale, and what delayed scales follow from."""
+"""The folder of a Trainer's checkpoint that holds states, masters, loss scale, and what a model has beside weights."""
 _OF_TRAINER = "optimizer.pt"
 
 
@@ -128,27 +128,27 @@ class Trained:
         return {name: whole[id_of_memory(value)] if is_dtensor(value) else value for name, value in state.items()}
 
     def save_optimizer(self, checkpoint: str) -> None:
-        """Write states, masters, loss scale and what delayed scales follow from into the folder of a Trainer's checkpoint; a
-        collective."""
+        """Write states, masters, loss scale and what the model has beside weights into a Trainer's checkpoint; a collective."""
         optimizer = self._stepped("a checkpoint")
-        self.booster.save(Path(checkpoint) / OPTIMIZER, None, optimizer, extra=self._of_steps(), step=0)
+        self.booster.save(Path(checkpoint) / OPTIMIZER, None, optimizer, extra=self._beside_weights(), step=0)
 
     def load_optimizer(self, checkpoint: str) -> bool:
         """Load what `save_optimizer` wrote, or the states of a plain Trainer's checkpoint; False where there is neither."""
         optimizer = self._stepped("resume_from_checkpoint")
         own, others = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / _OF_TRAINER
         if own.is_dir():
-            self.booster.load(own, None, optimizer, extra=self._of_steps())
+            self.booster.load(own, None, optimizer, extra=self._beside_weights())
         elif others.is_file():
             optimizer.load_state_dict(torch.load(others, map_location="cpu", weights_only=True))
         else:
             return False
         return True
 
-    def _of_steps(self) -> dict[str, Any]:
-        """What the model has of earlier steps, by name, and no weight holds: what delayed scales follow from."""
-        histories = histories_of(cast(ModelWrapper, self.model))
-        return {} if histories is None else {"scales": histories}
+    def _beside_weights(self) -> dict[str, Any]:
+        """What a run has in its model and no weight holds, by name: what delayed scales follow from, and chosen layers."""
+        model = cast(ModelWrapper, self.model)
+        kept = {"scales": histories_of(model), "chosen": choice_of(model)}
+        return {name: each for name, each in kept.items() if each is not None}
 
     def load_weights(self, checkpoint: str | os.PathLike[str]) -> None:
         """Load the weights of a Trainer's checkpoint into the boosted model, whose masters follow; a collective."""

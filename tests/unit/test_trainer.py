@@ -4,6 +4,7 @@ Slow, and with the real packages: `make integrations` installs them.
 """
 
 import copy
+import functools
 import math
 from importlib import metadata
 
@@ -103,20 +104,31 @@ def test_rows_of_several_lengths_are_grouped_padded_and_weighed_by_tokens_as_wit
     same_as_plain(tmp_path, rows=Rows(lengths=(5, 9, 12)), then={"data_collator": pad}, **grouped)
 
 
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """`exact(knob)`: what transformers' own Trainer logs in float32, trained once for all precisions."""
+
+    @functools.cache
+    def losses(knob):
+        return logged(trained(tmp_path_factory.mktemp("plain"), plain=True, **KNOBS[knob]))
+
+    return losses
+
+
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
 @pytest.mark.parametrize("knob", ["as it comes", "gradient checkpointing", "label smoothing"])
-def test_half_precisions_learn_as_float32_does(tmp_path, precision, knob):
-    ours = trained(tmp_path / "a", precision=precision, **KNOBS[knob])
-    theirs = trained(tmp_path / "b", plain=True, **KNOBS[knob])
+def test_half_precisions_learn_as_float32_does(tmp_path, exact, precision, knob):
+    ours = trained(tmp_path, precision=precision, **KNOBS[knob])
     # Losses of about 4; each of twelve steps may add a rounding to 8 bits of bfloat16 or 11 of float16.
     unit = 2**-8 if precision.startswith("bf16") else 2**-11
-    assert logged(ours) == pytest.approx(logged(theirs), abs=12 * unit * 4)
+    assert logged(ours) == pytest.approx(exact(knob), abs=12 * unit * 4)
     assert logged(ours, "skipped_steps")[12] <= 1  # of a float16 gradient at the first scale
 
 
-def test_flags_of_the_arguments_say_the_precision_where_nothing_else_does(tmp_path):
-    by_flag = trained(tmp_path / "a", bf16=True)
-    by_name = trained(tmp_path / "b", precision="bf16")
+@pytest.mark.parametrize("flag", ["bf16", "fp16"])
+def test_flags_of_the_arguments_say_the_precision_where_nothing_else_does(tmp_path, flag):
+    by_flag = trained(tmp_path / "a", max_steps=4, **{flag: True})
+    by_name = trained(tmp_path / "b", precision=flag, max_steps=4)
     assert logged(by_flag) == logged(by_name)
     assert type(by_flag.booster.precision) is type(by_name.booster.precision)
 
@@ -197,6 +209,15 @@ def test_a_checkpoint_of_the_plain_trainer_is_gone_on_with(tmp_path):
     whole = trained(tmp_path, plain=True, save_strategy="steps", save_steps=5)
     resumed = trained(tmp_path, model=llama(seed=9), resume=str(tmp_path / "checkpoint-5"))
     assert logged(resumed) == logged(whole)
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_checkpoints_come_when_they_come_without_a_booster(tmp_path, strategy):
+    options = {"save_strategy": strategy, "max_steps": -1, "num_train_epochs": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "loss"}
+    same_as_plain(tmp_path, then={"eval_dataset": Rows(8)}, **options)
+    ours, theirs = (sorted(each.name for each in (tmp_path / side).glob("checkpoint-*")) for side in "ab")
+    assert ours == theirs != []
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
@@ -410,6 +431,32 @@ def test_what_each_rank_alone_carries_is_refused_since_checkpoints_would_lose_it
     model = llama()
     with pytest.raises(ValueError, match="error_feedback=True of fp8_communication"):
         Trained(Booster("cpu", "fp32", Carries())).prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_all_that_checkpoints_hold_is_kept_by_those_of_a_trainer_or_refused():
+    from booster.checkpoint.parts import PARTS
+
+    by_transformers = {"Modules", "Stateful", "Random"}
+    by_booster = {"Optimizers", "Scales", "Chosen"}  # of integrations/trained.py
+    refused = {"PinnedModules", "Carried"}
+    assert {part.__name__ for part in PARTS} == by_transformers | by_booster | refused
+
+
+def test_layers_that_were_chosen_by_measuring_are_chosen_so_in_a_run_that_goes_on(tmp_path):
+    from booster.integrations.trained import Trained
+    from booster.interface.model import choice_of, keep_choice
+    from booster.mixed_precision.low_precision.timed import ChosenLayers
+
+    found = []
+    for wide in (True, False):
+        trainer = trained(tmp_path / str(wide), max_steps=1)
+        keep_choice(trainer.model_wrapped, ChosenLayers({}, {(32, 64): wide}))
+        found.append(trainer.trained_by_booster)
+    first, other = found
+    assert isinstance(first, Trained)
+    first.save_optimizer(str(tmp_path / "checkpoint"))
+    assert other.load_optimizer(str(tmp_path / "checkpoint"))
+    assert choice_of(other.model).state_dict() == {"low": [], "wide": [[32, 64]]}
 
 
 def test_only_trainers_are_boosted_and_once():

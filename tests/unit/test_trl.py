@@ -3,6 +3,7 @@
 Slow, and with the real packages: `make integrations` installs them.
 """
 
+import functools
 import math
 from importlib import metadata
 
@@ -61,9 +62,15 @@ def trained(kind, folder, *, precision=None, plain=False, resume=None, adapters=
     return trainer
 
 
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    """`exact(kind)`: a trainer of TRL's own that has trained in float32, once for all precisions."""
+    return functools.cache(lambda kind: trained(kind, tmp_path_factory.mktemp(kind), plain=True))
+
+
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_losses_in_float32_are_those_without_a_booster(tmp_path, kind):
-    ours, theirs = trained(kind, tmp_path / "a"), trained(kind, tmp_path / "b", plain=True)
+def test_losses_in_float32_are_those_without_a_booster(tmp_path, exact, kind):
+    ours, theirs = trained(kind, tmp_path), exact(kind)
     assert logged(ours) == pytest.approx(logged(theirs), rel=1e-5, abs=1e-6)
     assert logged(ours, "grad_norm") == pytest.approx(logged(theirs, "grad_norm"), rel=1e-4)
     assert len(logged(ours)) == 6
@@ -73,8 +80,8 @@ def test_losses_in_float32_are_those_without_a_booster(tmp_path, kind):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_losses_in_half_precisions_follow_those_in_float32(tmp_path, kind, precision):
-    ours, theirs = trained(kind, tmp_path / "a", precision=precision), trained(kind, tmp_path / "b", plain=True)
+def test_losses_in_half_precisions_follow_those_in_float32(tmp_path, exact, kind, precision):
+    ours, theirs = trained(kind, tmp_path, precision=precision), exact(kind)
     # Losses of at most 5; each of six steps may add a rounding to 8 bits of bfloat16 or 11 of float16, and DPO sums
     # log-probabilities of four tokens.
     unit = 2**-8 if precision.startswith("bf16") else 2**-11
