@@ -1,6 +1,6 @@
-"""A script for several ranks: a boosted Trainer with a plugin, what it logged as JSON.
+"""A script for several ranks: boosted Trainers with a plugin, one after another, what each logged as JSON.
 
-    booster run --nproc_per_node 2 trainer_ranks.py FOLDER PLUGIN PRECISION KIND [CHECKPOINT]
+    booster run --nproc_per_node 2 trainer_ranks.py FOLDER PLUGIN PRECISION KIND [CHECKPOINT] [-- FOLDER PLUGIN ...]
 
 PLUGIN: "ddp", "fsdp" or "zero"; "none" gives no plugin, and "plain" is a run without a booster. KIND: "trainer", or a
 trainer of TRL: "sft", "dpo", "grpo"; with "+lora", adapters alone train. It writes FOLDER/rank_N.json.
@@ -9,9 +9,11 @@ trainer of TRL: "sft", "dpo", "grpo"; with "+lora", adapters alone train. It wri
 import json
 import sys
 import warnings
+from itertools import groupby
 from pathlib import Path
 
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from language_models import rows, tokenizer
 from trainers import Rows, arguments, llama
 
@@ -67,6 +69,7 @@ def make(folder, plugin, precision, kind):
 
 
 def main(folder, plugin, precision, kind, checkpoint=None):
+    AcceleratorState._reset_state()  # what a Trainer finds of the one before
     folder = Path(folder)
     trainer = make(folder, plugin, precision, kind)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -75,4 +78,6 @@ def main(folder, plugin, precision, kind, checkpoint=None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for _, job in groupby(sys.argv[1:], "--".__ne__):
+        if (words := list(job)) != ["--"]:
+            main(*words)
