@@ -10,9 +10,8 @@ What docs/guides/foreign_scripts.md shows was run so, beside a clone of this rep
 
     cd nanoGPT && python ../booster/examples/ports/same_losses.py --items 100 train.py ../booster/examples/ports/nanogpt.ed \\
         --device=cpu --dtype=float32 --compile=False --dataset=shakespeare_char --gradient_accumulation_steps=4 \\
-        --batch_size=4 --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --max_iters=30 \\
-        --eval_interval=15 --eval_iters=3 --warmup_iters=5 \\
-        --lr_decay_iters=30 --learning_rate=1e-2 --min_lr=1e-3 --log_interval=1
+        --batch_size=4 --block_size=32 --n_layer=2 --n_head=2 --n_embd=64 --max_iters=30 --eval_interval=15 \\
+        --eval_iters=3 --warmup_iters=5 --lr_decay_iters=30 --learning_rate=1e-2 --min_lr=1e-3 --log_interval=1
     cd examples && python ../booster/examples/ports/same_losses.py --items 200 dcgan/main.py \\
         ../booster/examples/ports/dcgan.ed --dataset fake --batchSize 2 --ngf 8 --ndf 8 --workers 0 --manualSeed 3 --niter 1
     echo "device: cpu" > cpu.yaml   # images: 60 of each of 4 classes, 32 x 32
