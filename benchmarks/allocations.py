@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 import torch
 from torch._subclasses import FakeTensor
@@ -51,7 +53,10 @@ def high_water(run: Callable[[], object], device: str) -> tuple[int, int]:
 
 def allocations(run: Callable[[], object]) -> tuple[list[tuple[int, int, int]], object]:
     """(time, address, bytes) of what the allocator for CPUs gave this thread, or took back, while `run` ran; and its result."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+    with ExitStack() as stack:
+        with warnings.catch_warnings():  # torch 2.11 says that a next cycle forgets this one; there is none
+            warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+            recorded = stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         kept = run()
     found: list[tuple[int, int, int]] = []
     waiting = list(recorded.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
