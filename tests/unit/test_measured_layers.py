@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from booster import Booster
+from booster.integrations.trained import Trained
 from booster.interface.model import choice_of
 from booster.mixed_precision import Autopilot, FP8MixedPrecision, Int8MixedPrecision, MXFP8MixedPrecision
 from booster.mixed_precision.half import HalfPrecision
@@ -136,6 +137,19 @@ def test_a_checkpoint_of_another_precision_leaves_the_choice_and_says_so_and_a_l
     with pytest.raises((ValueError, TypeError)):
         choice.load_state_dict({"low": [[0.5, 32]], "wide": []})
     assert low(model) == ["1", "3"]
+
+
+def test_a_trainers_checkpoint_holds_the_choice_as_well(tmp_path):
+    runs = [boosted(times) for times in (TIMES, dict.fromkeys(TIMES, FAST))]
+    for booster, model, optimizer, _ in runs:
+        trained = Trained(booster)
+        trained.model, trained.optimizer = model, optimizer
+        if booster is runs[0][0]:
+            trained.save_optimizer(str(tmp_path))
+        else:
+            assert low(model) == ["1", "2", "3"]
+            assert trained.load_optimizer(str(tmp_path))
+        assert low(model) == ["1", "3"]
 
 
 def test_an_autopilot_goes_around_it():
