@@ -20,13 +20,15 @@ from booster.mixed_precision import (
     TF32MixedPrecision,
 )
 
+ALL = {"keep": (), "convert": "all"}  # also what is too small
 PRECISIONS = {
     "bf16": lambda emulate: "bf16",
     "fp32": lambda emulate: "fp32",
     "tf32": lambda emulate: TF32MixedPrecision(emulate=emulate),
-    "fp8": lambda emulate: FP8MixedPrecision(emulate=emulate, keep=()),
-    "fp8 rowwise": lambda emulate: FP8MixedPrecision("rowwise", emulate=emulate, keep=()),
-    "fp8 rowwise_with_gw_hp": lambda emulate: FP8MixedPrecision("rowwise_with_gw_hp", emulate=emulate, keep=()),
+    "fp8": lambda emulate: FP8MixedPrecision(emulate=emulate, **ALL),
+    "fp8 delayed": lambda emulate: FP8MixedPrecision(delayed_scaling=True, emulate=emulate, **ALL),
+    "fp8 rowwise": lambda emulate: FP8MixedPrecision("rowwise", emulate=emulate, **ALL),
+    "fp8 rowwise_with_gw_hp": lambda emulate: FP8MixedPrecision("rowwise_with_gw_hp", emulate=emulate, **ALL),
     "fp8 blocks": lambda emulate: FP8MixedPrecision("blocks", emulate=emulate, keep=()),
     "mxfp8": lambda emulate: MXFP8MixedPrecision(emulate=emulate, keep=()),
     "nvfp4": lambda emulate: NVFP4MixedPrecision(emulate=emulate, keep=()),
