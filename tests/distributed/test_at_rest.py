@@ -342,6 +342,7 @@ def frozen_between_passes(rank, world_size, plugin, precision):
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive", "fp16_apex O2"])
 @pytest.mark.parametrize("plugin", SHARDED)
 def test_what_is_frozen_or_unfrozen_after_a_forward_pass_without_a_backward_stays_so(ranks2, plugin, precision):

@@ -141,6 +141,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("precision", "other"), CHANGES)
 @pytest.mark.parametrize(("source", "target"), [case(pair, [(("ZeRO-2", 2), ("TP", 2))]) for pair in MOVES])
 def test_a_run_goes_on_in_another_layout_and_precision(run_on_ranks, saved, source, target, precision, other):

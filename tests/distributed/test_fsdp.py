@@ -224,6 +224,7 @@ def test_a_copy_of_the_model_is_sharded_over_the_ranks_of_its_replica(ranks4):
     assert ranks4(placements, {"replicate_size": 4}) == [{(str((Replicate(), Shard(0))), (4, 1))}] * 4
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
 @pytest.mark.parametrize("model_options", [{"checkpointing": True}, {"tied": True}], ids=str)
 def test_checkpointed_blocks_and_tied_weights_train_as_in_one_process(ranks2, precision, model_options):

@@ -216,7 +216,9 @@ def test_idle_and_busy_ranks_die_with_a_parent_that_is_killed(tmp_path):
     script.write_text(
         "import os, sys\n"
         "sys.path[:0] = sys.argv[1].split(os.pathsep)\n"
+        "import pool\n"
         "from pool import RankPool\n"
+        "pool.PRELOADED[:] = ['torch.distributed']\n"
         "from test_pool import announce, announce_and_hang\n"
         "if __name__ == '__main__':\n"
         "    idle = RankPool(2)\n"

@@ -397,6 +397,7 @@ class Behind:
         monkeypatch.setattr(_Applied, "__call__", applied)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16_naive split"])
 def test_a_replay_reads_nothing_on_the_host_whatever_becomes_of_steps_before(precision, schedule, monkeypatch):

@@ -217,7 +217,8 @@ def test_equal_buckets_share_a_graph_and_a_schedule_compiles_nothing(compiler, c
 
 
 def test_a_skipped_step_leaves_weights_masters_and_state_as_they_were(compiler, calls):
-    run = Run(ELEMENTWISE["AdamW"], FP16, "split", scale=2.0**7, shapes=[(200, 82)])
+    # What another test compiles too.
+    run = Run(ELEMENTWISE["AdamW"], BF16, "split", scale=2.0**7, shapes=[(200, 82), (33,), (), (7, 5, 3)])
     run.train(3)
     before = copy.deepcopy((run.values(), run.params, run.optimizer.state_dict()["state"]))
     stepped = len(calls)
