@@ -159,6 +159,8 @@ def test_figures_are_drawn_by_scripts_of_the_repository() -> None:
         name for path in (DOCS / "figures").glob("*.py") for name in re.findall(r'draw\("(\w+)"', path.read_text())
     }
     assert drawn == {path.stem.removesuffix("-dark") for path in (DOCS / "images").glob("*.svg")} - {"favicon"}
+    taken = re.findall(r'"(\w+\.png)"', (DOCS / "figures" / "pictures.py").read_text())
+    assert set(taken) == {path.name for path in (DOCS / "images").glob("*.png")}
 
 
 @pytest.mark.parametrize("results", ["matrix", "resume"])
