@@ -269,6 +269,7 @@ class Booster:
                 if phase is not self.precision:
                     self._switch_to(phase).check(self._boosted.boostings()[-1])  # what cannot be is refused now
             boosted.register_forward_pre_hook(self._course)
+            boosted.register_forward_hook(self._course)
         if self._autopilot is not None:
             tell = functools.partial(self._tell, len(self._boosted.wrappers()) - 1)
             recipe = cast(LowPrecision, self.precision).recipe
@@ -724,6 +725,8 @@ class Booster:
         `accumulate`, since gradients are not kept.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        if self._course is not None:
+            self._checkpoints.note(schedule=self._course.state_dict())
         return self._checkpoints.save(
             folder, given, step=step, keep_last=keep_last, async_save=async_save, frozen=frozen
         )
@@ -755,7 +758,7 @@ class Booster:
         `booster.checkpoint.CheckpointError` on all ranks, listing all that differs, with nothing loaded.
         """
         given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
-        return self._checkpoints.load(folder, given, strict=strict)
+        return self._go_on(self._checkpoints.load(folder, given, strict=strict))
 
     def resume_or_start(
         self,
@@ -783,7 +786,8 @@ class Booster:
 
         A collective. Raises as `load` does, also where all checkpoints of `folder` are damaged.
         """
-        return self._checkpoints.resume_or_start(folder, (model, optimizer, criterion, dataloader, lr_scheduler, extra))
+        given = (model, optimizer, criterion, dataloader, lr_scheduler, extra)
+        return self._go_on(self._checkpoints.resume_or_start(folder, given))
 
     def stop_requested(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank since `resume_or_start`; a collective of one number."""
@@ -1027,9 +1031,11 @@ class Booster:
             return self._ready(make(given))
         self._course = PrecisionCourse(
             given.made(lambda each: self._ready(make(each))),
+            given.total_steps,
             optimizers=lambda: list(self._boosted.optimizers.values()),
             may_go=lambda: not self._accumulations.any_open,
             go=self._go_over,
+            group=self.plugin.group,
         )
         checks.check_phases(list(self._course.phases.values()), self.plugin)
         return self._course.now
@@ -1053,9 +1059,15 @@ class Booster:
         """Go over to `new` in all that was boosted; records say why."""
         switch_all(self._switch_to(new), self._boosted.boostings(), self.plugin.group)
         self.precision = new
-        self._checkpoints.runs_in(repr(new))
+        self._checkpoints.note(precision=repr(new))
         if self._records is not None:
             self._records.go_over(new, self._boosted.wrappers(), why)
+
+    def _go_on(self, loaded: Loaded) -> Loaded:
+        """Take up what `loaded` says of the run."""
+        if self._course is not None and loaded.path is not None:
+            self._course.load_state_dict(loaded.run.get("schedule"))
+        return loaded
 
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
         from booster.numerics.diagnosis.replay import Replay

@@ -174,4 +174,5 @@ class _Loading:
             part.finish()
         if self.saved.notes:
             _logger.warning("%s: %s", self.saved.folder, printable("; ".join(self.saved.notes)))
-        return Loaded(self.saved.manifest.step, self._extra, self.saved.folder)
+        run = self.saved.tree.get("run", {})
+        return Loaded(self.saved.manifest.step, self._extra, self.saved.folder, run)

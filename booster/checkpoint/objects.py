@@ -35,11 +35,13 @@ class Objects:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found. step: as given to `save`. extra: what was saved as such. path: the checkpoint; None for a start."""
+    """What a load found. step: as given to `save`. extra: what was saved as such. path: the checkpoint; None for a start. run:
+    what was written down of the job."""
 
     step: int
     extra: Any
     path: Path | None
+    run: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
         return f"Loaded(step={self.step}, path={self.path and str(self.path)!r}, extra={_outline(self.extra)})"

@@ -132,16 +132,16 @@ class RunCheckpoints:
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        run: Mapping[str, str],
+        run: Mapping[str, Any],
         carried: Callable[[nn.Module], dict[torch.Tensor, torch.Tensor] | None],
     ) -> None:
         self._group, self._run, self._carried = group, run, carried
         self._background = Background()
         self._stop_requests = StopRequests()
 
-    def runs_in(self, precision: str) -> None:
-        """Write down from now on that the run is in `precision`."""
-        self._run = {**self._run, "precision": precision}
+    def note(self, **known: Any) -> None:
+        """Write down from now on what is `known` of the run, JSON-like."""
+        self._run = {**self._run, **known}
 
     def save(
         self, folder: str | os.PathLike[str], given: Given, *, step: Any, keep_last: Any, async_save: bool, frozen: bool

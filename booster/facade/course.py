@@ -2,62 +2,171 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from booster.ground import arguments
+from booster.ground.torch_internals import graph_task
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
 from booster.mixed_precision.schedule import due
+from booster.ranks.agreement import largest
+from booster.tensors.trees import tensors
+
+_logger = logging.getLogger(__name__)
 
 
 class PrecisionCourse:
     """Before a forward pass or a group of micro-batches, goes over to the one of `phases` that is due, by `go`.
 
-    See `PrecisionSchedule`.
+    Only where all ranks are: in a forward that trains. Not while another forward waits for its backward pass, whose graph
+    belongs to the old precision. See `PrecisionSchedule`.
 
-    optimizers: those of the run. may_go: whether nothing stands in the way, such as an open group of micro-batches.
+    total_steps: that shares among `phases` were of. optimizers: those of the run, in the same order on all ranks. may_go:
+    whether nothing stands in the way, such as an open group of micro-batches. group: the ranks that go together.
     """
 
     def __init__(
         self,
         phases: Mapping[int, MixedPrecision],
+        total_steps: int | None,
         *,
         optimizers: Callable[[], Sequence[OptimizerWrapper]],
         may_go: Callable[[], bool],
         go: Callable[[MixedPrecision, str], None],
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self.phases = phases
+        self.phases, self._total_steps = phases, total_steps
         self.now = phases[0]
-        self._optimizers, self._may_go, self._go = optimizers, may_go, go
+        self._optimizers, self._may_go, self._go, self._group = optimizers, may_go, go, group
+        self._ahead: weakref.WeakKeyDictionary[OptimizerWrapper, int] = weakref.WeakKeyDictionary()
+        """Steps that the run had made before an optimizer began."""
+        self._waiting: list[
+            tuple[weakref.ref[_Waiting], dict[int, int]]
+        ] = []  # with steps made then, by id of the optimizer
+        self._trained = -1  # steps made when a model in training mode last ran
 
     def __reduce__(self) -> Any:
         return _Idle, ()  # of copies and pickles of a model, which no Booster changes
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """A forward pre-hook of boosted models."""
+    def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
+        """A forward pre-hook of boosted models, and a forward hook."""
+        if not torch.is_grad_enabled() or graph_task() != -1:  # evaluation, which ranks may do alone; a recomputation
+            return
+        if output:
+            self._note(output[0])
+            return
+        step = self.step
+        if module.training:
+            self._trained = step
+        elif self._trained in (step, step - 1):
+            return  # not a model that trains in evaluation mode, as some do
         self.follow()
 
+    @property
+    def step(self) -> int:
+        """How many steps the run has made: those of the optimizer that made fewest, of those that have begun."""
+        counts = {each: each.num_steps for each in self._optimizers() if each.num_steps}
+        began = [count + self._ahead[each] for each, count in counts.items() if each in self._ahead]
+        for each, count in counts.items():
+            self._ahead.setdefault(each, max(0, min(began) - count) if began else 0)
+        return min((count + self._ahead[each] for each, count in counts.items()), default=0)
+
     def follow(self) -> None:
-        """Go over to what is due, if anything is and nothing stands in the way."""
-        optimizers = self._optimizers()
-        if not optimizers:
-            return
-        step = min(optimizer.num_steps for optimizer in optimizers)
+        """Go over to what is due, if anything is and nothing stands in the way; where it is, a collective."""
+        step = self.step
         wanted = due(self.phases, step)
         if (
             wanted is self.now
-            or any(update_of(each).gradients.num_backwards for each in optimizers)
+            or torch.is_inference_mode_enabled()
+            or any(update_of(each).gradients.num_backwards for each in self._optimizers())
             or not self._may_go()
+            or largest(float(self._waits()), self._group)
         ):
             return
+        self._waiting.clear()
         self._go(wanted, f"the schedule, after step {step}")
         self.now = wanted
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds, as plain containers."""
+        step, optimizers = self.step, self._optimizers()
+        return {
+            "step": step,
+            "starts": list(self.phases),
+            "total_steps": self._total_steps,
+            "ahead": [self._ahead.get(each) for each in optimizers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on as when `state` was taken; None: there was no schedule. One WARNING where its phases begin elsewhere."""
+        self._ahead.clear()
+        self._trained = -1
+        if state is None:
+            return
+        for each, ahead in zip(self._optimizers(), state["ahead"], strict=False):
+            if ahead is not None:
+                self._ahead[each] = arguments.count("ahead", ahead, least=0)
+        before, now = (
+            f"after the steps {starts}, of total_steps={total}"
+            for starts, total in (
+                (state["starts"], state["total_steps"]),
+                (list(self.phases), self._total_steps),
+            )
+        )
+        if state["starts"] != list(self.phases):
+            _logger.warning(
+                "the phases of the PrecisionSchedule began %s where this checkpoint was saved, and begin %s now: from "
+                "step %d on the run is in %r",
+                before,
+                now,
+                self.step,
+                due(self.phases, self.step),
+            )
+
+    # ---------------------------------------------------------------- inside
+
+    def _note(self, output: Any) -> None:
+        """A forward that trains returned `output`."""
+        self._waiting = [(found, then) for found, then in self._waiting if _is_open(found)]
+        waiting = _Waiting()
+        recorded = [tensor for tensor in tensors(output) if tensor.grad_fn is not None]
+        for tensor in recorded:
+            tensor.register_hook(waiting)  # which lives as long as the graph
+        if recorded:
+            self._waiting.append((weakref.ref(waiting), {id(each): each.num_steps for each in self._optimizers()}))
+
+    def _waits(self) -> bool:
+        """Whether a graph waits for a backward pass, and not in vain: some optimizer has made no step since."""
+        optimizers = [each for each in self._optimizers() if each.num_steps]
+        return any(
+            _is_open(found) and any(each.num_steps == then.get(id(each), 0) for each in optimizers)
+            for found, then in self._waiting
+        )
+
+
+class _Waiting:
+    """A hook of what one forward returned, which learns that a backward pass came."""
+
+    came = False
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.came = True
+
+
+def _is_open(found: weakref.ref[_Waiting]) -> bool:
+    waiting = found()
+    return waiting is not None and not waiting.came
 
 
 class _Idle:
     """A hook that does nothing."""
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
         pass

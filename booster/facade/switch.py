@@ -175,24 +175,25 @@ class Switch:
 
 def switch_all(switch: Switch, boostings: Sequence[Boosting], group: dist.ProcessGroup | None) -> None:
     """Check every one on every rank of `group`, and move them all, or none."""
-    problem: Exception | None = None
-    try:
+    with torch.inference_mode(False):  # whose tensors no later training could use
+        problem: Exception | None = None
+        try:
+            for boosting in boostings:
+                switch.check(boosting)
+        except Exception as error:  # raised again once the others know
+            problem = error
+        others = exchange([switch.target, None if problem is None else f"{type(problem).__name__}: {problem}"], group)
+        if problem is not None:
+            raise problem
+        for rank, (target, why) in enumerate(others):
+            if why is not None:
+                raise RuntimeError(f"switch() was refused on rank {rank}, so nothing has changed on any: {why}")
+            if target != switch.target:
+                raise RuntimeError(
+                    f"switch() got {switch.target} here and {target} on rank {rank}; give all ranks the same"
+                )
         for boosting in boostings:
-            switch.check(boosting)
-    except Exception as error:  # raised again once the others know
-        problem = error
-    others = exchange([switch.target, None if problem is None else f"{type(problem).__name__}: {problem}"], group)
-    if problem is not None:
-        raise problem
-    for rank, (target, why) in enumerate(others):
-        if why is not None:
-            raise RuntimeError(f"switch() was refused on rank {rank}, so nothing has changed on any: {why}")
-        if target != switch.target:
-            raise RuntimeError(
-                f"switch() got {switch.target} here and {target} on rank {rank}; give all ranks the same"
-            )
-    for boosting in boostings:
-        switch.make(boosting)
+            switch.make(boosting)
 
 
 class _Carried:

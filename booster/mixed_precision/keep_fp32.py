@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from booster.ground import arguments
+from booster.ground.shares import exact
 from booster.ground.torch_internals import BatchNorm
 from booster.mixed_precision.new_tensors import NewTensors
 from booster.model.blocks import repeated_blocks
@@ -58,7 +59,9 @@ class Blocks:
             raise ValueError(
                 f"{self} selects nothing of {type(model).__name__}, which has no blocks that repeat; name its modules instead"
             )
-        first, last = (math.ceil(n * len(names)) if n < 1 else min(int(n), len(names)) for n in (self.first, self.last))
+        first, last = (
+            math.ceil(exact(n) * len(names)) if n < 1 else min(int(n), len(names)) for n in (self.first, self.last)
+        )
         return [*names[:first], *names[len(names) - last :]]
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from booster.ground import arguments
+from booster.ground.shares import exact
 from booster.mixed_precision.base import MixedPrecision
 
 
@@ -16,8 +17,11 @@ class PrecisionSchedule:
         is that share of total_steps, rounded up; a whole number from 1 on is so many optimizer steps.
     total_steps: optimizer steps of the whole run, needed where there are shares; None where there are none.
 
-    Steps are counted made or skipped, and checkpoints keep count; of several optimizers the one counts that made fewest. At the
-    first forward pass after a step that ends a phase the Booster goes over, as by `b.switch`: not between backward and step.
+    Steps are counted made or skipped, and checkpoints keep count; of several optimizers the one counts that made fewest, from
+    its first step on, which counts as the step that the run has reached. At the first forward pass in training after a step
+    that ends a phase the Booster goes over, as by `b.switch`: not in evaluation, not between backward and step, nor while
+    another forward waits for its backward pass, as a generator's does while the discriminator is stepped. A checkpoint whose
+    phases began at other steps is loaded with a WARNING: those given here hold.
     Raises ValueError for phases that do not begin at 0, or of which two begin at the same step.
     """
 
@@ -37,6 +41,7 @@ class PrecisionSchedule:
             starts[start] = precision
         if 0 not in starts:
             raise ValueError(f"phases begin at {sorted(starts)}, and none at 0, with which a run begins; add one")
+        self.total_steps = total_steps
         self.phases = {start: starts[start] for start in sorted(starts)}
         """Precisions by the number of the optimizer step after which they begin."""
 
@@ -64,4 +69,9 @@ def _start(place: object, total_steps: int | None) -> int:
         return start
     if total_steps is None:
         raise ValueError(f"a phase begins at the share {value} of the run; pass total_steps")
-    return math.ceil(value * total_steps)
+    start = math.ceil(exact(value) * total_steps)
+    if start == total_steps:
+        raise ValueError(
+            f"a phase begins at the share {value} of total_steps={total_steps}, which is none of its steps"
+        )
+    return start

@@ -1,9 +1,13 @@
 """`Booster.switch` on several ranks: as saving, building anew and loading, to the bit."""
 
 import pytest
+import torch
+import torch.distributed as dist
 from switching import Job, compared
 from torch import nn
 
+from booster import Booster
+from booster.mixed_precision import PrecisionSchedule
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
 PRECISIONS = ["fp32", "bf16", "fp16", "fp8", "bf16_naive", "fp16_naive"]
@@ -34,3 +38,25 @@ def moved(rank, world_size, name, old, folder):
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_switch_is_a_load_into_the_other_precision(run_on_ranks, name, old, tmp_path):
     assert run_on_ranks(moved, 2, name, old, str(tmp_path)) == [{}, {}]
+
+
+def evaluated_alone(rank, world_size):
+    """Of a model without buffers, which DDP would send around in every forward pass."""
+    booster = Booster("cpu", PrecisionSchedule({0: "fp32", 2: "bf16_naive"}), TorchDDPPlugin())
+    model = nn.Linear(8, 8)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, dtypes = torch.ones(2, 8), []
+    for _ in range(3):
+        booster.backward(model(x).sum(), optimizer)
+        dtypes.append(model.weight.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            with torch.no_grad():
+                model(x)
+        dist.barrier()
+    return dtypes
+
+
+def test_one_rank_may_evaluate_alone_where_a_phase_ends(run_on_ranks):
+    assert run_on_ranks(evaluated_alone, 2) == [[torch.float32, torch.float32, torch.bfloat16]] * 2

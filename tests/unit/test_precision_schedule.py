@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from switching import PRECISIONS, Job, Net, differences
 from torch import nn
 
@@ -58,12 +59,12 @@ def test_a_phase_does_not_end_between_backward_and_step():
 
 
 def test_of_several_optimizers_the_one_counts_that_made_fewest_steps():
-    booster = Booster("cpu", PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
+    booster = Booster("cpu", PrecisionSchedule({0: "fp32", 2: "bf16_naive"}))
     pairs = []
     for _ in range(2):
         model = Net(nn.LayerNorm)
         pairs.append(booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2])
-    for number, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16]):
+    for number, dtype in enumerate(4 * [torch.float32] + [torch.bfloat16]):
         model, optimizer = pairs[number % 2]
         booster.backward(model(torch.randn(4, 32)).square().mean(), optimizer)
         assert model.out.weight.dtype == dtype
@@ -171,3 +172,146 @@ def test_a_switch_by_hand_beside_a_schedule_is_refused():
     job = Job(PrecisionSchedule({0: "fp32", 5: "bf16"}))
     with pytest.raises(RuntimeError, match="beside a PrecisionSchedule"):
         job.booster.switch("bf16")
+
+
+# ---------------------------------------------------------------------- when it goes over
+
+
+def small(precision):
+    booster = Booster("cpu", precision)
+    model = Net(nn.LayerNorm)
+    return booster, *booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+
+
+def train(booster, model, *optimizers):
+    booster.backward(model(torch.randn(4, 32)).square().mean(), optimizers)
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
+
+
+@pytest.mark.parametrize("evaluating", [torch.no_grad, torch.inference_mode])
+def test_evaluation_which_one_rank_may_do_alone_leaves_the_precision(evaluating):
+    booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
+    train(booster, model, optimizer)
+    before = booster.precision
+    with evaluating():
+        model(torch.randn(4, 32))
+    assert booster.precision is before
+    model.eval()(torch.randn(4, 32))
+    assert booster.precision is before
+    train(booster, model.train(), optimizer)
+    assert model.out.weight.dtype == torch.bfloat16
+
+
+def test_a_model_that_trains_in_evaluation_mode_goes_over_too():
+    booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 2: "bf16_naive"}))
+    model.eval()
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        train(booster, model, optimizer)
+        assert model.out.weight.dtype == dtype
+
+
+def test_a_forward_that_waits_for_its_backward_pass_holds_a_phase():
+    """As of a generator, whose graph is open while the discriminator is stepped."""
+    booster, generator, of_generator = small(PrecisionSchedule({0: "fp32", 2: "bf16_naive"}))
+    discriminator = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    discriminator, of_discriminator, *_ = booster.boost(
+        discriminator, torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    )
+    train(booster, generator, of_generator)  # which is trained first, so that the other completes the steps of both
+    dtypes = []
+    for _ in range(3):
+        fake = generator(torch.randn(4, 32))
+        booster.backward(discriminator(fake.detach()).mean(), of_discriminator)
+        of_discriminator.step()
+        of_discriminator.zero_grad()
+        loss = discriminator(fake).mean()
+        dtypes.append(generator.out.weight.dtype)
+        booster.backward(loss, of_generator)
+        of_generator.step()
+        of_generator.zero_grad()
+    assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_an_output_that_is_kept_and_never_used_holds_no_phase():
+    booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
+    kept = model(torch.randn(4, 32))
+    train(booster, model, optimizer)
+    train(booster, model, optimizer)
+    assert kept.requires_grad
+    assert model.out.weight.dtype == torch.bfloat16
+
+
+def test_a_recomputation_within_a_backward_pass_goes_nowhere():
+    booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.utils.checkpoint.checkpoint(model, torch.randn(4, 32), use_reentrant=False)
+        booster.backward(out.square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.out.weight.dtype == dtype
+
+
+def test_an_optimizer_that_begins_late_or_never_neither_holds_a_phase_nor_goes_back():
+    booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 2: "bf16", 6: "bf16_naive"}))
+    for _ in range(3):
+        train(booster, model, optimizer)
+    late = Net(nn.LayerNorm)
+    late, of_late, *_ = booster.boost(late, torch.optim.SGD(late.parameters(), lr=0.1))
+    names = []
+    for number in range(5):
+        train(booster, model, optimizer)
+        names.append(type(booster.precision).__name__)
+        if number:
+            train(booster, late, of_late)
+    assert names == ["BF16MixedPrecision"] * 3 + ["BF16NaiveMixedPrecision"] * 2
+
+
+def test_a_resumed_run_knows_where_an_optimizer_began(tmp_path):
+    def build():
+        booster, model, first = small(PrecisionSchedule({0: "fp32", 5: "bf16_naive"}))
+        late = Net(nn.LayerNorm)
+        return booster, model, first, *booster.boost(late, torch.optim.SGD(late.parameters(), lr=0.1))[:2]
+
+    booster, model, first, late, second = build()
+    for _ in range(3):
+        train(booster, model, first)
+    for _ in range(2):
+        train(booster, model, first)
+        train(booster, late, second)
+    booster.save(tmp_path, [model, late], [first, second])
+    booster, model, first, late, second = build()
+    booster.load(tmp_path, [model, late], [first, second])
+    train(booster, model, first)
+    assert model.out.weight.dtype == torch.bfloat16
+
+
+def test_a_run_that_is_resumed_with_other_phases_is_told_once(tmp_path, caplog):
+    def job(total):
+        return Job(PrecisionSchedule({0: "fp32", 0.5: "bf16"}, total_steps=total))
+
+    before = job(4)
+    before.steps(0, 3)
+    before.booster.save(tmp_path, *before.parts)
+    same, longer = job(4), job(100)
+    same.booster.load(tmp_path, *same.parts)
+    assert "PrecisionSchedule" not in caplog.text
+    longer.booster.load(tmp_path, *longer.parts)
+    (told,) = [each.getMessage() for each in caplog.records if "PrecisionSchedule" in each.getMessage()]
+    assert "total_steps=4 where this" in told
+    assert "total_steps=100 now" in told
+    longer.steps(3, 4)
+    assert "FP32" in repr(longer.booster.precision)
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "start"), [(0.55, 100, 55), (0.07, 100, 7), (0.29, 100, 29), (1 / 3, 300, 100)]
+)
+def test_a_share_is_the_fraction_that_was_written(share, total, start):
+    assert list(PrecisionSchedule({0: "fp32", share: "bf16"}, total_steps=total).phases) == [0, start]
+
+
+def test_a_share_of_which_no_step_is_left_is_refused():
+    with pytest.raises(ValueError, match="which is none of its steps"):
+        PrecisionSchedule({0: "fp32", 0.999: "bf16"}, total_steps=100)

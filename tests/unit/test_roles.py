@@ -48,6 +48,10 @@ def test_one_product_alone_becomes_wide(kind, role, dtype):
     assert (mixed[role] - wide[role]).norm() < (low[role] - wide[role]).norm()
 
 
+def test_a_share_of_blocks_is_the_fraction_that_was_written():
+    assert len(Blocks(first=0.28).names_in(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(25)))) == 7
+
+
 def test_the_precision_shows_its_roles_and_places():
     shown = repr(NVFP4MixedPrecision(emulate=True, forward="bf16", keep=(Ends(), Blocks(last=0.15))))
     assert "forward='bf16'" in shown

@@ -152,6 +152,16 @@ class Held(StorageTracker):
         super()._watch(tensor, counts=counts and not tensor.is_meta)
 
 
+@pytest.mark.parametrize("new", ["bf16_naive", "fp8"])
+def test_what_is_made_where_nothing_can_be_trained_is_trained_all_the_same(new):
+    job = Job("bf16")
+    job.steps(0, 1)
+    with torch.inference_mode():
+        job.booster.switch(PRECISIONS[new]())
+        assert torch.is_inference_mode_enabled()
+    job.steps(1, 2)
+
+
 # ---------------------------------------------------------------------- refused
 
 
