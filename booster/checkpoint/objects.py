@@ -35,8 +35,13 @@ class Objects:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load found. step: as given to `save`. extra: what was saved as such. path: the checkpoint; None for a start. run:
-    what was written down of the job."""
+    """What a load found.
+
+    step: as given to `save`.
+    extra: what was saved as such.
+    path: the checkpoint; None for a start.
+    run: what was written down of the job.
+    """
 
     step: int
     extra: Any
