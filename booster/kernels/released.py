@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from booster.tensors.grads import agree_on
+from booster.tensors.grads import agree_on, gradient_values, tensor_norms
 from booster.update.device import DeviceNorm, nonfinite
 from booster.update.gradual import GradualStep
 from booster.update.released_pass import ReleasedPass
@@ -75,14 +75,23 @@ class KernelPass(ReleasedPass):
     def _make_gradual(self) -> GradualStep:
         return KernelGradualStep(super()._make_gradual(), self.decision)
 
+    def _look_along(self, param: torch.Tensor) -> None:
+        """Those that are judged together are looked at together, since each look is two launches."""
+
     def _judge(self) -> None:
         params, self._unjudged = self._unjudged, []
         if not params:
             return
         self._num_unjudged = 0
-        norms = [self.norms[param] for param in params if param in self.norms]
+        with self._lent(params) as parts:
+            there = {param: part for param, part in zip(params, parts, strict=True) if part.grad is not None}
+            norms = tensor_norms(gradient_values(there.values()), 2.0, self._dtype) if there else None
         device = self.gradients.norms.device
-        found = nonfinite(torch.stack(norms).sum()) if norms else torch.zeros((), dtype=torch.float32, device=device)
+        if norms is None:
+            found = torch.zeros((), dtype=torch.float32, device=device)
+        else:
+            self.norms.update(zip(there, norms.unbind(), strict=True))
+            found = nonfinite(norms.sum())
         if self._shards.sharded:
             found = agree_on(found, self.gradients.group)
         before = self.decision.found_along

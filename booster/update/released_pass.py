@@ -103,6 +103,10 @@ class ReleasedPass:
             if self.looks_again and not values[0].isfinite().all():
                 self.nonfinite.add(param)
 
+    def _look_along(self, param: torch.Tensor) -> None:
+        """As `_look`, in a pass that steps: `_judge` is next to ask."""
+        self._look(param)
+
     def _doubt(self, params: Sequence[torch.Tensor]) -> bool:
         """Return whether this rank's part of a gradient of `params` is not finite, and note which. Waits for the device."""
         own = [param for param in params if param in self.norms]
@@ -174,7 +178,7 @@ class ReleasedPass:
         if not self.measures_along:
             self._admit(param)
             return
-        self._look(param)
+        self._look_along(param)
         self._unjudged.append(param)
         self._num_unjudged += param.numel()
         if self._num_unjudged >= self._most:

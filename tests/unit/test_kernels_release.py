@@ -8,6 +8,7 @@ from interpreted import interpreted
 from test_release import OPTIMIZERS, PRECISIONS, Run, half_steps
 from torch import nn
 
+from benchmarks.launches import of_step
 from benchmarks.waits import HostReads
 from booster import Booster
 
@@ -118,3 +119,30 @@ def test_a_sparse_gradient_within_backward_is_stepped_by_torch():
         assert all(math.isfinite(float(weight.sum())) for weight in weights[-1])
     for own, other in zip(*weights, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_are_judged_together_are_looked_at_together():
+    """Launches of a step beside its passes: 16 more than without release, whatever there is to step in one part."""
+    found = []
+    for mode in (False, "previous_norm"):
+        for depth in (2, 6):
+            found.append(of_step(lambda mode=mode, depth=depth: released(mode, depth)))
+    plain, deep, along, deeper = found
+    assert {each.waits.total() for each in found} == {0}
+    assert along.total - plain.total == deeper.total - deep.total == 16
+    assert deeper.found["_foreach_norm"] == 1
+
+
+def released(mode, depth):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(depth)))
+    b = Booster("cpu", "fp32", fused_optimizer="triton", clip_grad_norm=1.0, release_gradients=mode)
+    model, optimizer, *_ = b.boost(net, torch.optim.AdamW(net.parameters()))
+    x = torch.randn(4, 16)
+
+    def step():
+        b.backward(model(x).square().sum(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
