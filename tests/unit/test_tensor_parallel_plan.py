@@ -530,3 +530,28 @@ class FeedForwardOfOthers(nn.Module):
 
     def forward(self, x):
         return self.fc2(self.fc1(x))
+
+
+class Linear(nn.Module):
+    """A layer with adapters as peft makes it, which is no `nn.Linear`."""
+
+    def __init__(self, features_in, features_out):
+        super().__init__()
+        self.base_layer = nn.Linear(features_in, features_out)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(features_in, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, features_out, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
+
+
+@pytest.mark.parametrize(("features", "named"), [(8, None), (7, r"up\.base_layer' has 7 output features")])
+def test_of_layers_with_adapters_those_inside_are_divided_and_checked(features, named):
+    model = nn.Sequential()
+    model.add_module("up", Linear(4, features))
+    model.add_module("down", Linear(features, 4))
+    given = {"up": "colwise", "down": "rowwise"}
+    if named is not None:
+        with pytest.raises(ValueError, match=named):
+            resolve_plan(model, given, tp_size=2, sequence_parallelism=False)
+        return
+    plan = resolve_plan(model, given, tp_size=2, sequence_parallelism=False)
+    assert set(plan) == {"up.base_layer", "up.lora_B.default", "down.base_layer", "down.lora_A.default"}

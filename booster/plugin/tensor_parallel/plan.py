@@ -93,8 +93,9 @@ def resolve_plan(
     plan = _known_plan(model) if tp_plan is None else _given_plan(model, tp_plan)
     plan = _with_inner_parameters(model, _with_heads(model, plan))
     for name, style in plan.items():
-        if isinstance(style, LocalStyle):
-            style.check(name, model.get_submodule(name), tp_size)
+        layer = model.get_submodule(name)
+        if isinstance(style, LocalStyle) and not hasattr(layer, "lora_A"):  # of which the layers inside are divided
+            style.check(name, layer, tp_size)
         if name:
             _check_heads(model, name, style, tp_size)
     plan = _around_adapters(model, plan, sequence_parallelism=sequence_parallelism)
@@ -308,7 +309,9 @@ def _check_sizes(name: str, module: nn.Module, style: ParallelStyle, tp_size: in
             f"{name!r}: its weight is stored in {module.form or module.weight.dtype}, which tensor parallelism does not "
             "divide; leave it out of tp_plan, or keep it wide with load_weights(keep=...)"
         )
-    if isinstance(style, (ColwiseParallel, RowwiseParallel)) and isinstance(module, (nn.Linear, nn.Embedding)):
+    if isinstance(style, LocalStyle):
+        style.check(name, module, tp_size)
+    elif isinstance(style, (ColwiseParallel, RowwiseParallel)) and isinstance(module, (nn.Linear, nn.Embedding)):
         by_rows = isinstance(style, RowwiseParallel)
         size = module.weight.shape[int(by_rows) if isinstance(module, nn.Linear) else 1 - int(by_rows)]
         if size % tp_size:
