@@ -139,6 +139,22 @@ def test_a_checkpoint_of_another_precision_leaves_the_choice_and_says_so_and_a_l
     assert low(model) == ["1", "3"]
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
+def test_a_compiled_model_follows_the_choice_of_a_checkpoint(tmp_path):
+    torch.compiler.reset()
+    run = boosted(TIMES)
+    train(run, range(3))
+    run[0].save(tmp_path, run[1], run[2])
+    again = boosted(dict.fromkeys(TIMES, FAST), torch.compile(net(), backend="aot_eager", dynamic=False))
+    x = torch.randn(8, 16)
+    before = again[1](x).detach()
+    again[0].load(tmp_path, again[1], again[2])
+    assert torch.equal(again[1](x), run[1](x))
+    assert not torch.equal(before, run[1](x))
+    torch.compiler.reset()
+
+
 def test_a_trainers_checkpoint_holds_the_choice_as_well(tmp_path):
     runs = [boosted(times) for times in (TIMES, dict.fromkeys(TIMES, FAST))]
     for booster, model, optimizer, _ in runs:
