@@ -1,13 +1,15 @@
 """What stands for a CUDA graph on a CPU: operations are kept while a function runs, and made again without its Python.
 
 As in a graph, what Python computed is as it was in the recording, memory lies where it lay, nothing that was recorded has run
-before the first replay, and whatever a host reads in a recording raises. What torch's compiler has made shows no operations:
+before the first replay, and whatever a host reads in a recording raises. Memory from before the recording is not the graph's:
+where nobody else holds it at a replay, that raises. What torch's compiler has made shows no operations:
 each call of it is kept as one.
 """
 
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -24,6 +26,8 @@ from booster.tensors.trees import map_tensors, tensors
 
 T = TypeVar("T")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+_ONE = torch.zeros(1)
+_ALONE = torch._C._storage_Use_Count(storage_key(_ONE)) - 1  # uses of memory besides those by tensors
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
 
 
@@ -41,7 +45,7 @@ class RecordedGraphs:
         states = [(generator, generator.get_state()) for generator in generators]
         recording = _Recording(memory)
         try:
-            with recording, _launches(recording.operations), _compiled(recording):
+            with recording, _launches(recording), _compiled(recording):
                 result = body()
         finally:
             memory.write_back()
@@ -52,6 +56,7 @@ class RecordedGraphs:
 
         def replay() -> None:
             self.num_replays += 1
+            recording.lent.check()
             with torch.no_grad(), torch.autocast("cpu", enabled=False):  # of what is around a replay nothing is heard
                 for operation in recording.operations:
                     operation()
@@ -59,9 +64,34 @@ class RecordedGraphs:
         return result, replay
 
 
+class _Lent:
+    """Memory that operations read and write and that others have to hold. held: which is the graph's, by what tells it.
+
+    Operations of a CPU have to hold it, too; what is counted is whether they are alone with it."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self._ours: Counter[int] = Counter()
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def note(self, given: Any) -> None:
+        """Tensors in `given`, of which each is an object of its own, are held by an operation from now on."""
+        for tensor in tensors(given):
+            key = storage_key(tensor)
+            self._ours[key] += 1
+            self._tensors.setdefault(key, tensor)
+
+    def check(self) -> None:
+        for key, tensor in self._tensors.items():
+            if key not in self.held and torch._C._storage_Use_Count(key) <= self._ours[key] + _ALONE:
+                raise RuntimeError(
+                    f"a graph reads or writes memory that nobody holds any more: {tensor.dtype} {tensor.shape}"
+                )
+
+
 @contextmanager
-def _launches(operations: list[Callable[[], None]]) -> Iterator[None]:
-    """Inside, what kernels of Triton would do, which are interpreted, is added to `operations` in the place of being done."""
+def _launches(recording: Any) -> Iterator[None]:
+    """Inside, what kernels of Triton would do, which are interpreted, is kept in `recording` in the place of being done."""
     if not INTERPRETED:
         yield
         return
@@ -70,7 +100,10 @@ def _launches(operations: list[Callable[[], None]]) -> Iterator[None]:
     launch = GridExecutor.__call__
 
     def kept(executor: Any, *args: Any, **kwargs: Any) -> None:
-        operations.append(functools.partial(launch, executor, *args, **kwargs))
+        with _disable_current_modes():
+            given = map_tensors(torch.Tensor.detach, (args, kwargs))
+            recording.lent.note(given)
+        recording.operations.append(functools.partial(launch, executor, *given[0], **given[1]))
 
     with mock.patch.object(GridExecutor, "__call__", kept):
         yield
@@ -103,7 +136,8 @@ class _Recording(TorchDispatchMode):
     def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.operations: list[Callable[[], None]] = []
-        self.memory = memory
+        self._made: list[torch.Tensor] = []
+        self.memory, self.lent = memory, _Lent()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -111,7 +145,9 @@ class _Recording(TorchDispatchMode):
         return True
 
     def keep(self, run: Callable[[], Any], given: Any, made: Any) -> None:
-        """Keep `run`, which made `made` of `given`, and have a replay write what it makes then to where that lies."""
+        """Keep `run`, which made `made` of `given` and holds that, and have a replay write what it makes then to where that
+        lies."""
+        self.lent.note(given)
         memory = {storage_key(tensor) for tensor in tensors(given)}
         fresh = [None if storage_key(each) in memory else each.detach() for each in tensors(made)]
 
@@ -121,6 +157,13 @@ class _Recording(TorchDispatchMode):
                     old.copy_(each)
 
         self.operations.append(again)
+
+    def _own(self, made: Any) -> None:
+        """Have the graph hold the memory of `made`, which is new."""
+        for tensor in tensors(made):
+            if storage_key(tensor) not in self.lent.held:
+                self.lent.held.add(storage_key(tensor))
+                self._made.append(tensor.detach())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,5 +178,8 @@ class _Recording(TorchDispatchMode):
         shared = {storage_key(tensor) for tensor in tensors((args, kwargs))}
         is_fresh = any(storage_key(each) not in shared for each in tensors(made))
         if func.overloadpacket.__name__ not in _NOTHING and (changed or is_fresh):
-            self.keep(lambda: func(*there[0], **there[1]), (args, kwargs), made)
+            self.keep(lambda: func(*there[0], **there[1]), there, made)
+        if func.overloadpacket.__name__ == "lift_fresh":  # of numbers, which a graph has as they are
+            self._own(args)
+        self._own([each for each in tensors(made) if storage_key(each) not in shared])
         return made  # otherwise a view, or memory of no numbers
