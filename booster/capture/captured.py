@@ -253,6 +253,8 @@ class CapturedStep:
             with self._rates.read_as_tensors(recorded=True), ExitStack() as fixed:
                 for draws in self._draws:
                     fixed.enter_context(draws.fixed())
+                for update in self._updates:
+                    fixed.enter_context(update.decision.held_by(graph.read))
                 _, graph.replay = self._recorder.record(body, generators)
         finally:
             self._cells.leave()
@@ -339,7 +341,7 @@ class _Graph:
 
     batch, carried, grads: where its inputs lie. returned: what `train_step` returned. steps: of each optimizer, None where it
     makes none. after: what optimizers carry then. passes: backward passes in it of a group of `accumulate`. draws: of each
-    optimizer with masters, whether it draws.
+    optimizer with masters, whether it draws. read: what launches read by its address, which others may let go.
     """
 
     batch: list[torch.Tensor]
@@ -351,6 +353,7 @@ class _Graph:
     after: Posture | None = None
     passes: int = 0
     draws: list[bool] = field(default_factory=list)
+    read: list[Any] = field(default_factory=list)
     packed: torch.Tensor | None = None
     _places: dict[int, tuple[int, int]] = field(default_factory=dict)
     _held: list[torch.Tensor] = field(default_factory=list)

@@ -56,20 +56,25 @@ def clock(device: torch.device) -> float:
 
 
 class DeviceCopies:
-    """Copies from the host to a device that nobody waits for. A graph makes its copies again in every replay, from where they
-    lay: those stay as long as this does."""
+    """Copies from the host to a device that nobody waits for, and what else launches read by its address.
+
+    A graph reads all of it again in every replay, from where it lay: what it is to hold is put into `held` while that is a
+    list.
+    """
 
     def __init__(self) -> None:
-        self._recorded: list[torch.Tensor] = []
+        self.held: list[Any] | None = None
 
     def __call__(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if device.type != "cuda":
-            return values.to(device)
-        values = values.pin_memory()
+        values = values.pin_memory() if device.type == "cuda" else values
         there = values.to(device, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
-            self._recorded += [values, there]
+        self.hold(values, there)
         return there
+
+    def hold(self, *read: Any) -> None:
+        """Have the graph that is recorded, if any is, hold what its launches read."""
+        if self.held is not None:
+            self.held += read
 
 
 def event_on(

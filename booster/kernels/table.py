@@ -182,6 +182,7 @@ class Table:
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
         if self.num_tiles:
             constants = {"COLUMNS": COLUMNS, "TILE": TILE}
+            self._copies.hold(self.rows, self.tiles)
             self.compiled.launch(measure, None, self.num_tiles, (self.rows, self.tiles, partials), constants)
         return partials
 

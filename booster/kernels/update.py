@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -51,6 +51,7 @@ _SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient;
 _ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _CPU = torch.device("cpu")
 _UNSCALED, _HERE = NoScale(), nullcontext()
+_MOST_SETS = 4  # of parameters with gradients, as where two losses train other layers by turns
 _SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and float64 numbers
 
 
@@ -258,6 +259,9 @@ class KernelDecision(DeviceDecision):
         fields = _Fields(seed, norm, joint.report(), decided=decided, is_first=first)
         return StepResult(decided, fields, pending=fields.pending), scale
 
+    def held_by(self, graph: list[Any]) -> AbstractContextManager[None]:
+        return self.steps.held_by(graph)
+
     # ------------------------------------------------------------------ within backward
 
     def released_pass(self, gradients: Gradients) -> KernelPass:
@@ -315,17 +319,34 @@ def kernel_update(job: Job, rule: Rule, application: Application, kept: KeptStat
     return Update(gradients, decision, kept)
 
 
+@dataclass(eq=False)
+class _Set:
+    """Parameters that are stepped together, with what is known of them while their states lie where they lay.
+
+    layout: what is compared besides, by identity. dtypes: of the gradients. places: of each stretch, among the parameters, and
+    in its own. addresses: of the gradients in the tables.
+    """
+
+    params: list[torch.Tensor]
+    layout: Any
+    dtypes: list[torch.dtype]
+    stretches: Stretches
+    places: list[tuple[int, int]]
+    tables: Tables | None = None
+    addresses: list[int] = field(default_factory=list)
+
+    def is_of(self, params: list[torch.Tensor], layout: Any, dtypes: list[torch.dtype]) -> bool:
+        return same(params, self.params) and same(layout, self.layout) and dtypes == self.dtypes
+
+
 class _Steps:
     """The launches of one optimizer's steps, and what they need from step to step."""
 
     def __init__(self, rule: Rule, optimizer: Any, group: dist.ProcessGroup | None) -> None:
         self.rule, self._optimizer, self._group = rule, optimizer, group
-        self._stretches: Stretches | None = None
-        self._tables: Tables | None = None
+        self._sets: list[_Set] = []  # the last that were stepped, the latest first
+        self._laid: list[torch.Tensor] = []  # gradients that were copied, until they are read
         self._params: list[torch.Tensor] = []
-        self._layout: Any = ()
-        self._found: Any = None  # dtypes and addresses of the gradients in the table
-        self._laid: list[torch.Tensor] = []
         self._values: dict[tuple[str, torch.device], tuple[Any, torch.Tensor]] = {}
         self._compiled, self._copies = CompiledKernels(), DeviceCopies()
         self._said = False
@@ -344,20 +365,19 @@ class _Steps:
             if self._broken is not None:
                 raise Unfit(self._broken)
             grads = self._gradients(params)
-            stretches = self._stretches
-            known = stretches is not None and same(params, self._params) and same(layout, self._layout)
-            if not known or not stretches.holds():  # type: ignore[union-attr]
-                stretches = Stretches(self._optimizer, self.rule, shards)
-                collect(stretches)
-                stretches.complete()
-                self._check(params, stretches)
-                self._places = self._places_of(params, stretches)
-                self._stretches, self._params, self._layout, self._found = stretches, params, layout, None
-            assert stretches is not None
-            self.reason = None
-            return self._follow(grads, stretches)
+            dtypes = list(map(_DTYPE, grads))
+            known = next((each for each in self._sets if each.is_of(params, layout, dtypes)), None)
+            if known is not None:
+                self._sets.remove(known)
+            if known is None or not known.stretches.holds():
+                # Others would keep states that were replaced.
+                self._sets = [each for each in self._sets if each.stretches.holds()]
+                known = self._set_of(params, layout, dtypes, shards, collect)
+            self._sets = [known, *self._sets[: _MOST_SETS - 1]]
+            self.reason, self._params = None, params
+            return self._follow(grads, known)
         except Unfit as unfit:
-            self.reason, self._stretches = str(unfit), None
+            self.reason = str(unfit)
             if not self._said:
                 self._said = True
                 _logger.info("%s is stepped by torch, and not by kernels: %s", type(self._optimizer).__name__, unfit)
@@ -371,9 +391,25 @@ class _Steps:
             raise Unfit("a gradient is sparse, or not a plain tensor of float32, bfloat16 or float16")
         self._laid = []
         if not (all(map(_CONTIGUOUS, params)) and all(map(_CONTIGUOUS, grads))):
-            pairs = zip(grads, params, strict=True)
-            grads = self._laid = [g.detach() if lies_like(g, p) else laid_like(g, p) for g, p in pairs]
+            for place, (grad, param) in enumerate(zip(grads, params, strict=True)):
+                if not lies_like(grad, param):
+                    grads[place] = laid_like(grad, param)
+                    self._laid.append(grads[place])
         return grads
+
+    def _set_of(
+        self,
+        params: list[torch.Tensor],
+        layout: Any,
+        dtypes: list[torch.dtype],
+        shards: Any,
+        collect: Callable[[Stretches], None],
+    ) -> _Set:
+        stretches = Stretches(self._optimizer, self.rule, shards)
+        collect(stretches)
+        stretches.complete()
+        self._check(params, stretches)
+        return _Set(params, layout, dtypes, stretches, self._places_of(params, stretches))
 
     def _check(self, params: list[torch.Tensor], stretches: Stretches) -> None:
         covered = sum(each.size for each in stretches.all)
@@ -384,18 +420,19 @@ class _Steps:
         index = {id(param): place for place, param in enumerate(params)}
         return [(index[id(each.param)], each.start) for each in stretches.all]
 
-    def _follow(self, grads: list[torch.Tensor], stretches: Stretches) -> Tables:
-        dtypes, addresses = list(map(_DTYPE, grads)), list(map(_ADDRESS, grads))
-        before, self._found = self._found, (dtypes, addresses)
-        if before == self._found and self._tables is not None:
-            return self._tables
-        sizes = [grad.element_size() for grad in grads]
-        there = [addresses[place] + start * sizes[place] for place, start in self._places]
-        if before is None or self._tables is None or before[0] != dtypes:
-            self._tables = self._made(stretches, [DTYPES[dtypes[place]] for place, _ in self._places], there)
-        else:
-            self._tables.follow_gradients(there)
-        return self._tables
+    def _follow(self, grads: list[torch.Tensor], known: _Set) -> Tables:
+        addresses = list(map(_ADDRESS, grads))
+        if known.tables is None or known.addresses != addresses:
+            sizes = [grad.element_size() for grad in grads]
+            there = [addresses[place] + start * sizes[place] for place, start in known.places]
+            if known.tables is None:
+                known.tables = self._made(
+                    known.stretches, [DTYPES[known.dtypes[place]] for place, _ in known.places], there
+                )
+            else:
+                known.tables.follow_gradients(there)
+            known.addresses = addresses
+        return known.tables
 
     def _made(self, stretches: Stretches, dtypes: list[int], there: list[int]) -> Tables:
         """Return tables of `stretches`, whose gradients are of `dtypes` and lie `there`."""
@@ -434,7 +471,17 @@ class _Steps:
         known = self._values.get((name, device))
         if known is None or known[0] != values:
             known = self._values[name, device] = values, self._copies(torch.tensor(values, dtype=torch.float64), device)
+        self._copies.hold(known[1])
         return known[1]
+
+    @contextmanager
+    def held_by(self, graph: list[Any]) -> Iterator[None]:
+        """Inside, what launches read by its address is put into `graph`."""
+        self._copies.held = graph
+        try:
+            yield
+        finally:
+            self._copies.held = None
 
     def _rows(self, device: torch.device) -> torch.Tensor:
         """Return the rows of numbers of all groups on `device`. Rates that are tensors are taken from where they are."""
@@ -488,6 +535,7 @@ class _Steps:
                     own = [kind for kind in table.kinds if kind.bucket is bucket]
                     self._update(table, own, out, chances, checks, divide)
         increment_version(self._params)
+        self._laid = []
         assert found is not None
         return found
 
@@ -517,6 +565,7 @@ class _Steps:
         )
         constants = {"CLIP": bound is not None, "PREPARE": self.rule.prepare, "NUMBERS": MOST_NUMBERS}
         constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
+        self._copies.hold(*args)
         self._compiled.launch(decide, (device, bound is not None, *kinds_of(maybe)), 1, args, constants)
         return out
 
@@ -535,6 +584,7 @@ class _Steps:
             if kind.tiles:
                 args = table.rows, table.tiles, kind.first, table.scalars, single, chances[kind.names]
                 constants = self._constants(kind, checks=checks, divide=divide)
+                self._copies.hold(*args)
                 table.compiled.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
 
     def _constants(self, kind: Kind, *, checks: bool, divide: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ class Decision(ABC):
         """Step or skip `params`, which have gradients, and update the loss scale. Returns also what `.grad` is multiplied by.
 
         Inside `local()`. Where a pass has used its gradients, what it left is counted, and nothing stepped."""
+
+    def held_by(self, graph: list[Any]) -> AbstractContextManager[None]:
+        """Return a context in which a step is recorded: what its launches read by address, if any do, is put into `graph`."""
+        return nullcontext()
 
     def released_pass(self, gradients: Gradients) -> ReleasedPass:
         """Return what uses `gradients` in a backward pass, where that is asked for."""

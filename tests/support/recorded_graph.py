@@ -74,12 +74,15 @@ class _Lent:
         self._ours: Counter[int] = Counter()
         self._tensors: dict[int, torch.Tensor] = {}
 
-    def note(self, given: Any) -> None:
-        """Tensors in `given`, of which each is an object of its own, are held by an operation from now on."""
+    def note(self, given: Any, *, launched: bool = False) -> None:
+        """Tensors in `given`, of which each is an object of its own, are held by an operation from now on.
+
+        Tables of addresses are the host's on any machine, except to what is launched on them."""
         for tensor in tensors(given):
             key = storage_key(tensor)
             self._ours[key] += 1
-            self._tensors.setdefault(key, tensor)
+            if launched or tensor.dtype != torch.int64 or tensor.dim() != 2:
+                self._tensors.setdefault(key, tensor)
 
     def check(self) -> None:
         for key, tensor in self._tensors.items():
@@ -102,7 +105,7 @@ def _launches(recording: Any) -> Iterator[None]:
     def kept(executor: Any, *args: Any, **kwargs: Any) -> None:
         with _disable_current_modes():
             given = map_tensors(torch.Tensor.detach, (args, kwargs))
-            recording.lent.note(given)
+            recording.lent.note(given, launched=True)
         recording.operations.append(functools.partial(launch, executor, *given[0], **given[1]))
 
     with mock.patch.object(GridExecutor, "__call__", kept):

@@ -312,14 +312,13 @@ def test_what_a_recording_launches_has_not_run_before_the_first_replay():
 
 def test_memory_that_nobody_holds_any_more_is_noticed():
     """What keeps later tests honest: a graph that reads what was freed would find other numbers there."""
-    values, out = torch.ones(3), torch.zeros(3)
-    _, replay = RecordedGraphs().record(lambda: out.copy_(values * 2 + torch.tensor(1.0)), ())
+    values, out = [torch.ones(3)], torch.zeros(3)
+    _, replay = RecordedGraphs().record(lambda: out.copy_(values[0] * 2 + torch.tensor(1.0)), ())
     replay()
     assert out.tolist() == [3, 3, 3]
-    view = values[:1]
-    del values
+    values[0] = values[0][:1]
     replay()
-    del view
+    values.clear()
     with pytest.raises(RuntimeError, match=r"memory that nobody holds any more: torch.float32 torch.Size\(\[3\]\)"):
         replay()
 

@@ -136,6 +136,31 @@ def test_what_is_loaded_on_the_way_and_steps_outside_of_the_graph_are_followed()
     assert run.graphs.num_recordings >= 2
 
 
+def test_a_graph_holds_what_its_kernels_read_whatever_is_stepped_outside_of_it():
+    def outside(run, step):
+        """Step by another clip and on one of the parameters, of which more sets are made by and by than are known at once."""
+        x, y, _ = batch(step)
+        loss = run.criterion(run.model(x), y)
+        run.booster.backward(loss, run.optimizer)
+        stepped = list(run.model.parameters())[step % 4]
+        for param in run.model.parameters():
+            param.grad = param.grad if param is stepped else None
+        run.optimizer.clip_grad_by_norm(0.1 * step)
+        result = run.optimizer.step()
+        run.schedule.step()
+        run.optimizer.zero_grad()
+        return loss, result
+
+    def train(run, step):
+        return outside(run, step) if step in (5, 6, 7, 10) else run.run(*batch(step))
+
+    with as_on_a_gpu():
+        expected = trained(False, "fp16", train=train)[1]
+        run, found = trained(True, "fp16", train=train)
+    assert_same(found, expected)
+    assert (run.graphs.num_recordings, run.graphs.num_replays) == (1, STEPS - 5)
+
+
 def test_a_rate_in_a_tensor_is_read_where_it_is():
     with as_on_a_gpu():
         numbers, tensors = Run(False, "fp16", "AdamW"), Run(False, "fp16", "AdamW")

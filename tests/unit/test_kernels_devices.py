@@ -48,7 +48,7 @@ def spread(step, monkeypatch, number=None):
 
 
 def tables(step):
-    return step[2]._update.decision.steps._tables.each
+    return step[2]._update.decision.steps._sets[0].tables.each
 
 
 @pytest.mark.parametrize("bad", ["none", "on the first", "on another"])

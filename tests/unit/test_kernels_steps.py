@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import gradients, held, interpreted, pair, step_on
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW
 
 from benchmarks.waits import HostReads
@@ -285,7 +286,7 @@ def test_a_step_moves_the_bytes_of_the_formula(form):
     precision, options = FORMS[form]
     step = pair(lambda: nn.Linear(64, 64, bias=False), adamw, precision, clip_grad_norm=1.0, **options)[1]
     step_on(*step, gradients(list(step[1].parameters()), 0))
-    table = step[2]._update.decision.steps._tables.first
+    table = step[2]._update.decision.steps._sets[0].tables.first
     assert table.bytes_of_a_step == pytest.approx(64 * 64 * sum(BYTES[form]))
 
 
@@ -310,3 +311,82 @@ def test_a_dampened_momentum_begins_with_the_first_step_that_is_made(form):
             pairs = zip(one.values(), wanted.values(), strict=True) if isinstance(one, dict) else [(one, wanted)]
             for values in pairs:
                 torch.testing.assert_close(*values, rtol=1e-6, atol=1e-8)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many tables are made, and copies to the device."""
+    from booster.ground.device import DeviceCopies
+    from booster.kernels import update
+
+    found, copy_there = {"tables": 0, "copies": 0}, DeviceCopies.__call__
+
+    class Table(update.Table):
+        def __init__(self, *given):
+            found["tables"] += 1
+            super().__init__(*given)
+
+    def counting(copies, values, device):
+        found["copies"] += 1
+        return copy_there(copies, values, device)
+
+    monkeypatch.setattr(update, "Table", Table)
+    monkeypatch.setattr(DeviceCopies, "__call__", counting)
+    return found
+
+
+@pytest.mark.parametrize("form", ["fp32", "masters"])
+def test_a_table_is_made_once_for_a_set_of_gradients_and_copied_once_where_they_moved(form, counted):
+    precision, options = FORMS[form]
+    booster, model, optimizer = pair(make_model, adamw, precision, **options)[1]
+    params = list(model.parameters())
+    grads = gradients(params, 0)
+
+    def step(chosen, grads):
+        booster.backward(sum(param.float().sum() for param in params) * 0.0, optimizer)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad if id(param) in chosen else None
+        before = dict(counted)
+        optimizer.step()
+        return counted["tables"] - before["tables"], counted["copies"] - before["copies"]
+
+    everything = set(map(id, params))
+    sets = [everything] if form == "masters" else [everything, set(map(id, params[:2])), set(map(id, params[3:]))]
+    for chosen in sets:
+        assert step(chosen, grads)[0] == 1
+    for chosen in sets * 3:
+        assert step(chosen, grads) == (0, 0)
+    moved = [grad.clone() for grad in grads]
+    for chosen in sets:
+        assert step(chosen, moved) == (0, 1)
+        assert step(chosen, moved) == (0, 0)
+
+
+def test_states_that_were_replaced_are_not_kept_by_sets_that_are_stepped_no_more():
+    _, model, optimizer = step = pair(make_model, adamw, "fp32")[1]
+    params = list(model.parameters())
+    step_on(*step, gradients(params, 0))
+    step_on(*step, [grad if place < 2 else None for place, grad in enumerate(gradients(params, 1))])
+    old = StorageWeakRef(optimizer.optimizer.state[params[-1]]["exp_avg"].untyped_storage())
+    assert not old.expired()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step_on(*step, [grad if place < 2 else None for place, grad in enumerate(gradients(params, 2))])
+    assert old.expired()
+
+
+def test_gradients_are_let_go_with_zero_grad_where_one_has_to_be_laid_otherwise():
+    def make_images():
+        return nn.Sequential(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(12, 5))
+
+    booster, model, optimizer = pair(make_images, adamw, "fp32")[1]
+    images = torch.randn(4, 2, 3, 3)
+    refs = []
+    for _ in range(3):
+        booster.backward(model(images).square().mean(), optimizer)
+        first = next(model.parameters())
+        first.grad = first.grad.contiguous()  # which is to be copied
+        refs += [StorageWeakRef(param.grad.untyped_storage()) for param in model.parameters()]
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+    assert optimizer._update.decision.steps.reason is None
+    assert all(ref.expired() for ref in refs)
