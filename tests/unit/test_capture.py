@@ -638,6 +638,42 @@ def test_a_whole_group_can_be_one_graph():
     assert_same(train(True), train(False))
 
 
+def test_an_average_of_weights_is_followed_in_the_graph():
+    def train(captured):
+        run = Run(False, "fp16")
+        average = [param.detach().clone() for param in run.model.parameters()]
+
+        def step(x, y, factor):
+            found = run.whole_step(x, y, factor)
+            torch._foreach_lerp_(average, [param.detach() for param in run.model.parameters()], 0.1)
+            return found
+
+        step = run.booster._captured(step, batch(0), run.graphs, 8) if captured else step
+        losses = [step(*batch(number))["loss"].detach() for number in range(12)]
+        assert run.graphs.num_replays == 11 * captured
+        return {"losses": losses, "average": average, **run.everything()}
+
+    assert_same(train(True), train(False))
+
+
+def test_micro_batches_inside_no_sync_are_replayed():
+    def train(run, step):
+        with run.booster.no_sync(run.model):
+            first = run.step(*batch(10 * step))
+        second = run.step(*batch(10 * step + 1))
+        run.optimizer.step()
+        run.schedule.step()
+        run.optimizer.zero_grad()
+        return torch.stack([first.detach(), second.detach()])
+
+    run, found = trained(True, train=train, steps=8, function="micro_step")
+    assert_same(found, trained(False, train=train, steps=8, function="micro_step")[1])
+    assert (run.step.num_graphs, run.graphs.num_replays) == (
+        2,
+        12,
+    )  # the first step makes states, and a graph is of later ones
+
+
 @pytest.mark.parametrize("where", ["before", "never", "outside"])
 def test_gradients_may_be_cleared_elsewhere(where):
     def step_of(run):
