@@ -13,6 +13,7 @@ bfloat16, the low precision throughout, and a schedule that ends in bfloat16. Da
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import logging
 import math
@@ -238,7 +239,11 @@ def runs(seeds: list[int], kinds: list[str], flaws: list[str], ways: list[str]) 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/quality.md: means of last losses, (smallest, largest), and what the autopilot did."""
+    """The table of docs/quality.md: means of last losses, (smallest, largest), and what the autopilot did.
+
+    A star is behind what was run before the last day that anything was.
+    """
+    last = max(row["date"] for row in rows)
     lines = [
         "| run | bf16 | nvfp4 | autopilot | schedule | in the spread | wide, mean (most) | named |",
         "|---|---|---|---|---|---|---|---|",
@@ -253,14 +258,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         inside = sum(min(spread) <= row["loss"] <= max(spread) for row in flown)
         shares = f"{statistics.fmean(row['share'] for row in flown):.0%} ({max(row['most'] for row in flown):.0%})"
         named = sorted({name.removeprefix("blocks.") for row in flown for name in row["named"]})
-        cells = [f"{kind}, {flaw}", *(_spread([row["loss"] for row in by_way[way]]) for way in precisions())]
+        cells = [f"{kind}, {flaw}", *(_spread(by_way[way], last) for way in precisions())]
         cells += [f"{inside} of {len(flown)}", shares, ", ".join(f"`{name}`" for name in named) or "none"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _spread(losses: list[float]) -> str:
-    return f"{statistics.fmean(losses):.3f} ({min(losses):.3f}, {max(losses):.3f})"
+def _spread(rows: list[dict[str, Any]], last: str) -> str:
+    losses, star = [row["loss"] for row in rows], "" if all(row["date"] == last for row in rows) else " \\*"
+    return f"{statistics.fmean(losses):.3f} ({min(losses):.3f}, {max(losses):.3f}){star}"
 
 
 def main() -> None:
@@ -284,7 +290,8 @@ def main() -> None:
             continue
         began = time.process_time()
         found = train(what["model"], what["flaw"], precisions()[what["way"]](), what["seed"])
-        rows.append(row := {**what, **found, "seconds": round(time.process_time() - began, 1)})
+        seconds = round(time.process_time() - began, 1)
+        rows.append(row := {**what, **found, "seconds": seconds, "date": f"{datetime.date.today()}"})
         loss = "none" if row["loss"] is None else f"{row['loss']:.3f}"
         more = f"  wide {row['share']:.0%} (at most {row['most']:.0%}) {row['named']}" if "share" in row else ""
         print(

@@ -1,6 +1,8 @@
 """An autopilot makes those products wide that rounding spoils, and no others; see benchmarks/planted.py for whole runs."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,9 +106,10 @@ def test_weights_that_are_bad_spoil_two_products():
 
 def test_a_sound_run_stays_low():
     flight = Flight()
-    flight.steps(0, 9)
+    losses = flight.steps(0, 9)
     assert flight.wide() == set()
     assert flight.pilot.looks == 3
+    assert losses == Flight(precision=low()).steps(0, 9)  # looking changes nothing
 
 
 def test_the_run_learns_where_all_low_does_not():
@@ -197,15 +200,22 @@ def test_noise_is_that_of_the_product_beside_the_wide_one():
     assert pins_of(model).noise["1", "forward"] == pytest.approx(float(error.norm() / wide.norm()), rel=1e-4)
 
 
-@pytest.mark.parametrize("flaw", [planted.none, planted.bad_weights])
-def test_looking_every_50_steps_takes_at_most_3_percent_of_the_operations(flaw):
+def late(model, step):
+    if step >= 49:
+        planted.bad_weights(model, step)
+
+
+@pytest.mark.parametrize(("flaw", "again"), [(planted.none, False), (planted.bad_weights, False), (late, True)])
+def test_looking_every_50_steps_takes_at_most_3_percent_of_the_operations(flaw, again):
+    """again: the second look at what the first suspects is among them."""
     flight = Flight(flaw, every=50)
     flight.steps(0, 3)
 
     plain = flight.operations(3)
     flight.steps(4, 49)
-    looked = flight.operations(49)
-    overhead = (looked - plain) / 50 / plain
+    looked, second = flight.operations(49), flight.operations(50)
+    assert (second > plain) == again
+    overhead = (looked - plain + second - plain) / 50 / plain
     assert 0 < overhead < 0.03, f"{overhead:.2%}"
     assert all(layer.watchers == () for layer in flight.model.modules() if isinstance(layer, LowPrecisionLinear))
 
@@ -351,6 +361,11 @@ def test_second_looks_are_counted(tmp_path, capsys):
     show(run)
     share = (4 * own + 2 * up) / own / 8 / 4
     assert f"4 looks at 7 layers and 1 again, {share:.1%} of the" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_table_of_the_page_is_that_of_the_runs():
+    docs = Path(__file__).parents[2] / "docs"
+    assert planted.table(json.loads((docs / "figures/planted.json").read_text())) in (docs / "quality.md").read_text()
 
 
 def test_compiled_layers_are_refused_by_name():
