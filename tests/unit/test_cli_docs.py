@@ -18,7 +18,7 @@ PAGES = {
     "checkpoint convert": "checkpoints",
     "report": "numerics",
     "compare": "numerics",
-    "advise": "numerics",
+    "advise": "guides/advise",
 }
 
 
