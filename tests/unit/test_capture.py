@@ -1139,6 +1139,11 @@ REFUSED = {
     "RMSprop": ({}, lambda params: RMSprop(params, lr=1e-2), "it has no fused kernel, so the host decides"),
     "foreach": ({}, lambda params: AdamW(params, lr=1e-2, foreach=True), "it has no fused kernel, so the host decides"),
     "release": ({"release_gradients": "exact"}, None, "release_gradients='exact' steps within backward"),
+    "offload": (
+        {"mixed_precision": "bf16_naive", "offload_states": True},
+        None,
+        "its states lie in the host's memory; leave offload_states False",
+    ),
     "apex": ({"mixed_precision": "fp16_apex"}, None, "the host decides on its steps"),
 }
 
