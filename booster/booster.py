@@ -256,7 +256,7 @@ class Booster:
             checks.check_shared(several, model)
         owners = checks.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
         loader = checks.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
-        built = AsBuilt(model)
+        built = AsBuilt(model, self._boosted.dtypes())
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
             model, optimizer if several is None else several, criterion, placement=self.plugin, options=self._options
         )

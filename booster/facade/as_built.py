@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -21,10 +21,11 @@ from booster.tensors.trees import HALF_DTYPES
 class AsBuilt:
     """The dtypes and forwards of a model before `boost` changed it; to be made then.
 
+    known: the dtypes of tensors that were boosted already, in another model.
     Buffers that no state dict has are kept as they were, where a precision rounded them: nothing else would know their bits.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, known: Mapping[torch.Tensor, torch.dtype] | None = None) -> None:
         inner = bare(model)
         self._forwards = {name: child.__dict__.get("forward") for name, child in inner.named_modules()}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -32,7 +33,7 @@ class AsBuilt:
         for name, child in inner.named_modules():
             for own, tensor in (*child._parameters.items(), *child._buffers.items()):
                 if tensor is not None:
-                    self._dtypes[_joined(name, own)] = tensor.dtype
+                    self._dtypes[_joined(name, own)] = (known or {}).get(tensor, tensor.dtype)
             for own in child._non_persistent_buffers_set:
                 buffer = child._buffers.get(own)
                 if buffer is not None and buffer.is_floating_point():
@@ -54,6 +55,15 @@ class AsBuilt:
     def dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype that the parameter or buffer `name`, which is `tensor` now, was given to `boost` in."""
         return self._dtypes.get(name, tensor.dtype)
+
+    def dtypes(self, model: nn.Module) -> dict[torch.Tensor, torch.dtype]:
+        """Return the same of all tensors that `model` has now."""
+        return {
+            tensor: self.dtype(_joined(name, own), tensor)
+            for name, child in bare(model).named_modules()
+            for own, tensor in (*child._parameters.items(), *child._buffers.items())
+            if tensor is not None
+        }
 
     def buffer(self, name: str, now: torch.Tensor) -> torch.Tensor:
         """Return the buffer `name`, which is `now` under a precision, as it would be without one."""

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from booster.data import DataLoaderWrapper
@@ -50,6 +51,15 @@ class Boosted:
         """Return what each call of `boost` returned, in their order, of which the user has the model still."""
         self._boostings = [each for each in self._boostings if each.model is not None]
         return list(self._boostings)
+
+    def dtypes(self) -> dict[torch.Tensor, torch.dtype]:
+        """Return in which dtype each tensor of the boosted models was given to `boost`."""
+        return {
+            tensor: dtype
+            for each in self.boostings()
+            if each.model is not None
+            for tensor, dtype in each.built.dtypes(each.model.module).items()
+        }
 
     def wrappers(self) -> list[ModelWrapper]:
         """Return the boosted models."""

@@ -192,8 +192,20 @@ def switch_all(switch: Switch, boostings: Sequence[Boosting], group: dist.Proces
                 raise RuntimeError(
                     f"switch() got {switch.target} here and {target} on rank {rank}; give all ranks the same"
                 )
-        for boosting in boostings:
+        for boosting in _owners_first(boostings):
             switch.make(boosting)
+
+
+def _owners_first(boostings: Sequence[Boosting]) -> list[Boosting]:
+    """Return first those whose optimizers step what other models have too: they take it in float32, before others round it."""
+    held = [set(each.model.parameters()) for each in boostings if each.model is not None]
+    shared = {param for place, params in enumerate(held) for other in held[:place] for param in params & other}
+    return sorted(
+        boostings,
+        key=lambda each: shared.isdisjoint(
+            param for optimizer in each.optimizers for group in optimizer.param_groups for param in group["params"]
+        ),
+    )
 
 
 class _Carried:

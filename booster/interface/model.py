@@ -17,8 +17,9 @@ from booster.ground.guards import RawCalls
 from booster.ground.torch_internals import graph_task
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule
+from booster.model.fast_path import fast_path_off
 from booster.model.modules import bare, wait_for_weights
-from booster.tensors.cast_regions import cast_floats, region
+from booster.tensors.cast_regions import both, cast_floats, region
 from booster.tensors.trees import tensors
 
 
@@ -64,6 +65,7 @@ class PrecisionModule(TransparentModule):
     _cast = staticmethod(cast_floats)  # what becomes of inputs and outputs
     _tape: Tape | None = None
     _raw_calls: RawCalls | None = None
+    _passed_over = False  # by a path of torch's own, which reads weights; see `model.fast_path`
 
     def __init__(
         self, module: nn.Module, precision: ForwardPrecision, *, input_dtype: torch.dtype | None = None
@@ -87,12 +89,15 @@ class PrecisionModule(TransparentModule):
         wanted = self._input_dtype
         if wanted is not None:  # outside of the region, whose function modes would see it
             args, kwargs = self._cast(args, wanted), (self._cast(kwargs, wanted) if kwargs else kwargs)
-        with region(self._precision.forward_context):
+        with region(self._off_path if self._passed_over else self._precision.forward_context):
             output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         returned = self._output_dtype
         if returned is None or (type(output) is torch.Tensor and output.dtype == returned):
             return output
         return self._cast(output, returned)
+
+    def _off_path(self) -> AbstractContextManager[Any]:
+        return both(fast_path_off(), self._precision.forward_context())
 
     def cast_inputs(self, tree: Any) -> Any:
         """Inputs of the model, in whatever containers, as the precision wants them."""
@@ -114,7 +119,7 @@ class PrecisionModule(TransparentModule):
         @functools.wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
             try:
-                with region(self._precision.forward_context):
+                with region(self._off_path if self._passed_over else self._precision.forward_context):
                     output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             except RuntimeError as error:
                 hint = _hint_of_shards(error, name)
@@ -131,7 +136,7 @@ class PrecisionModule(TransparentModule):
         # The body of a generator runs when it is iterated, long after the method returned.
         with closing(outputs):
             while True:
-                with region(self._precision.forward_context):
+                with region(self._off_path if self._passed_over else self._precision.forward_context):
                     try:
                         output = next(outputs)
                     except StopIteration:
@@ -215,7 +220,7 @@ class ModelWrapper(PrecisionModule):
         hooks: keys of the forward pre-hooks that the precision so far registered; returns those of `other`, which take their
         place. Those of the user's stay.
         """
-        for name in ("_precision", "_input_dtype", "_output_dtype", "_pins"):
+        for name in ("_precision", "_input_dtype", "_output_dtype", "_pins", "_passed_over"):
             self.__dict__[name] = getattr(other, name)
         self.module = other.module
         for key in hooks:
@@ -241,6 +246,11 @@ def leave_raw_calls(model: ModelWrapper) -> None:
     """Watch no longer: who asks for the user's model knows of it, and TorchScript takes no hook that it cannot compile."""
     if model._raw_calls is not None:
         model._raw_calls.leave()
+
+
+def leave_fast_path(model: ModelWrapper) -> None:
+    """Evaluate `model` as it trains, without torch's fused path for transformer layers."""
+    model.__dict__["_passed_over"] = True
 
 
 def keep_pins(model: ModelWrapper, pins: Pinned) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground import arguments
-from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories
+from booster.interface.model import CriterionWrapper, ModelWrapper, keep_choice, keep_histories, leave_fast_path
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.kernels.choice import ASKED, by_kernels
 from booster.loss_scaler import LossScaler, NoScale
@@ -29,6 +29,7 @@ from booster.mixed_precision.half_products import CHOICES, Choice, HalfProducts
 from booster.mixed_precision.keep_fp32 import KeepFP32
 from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, Placement
 from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
+from booster.model.fast_path import passes_over
 from booster.model.modules import bare
 from booster.model.params import named_parameters
 from booster.tensors.trees import HALF_DTYPES
@@ -356,6 +357,9 @@ class MixedPrecision:
         # place
         placed = placement.place(converted, policy, self.device)
         boosted, boosted_criterion = self.wrap_model(placed), self._wrap_criterion(criterion, self.device)
+        casts = self.policy.compute is not None or (self.products is not None and self.is_rehearsal)
+        if passes_over(bare(placed), casts=casts):
+            leave_fast_path(boosted)
         # rebind
         names = tensor_names(boosted, boosted_criterion)
         rebound = rebind_all(optimizers, before, placed, placement)

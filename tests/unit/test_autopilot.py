@@ -1,5 +1,6 @@
 """An autopilot makes those products wide that rounding spoils, and no others; see benchmarks/planted.py for whole runs."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -391,3 +392,19 @@ def test_what_is_no_autopilot_is_refused():
     with pytest.raises(RuntimeError, match="beside an Autopilot"):
         Flight().booster.switch("bf16")
     assert math.isclose(LIMIT, 3**-0.5)
+
+
+def test_a_copy_of_the_model_is_flown_by_nobody_and_can_be_pickled(tmp_path):
+    flight = Flight(every=1)
+    flight.steps(0, 1)
+    with flight.booster.record(tmp_path, every=1):
+        torch.save(flight.model, tmp_path / "model.pt")
+        copies = [copy.deepcopy(flight.model), torch.load(tmp_path / "model.pt", weights_only=False)]
+        x = flight.own.batch(torch.Generator().manual_seed(0))[0]
+        for each in copies:
+            layers = [layer for layer in each.modules() if isinstance(layer, LowPrecisionLinear)]
+            assert layers
+            assert not any(layer.watchers for layer in layers)
+            assert pins_of(each) is None
+            assert torch.equal(each(x), flight.model(x))
+    assert all(layer.watchers for layer in flight.model.modules() if isinstance(layer, LowPrecisionLinear))

@@ -162,6 +162,65 @@ def test_what_is_made_where_nothing_can_be_trained_is_trained_all_the_same(new):
     job.steps(1, 2)
 
 
+class Headed(nn.Module):
+    def __init__(self, trunk):
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.trunk(x)))
+
+
+class Shared:
+    """Two models with one trunk, which the optimizer of the model number `owner` steps."""
+
+    def __init__(self, precision, owner):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
+        self.booster, self.models, self.optimizers = Booster("cpu", PRECISIONS[precision]()), [], []
+        for model in (models := [Headed(trunk), Headed(trunk)]):
+            params = model.parameters() if model is models[owner] else model.head.parameters()
+            model, optimizer, *_ = self.booster.boost(model, torch.optim.AdamW(params, lr=1e-2))
+            self.models.append(model)
+            self.optimizers.append(optimizer)
+
+    def steps(self, first, last):
+        for number in range(first, last):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(number))
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                self.booster.backward(model(x).square().mean(), optimizer)
+                optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+
+    def state(self):
+        return [each.state_dict() for each in (*self.models, *self.optimizers)]
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fp32", "bf16_naive"),
+        ("bf16_naive", "fp32"),
+        ("bf16_naive", "fp16_naive"),
+        ("fp32", "fp8"),
+        ("fp8", "bf16_naive"),
+    ],
+)
+def test_models_that_share_a_trunk_go_over_as_one_loads_them(old, new, owner, tmp_path):
+    job, loaded = Shared(old, owner), Shared(new, owner)
+    job.steps(0, 3)
+    job.booster.save(tmp_path, job.models, job.optimizers)
+    loaded.booster.load(tmp_path, loaded.models, loaded.optimizers)
+    job.booster.switch(PRECISIONS[new]())
+    assert differences(job.state(), loaded.state()) == []
+    for each in (job, loaded):
+        each.steps(3, 5)
+    assert differences(job.state(), loaded.state()) == []
+    assert job.models[0].trunk[2].weight is job.models[1].trunk[2].weight
+
+
 # ---------------------------------------------------------------------- refused
 
 

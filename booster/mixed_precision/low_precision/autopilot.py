@@ -147,6 +147,9 @@ class Pilot:
         self.noise: dict[tuple[str, str], float] = {}
         """Noise over signal of each product, by layer and role, in the last look at it."""
 
+    def __reduce__(self) -> Any:
+        return _nobody, ()  # a copy of a boosted model stays as it is
+
     # ---- what a listener of steps does
 
     def after_backward(self, loss: torch.Tensor | None) -> None:
@@ -323,6 +326,10 @@ class Pilot:
     def _fly(self, name: str) -> None:
         roles: list[Role] = [self._plan.high if (name, role) in self._wide else "recipe" for role in ROLES]
         self._layers[name].recipe = self._recipes[name].in_roles(*roles)
+
+
+def _nobody() -> None:
+    return None
 
 
 def _is_whole(number: int, every: int) -> bool:

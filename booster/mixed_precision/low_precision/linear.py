@@ -120,7 +120,7 @@ class LowPrecisionLinear(LinearStandIn):
     recipe: Recipe
     kernels: bool
     watchers: tuple[Watcher, ...] = ()
-    """Told of products in training, those of forward passes that a backward may follow."""
+    """Told of products in training, those of forward passes that a backward may follow. Copies have none."""
     is_wide: bool = False
     """Whether it multiplies as the `nn.Linear` that it stands for, since that was measured to be faster."""
     weights: RoundedWeights | None = None
@@ -162,7 +162,7 @@ class LowPrecisionLinear(LinearStandIn):
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "weights"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("weights", "watchers")}
 
     def extra_repr(self) -> str:
         how = "wide" if self.is_wide else f"recipe={self.recipe.name!r}{'' if self.kernels else ', emulated'}"

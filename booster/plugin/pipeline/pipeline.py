@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from booster.model.fast_path import fast_path_off
 from booster.model.modules import PlacedModule
 from booster.plugin.pipeline.plan import PipelinePlan
-from booster.plugin.pipeline.rehearsal import fast_path_off, rehearse
+from booster.plugin.pipeline.rehearsal import rehearse
 from booster.plugin.pipeline.route import Route
 from booster.plugin.pipeline.schedule import Runner, Shape, check_count
 from booster.plugin.pipeline.tied_weights import TiedWeights

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from booster.ground.torch_internals import DataDependentOutputException, DynamicOutputShapeException
+from booster.model.fast_path import fast_path_off
 from booster.plugin.pipeline.provenance import NOWHERE, Origins, foreign_use
 from booster.plugin.pipeline.route import Boundary, Echo, Route, TensorSpec, substitute
 from booster.plugin.pipeline.skeleton import Skeleton, is_fake
@@ -37,17 +38,6 @@ def rehearse(skeleton: Skeleton, split: Split, args: tuple[Any, ...], kwargs: di
         for stage in range(split.num_stages):
             _Rehearsal(skeleton, split, stage, route).run(args, kwargs)
     return route
-
-
-@contextmanager
-def fast_path_off() -> Iterator[None]:
-    """Context without the fused inference path of torch's transformer layers, which nests tensors between layers."""
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 class _Rehearsal:
