@@ -1154,7 +1154,8 @@ def test_what_no_graph_follows_is_refused_by_name(name):
     torch.manual_seed(0)
     booster = Booster("cpu", **{"mixed_precision": "bf16", **options})
     net = nn.Linear(6, 3)
-    booster.boost(net, (make or OPTIMIZERS["AdamW"])(net.parameters()))
+    boosted = booster.boost(net, (make or OPTIMIZERS["AdamW"])(net.parameters()))  # which a Booster does not hold
+    assert boosted
     with pytest.raises(RuntimeError, match=rf"capture\(\) makes no graph of steps of this \w+: .*{reason}"):
         booster._captured(lambda x: x, (torch.zeros(1),), RecordedGraphs(), 8)
 
