@@ -335,9 +335,6 @@ class _Set:
     tables: Tables | None = None
     addresses: list[int] = field(default_factory=list)
 
-    def is_of(self, params: list[torch.Tensor], layout: Any, dtypes: list[torch.dtype]) -> bool:
-        return same(params, self.params) and same(layout, self.layout) and dtypes == self.dtypes
-
 
 class _Steps:
     """The launches of one optimizer's steps, and what they need from step to step."""
@@ -366,9 +363,12 @@ class _Steps:
                 raise Unfit(self._broken)
             grads = self._gradients(params)
             dtypes = list(map(_DTYPE, grads))
-            known = next((each for each in self._sets if each.is_of(params, layout, dtypes)), None)
-            if known is not None:
-                self._sets.remove(known)
+            known = None
+            for each in self._sets:  # the first, in nearly every step
+                if dtypes == each.dtypes and same(params, each.params) and same(layout, each.layout):
+                    known = each
+                    self._sets.remove(known)
+                    break
             if known is None or not known.stretches.holds():
                 # Others would keep states that were replaced.
                 self._sets = [each for each in self._sets if each.stretches.holds()]
@@ -471,7 +471,8 @@ class _Steps:
         known = self._values.get((name, device))
         if known is None or known[0] != values:
             known = self._values[name, device] = values, self._copies(torch.tensor(values, dtype=torch.float64), device)
-        self._copies.hold(known[1])
+        if self._copies.held is not None:
+            self._copies.hold(known[1])
         return known[1]
 
     @contextmanager
@@ -565,7 +566,8 @@ class _Steps:
         )
         constants = {"CLIP": bound is not None, "PREPARE": self.rule.prepare, "NUMBERS": MOST_NUMBERS}
         constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
-        self._copies.hold(*args)
+        if self._copies.held is not None:
+            self._copies.hold(*args)
         self._compiled.launch(decide, (device, bound is not None, *kinds_of(maybe)), 1, args, constants)
         return out
 
@@ -584,7 +586,8 @@ class _Steps:
             if kind.tiles:
                 args = table.rows, table.tiles, kind.first, table.scalars, single, chances[kind.names]
                 constants = self._constants(kind, checks=checks, divide=divide)
-                self._copies.hold(*args)
+                if self._copies.held is not None:
+                    self._copies.hold(*args)
                 table.compiled.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
 
     def _constants(self, kind: Kind, *, checks: bool, divide: bool) -> dict[str, Any]:
