@@ -230,3 +230,9 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
             ):
                 missing.append(message)
     assert missing == []
+
+
+def test_the_readme_names_the_command_that_trains_and_the_one_that_runs_the_tests():
+    text = (ROOT / "README.md").read_text()
+    assert "`make demo`" in text
+    assert "`make test`" in text
