@@ -544,6 +544,11 @@ class _OtherOutputs:
             self._state._register_pre_backward_hook([tensor for tensor in self._walk(output) if id(tensor) not in seen])
 
 
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether the user has `register_hook` or `register_post_accumulate_grad_hook` on `tensor`."""
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
 def settle_dtypes(group: Any) -> None:
     """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
     if getattr(group, "_orig_dtype", True) is None:

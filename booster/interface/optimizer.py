@@ -10,12 +10,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from booster.ground import arguments
 from booster.ground.guards import OwnStep, is_of_torch_checkpoint
 from booster.ground.torch_internals import leave_guards, told_found_inf
 from booster.interface.signature import takes
+from booster.ranks import agreement
 from booster.update.backward import run_backward
 from booster.update.checkpoint import STATE_KEY, state_of
 from booster.update.choice import choose_update
@@ -107,7 +109,8 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Update the parameters, unless the gradients of any rank hold an inf or NaN; then the loss scale.
 
-        closure: computes the loss, with its backward pass, as LBFGS wants; None steps on the gradients there are.
+        closure: computes the loss, with its backward pass, as LBFGS wants; None steps on the gradients there are. Where ranks
+            share gradients the optimizer is told the mean of their losses, a small collective each time.
 
         The check is made under a loss scaler, after a clip, or with `Booster(skip_nonfinite=True)`; otherwise, and with a
         closure, the step is torch's. Side effects: one scalar all-reduce when checking on several ranks, which is that of the
@@ -501,9 +504,24 @@ class OptimizerWrapper(Optimizer):
             self._update.shards.check_gradients()
             if self._clip_grad_norm:
                 gradients.clip_norm(float(self._clip_grad_norm), asked=False)
-            return loss
+            return _mean_of_ranks(loss, gradients.group)
 
         return self._update.step_with_closure(checked)
+
+
+def _mean_of_ranks(loss: Any, group: dist.ProcessGroup | None) -> Any:
+    """The mean over the ranks of `group` of `loss`, a number or tensor of one element: by what optimizers read of it, as LBFGS
+    does, they go on, so that it is the same on all ranks; anything else as it is."""
+    number = isinstance(loss, torch.Tensor) and loss.numel() == 1 or isinstance(loss, (int, float))
+    if group is None or not number:
+        return loss
+    value = (
+        loss.detach().reshape(()).double()
+        if isinstance(loss, torch.Tensor)
+        else torch.tensor(loss, dtype=torch.float64)
+    )
+    mean = agreement.shared(value, group, dist.ReduceOp.SUM) / dist.get_world_size(group)
+    return mean.to(loss.dtype).expand_as(loss) if isinstance(loss, torch.Tensor) else float(mean)
 
 
 def update_of(optimizer: OptimizerWrapper) -> Update:

@@ -28,6 +28,7 @@ from booster.plugin.base import Pipeline
 from booster.plugin.fsdp.fully_sharded import (
     ShardLoaded,
     change_dtypes,
+    check_hooks,
     follow_policy,
     keep_whole,
     shard_module,
@@ -199,6 +200,8 @@ class HybridParallelPlugin(ShardingPlugin):
         }
         check_tensor_parallel(model, **tensor_parallel)
         check_meta(model)
+        if self.tp_size > 1:  # `shard_module` finds others
+            check_hooks(model)
         blocks, gathered = block_names(model, self._wrap_policy), gathered_modules(model, policy)
         plan = self._plan_pipeline(module, policy, device) if self.pp_size > 1 else None
         arrive(module, device)

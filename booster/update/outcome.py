@@ -98,7 +98,7 @@ class StepResult:
     culprit: names of the parameters whose gradient held an inf or NaN.
     grad_norm: of the unscaled gradients before clipping; None where the step did not look at them.
     loss_scale: the scale that this step's gradients carried; 1.0 without a loss scaler.
-    loss: what the closure returned; None without one.
+    loss: what the closure returned, where ranks share gradients the mean over them; None without one.
     num_zeros_in_grad: zero gradient elements of this rank; None unless the precision was asked to count them.
     is_known: whether `applied` would not wait.
     decision: `applied` without waiting, a 0-dim bool tensor where a device decides.

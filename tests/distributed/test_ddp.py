@@ -97,6 +97,33 @@ def train(rank, world_size, precision, clip=None, optimizer_cls=torch.optim.SGD,
 # ---- equal to one process ----
 
 
+def lbfgs(rank, world_size):
+    booster, model = make("fp32", world_size), net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    x, y = shard(rank, world_size, *data())
+    losses = []
+    for _ in range(3):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            booster.backward(loss, optimizer)
+            return loss
+
+        losses.append(optimizer.step(closure).loss)
+    return torch.stack(losses), flat(model)
+
+
+def test_an_optimizer_that_reads_losses_reads_their_mean_over_the_ranks(ranks2):
+    losses, params = lbfgs(0, 1)
+    (first, first_params), (second, second_params) = ranks2(lbfgs)
+    assert torch.equal(first, second), "ranks were told different losses"
+    assert torch.equal(first_params, second_params), "ranks drifted apart"
+    assert (first - losses).abs().max() <= 1e-4
+    assert (first_params - params).abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_training_equals_one_process_on_the_whole_batch(run_on_ranks, precision, size):

@@ -494,6 +494,49 @@ def test_trainable_parameters_of_two_dtypes_get_groups_of_their_own(ranks2):
     ranks2(mixed_dtypes, "parameters")
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.turn = nn.Parameter(torch.randn(DIM, DIM, dtype=torch.complex64) / DIM)
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        return (self.linear(x).to(torch.complex64) @ self.turn).abs()
+
+
+def train_complex(rank, world_size, precision):
+    booster, model, optimizer = boost(world_size, precision, Complex())
+    x = torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(1)).chunk(world_size)[rank]
+    for _ in range(3):
+        booster.backward(model(x).float().square().mean(), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    turn = model.turn.detach()
+    return turn.full_tensor() if isinstance(turn, DTensor) else turn.clone()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_complex_parameters_are_gathered_and_reduced_as_they_are(ranks2, precision):
+    turn = train_complex(0, 1, precision)
+    assert (turn - Complex().turn).imag.abs().max() > 0.005, "nothing was trained"
+    for other in ranks2(train_complex, precision):
+        assert (other - turn).abs().max() <= 1e-3
+
+
+def hooked(rank, world_size):
+    for way in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = transformer()
+        getattr(model.head.weight, way)(lambda grad: None)
+        with pytest.raises(ValueError, match=r"head\.weight has hooks of register_hook .* would never be called"):
+            boost(world_size, "fp32", model)
+        assert not any(isinstance(param, DTensor) for param in model.parameters()), "raised, but changed the model"
+
+
+def test_hooks_on_parameters_whose_place_is_taken_are_refused(ranks2):
+    ranks2(hooked)
+
+
 # ---- overflow ----
 
 

@@ -19,10 +19,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from booster.ground.text import listed
 from booster.ground.torch_internals import (
     fsdp_groups,
     fsdp_params,
     fsdp_states,
+    has_gradient_hooks,
     is_in_forward,
     is_view,
     run_hooks_outside_modes,
@@ -83,7 +85,7 @@ def shard_module(
     `policy.install_keep_fp32`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper` does.
 
     Raises ValueError, before anything is changed, for parameters that cannot be sharded, those of integers before torch 2.13
-    among them, or have no values; RuntimeError
+    among them, or have no values, or have hooks; RuntimeError
     if a module is sharded already.
     """
     model = bare(module)
@@ -102,6 +104,7 @@ def shard_module(
             "are gathered in fp8 are not cut like that; pass True or False, or leave gather_in_fp8 False"
         )
     check_meta(model)
+    check_hooks(model)
     integers = [
         name for name, param in model.named_parameters() if not (param.is_floating_point() or param.is_complex())
     ]
@@ -155,6 +158,18 @@ def shard_module(
     shown = _show_dtypes(model, groups, policy)
     model.register_forward_hook(_Rest(cast(FSDPModule, model), left), always_call=True)
     return shown
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise ValueError for hooks on parameters of `model`, which are not those of what takes the place of the parameters."""
+    hooked = [name for name, param in model.named_parameters() if has_gradient_hooks(param)]
+    if hooked:
+        raise ValueError(
+            f"{listed(hooked, 5)} {'has' if len(hooked) == 1 else 'have'} hooks of register_hook or "
+            "register_post_accumulate_grad_hook, which would never be called: parts take the place of parameters, and their "
+            "gradients come otherwise. Take the hooks off, and change gradients between backward and step, after "
+            "optimizer.unscale_grads(), or use a plugin that keeps parameters whole, such as TorchDDPPlugin"
+        )
 
 
 def _show_dtypes(model: nn.Module, groups: Iterable[Group], policy: DtypePolicy) -> list[Any]:
@@ -316,6 +331,10 @@ def _mixed_precision(policy: DtypePolicy, group: Group, reduce_dtype: torch.dtyp
     if group.pinned:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     gathered = policy.gather if group.gathered else policy.param
+    own = [param for member in group.members for param in member.parameters(recurse=False)]
+    if any(param.is_complex() and param.requires_grad for param in own):  # and so are all that train
+        of_others = gathered if any(param.is_floating_point() for param in own) else None
+        return MixedPrecisionPolicy(param_dtype=of_others, cast_forward_inputs=False)
     default = torch.float32 if (gathered or policy.store) in HALF_DTYPES else None
     return MixedPrecisionPolicy(
         param_dtype=gathered, reduce_dtype=reduce_dtype or policy.reduce or default, cast_forward_inputs=False
