@@ -1,7 +1,7 @@
 """How long the pages are: `make docs` calls it. A line for each tab of the menu, and what a reader would read in all.
 
-Words are what blanks divide. Prose and code are counted, headings, lists and comments in code too. Tables are counted
-apart. Those of Evidence are written by programs of `benchmarks/` and tests, as are two whole pages; the others are by hand.
+Words are what blanks divide and what has a letter or a digit: bars of tables and marks of lists are none. Prose and code are
+counted, headings, lists and comments in code too. Tables are counted apart. Those of Evidence are written by programs of `benchmarks/` and tests, as are two whole pages; the others are by hand.
 """
 
 import re
@@ -15,8 +15,12 @@ WRITTEN = {"reference/cli.md", "guides/mistakes.md"}  # by argparse, and by test
 
 def count(text: str) -> tuple[int, int]:
     """Words of prose and code, and words of tables."""
-    without = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
-    return len(without.split()), len(text.split()) - len(without.split())
+    prose = _words(re.sub(r"^\|.*$", "", text, flags=re.MULTILINE))
+    return prose, _words(text) - prose
+
+
+def _words(text: str) -> int:
+    return sum(any(mark.isalnum() for mark in word) for word in text.split())
 
 
 def main() -> None:
