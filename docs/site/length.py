@@ -1,7 +1,8 @@
 """How long the pages are: `make docs` calls it. A line for each tab of the menu, and what a reader would read in all.
 
 Words are what blanks divide and what has a letter or a digit: bars of tables and marks of lists are none. Prose and code are
-counted, headings, lists and comments in code too. Tables are counted apart. Those of Evidence are written by programs of `benchmarks/` and tests, as are two whole pages; the others are by hand.
+counted, headings, lists and comments in code too. Tables are counted apart. Those of Evidence are written by programs of
+`benchmarks/` and tests, as are two whole pages; the others are by hand.
 """
 
 import re

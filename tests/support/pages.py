@@ -7,10 +7,11 @@ from pathlib import Path
 from programs import ROOT, Ran, run
 
 STRICTLY = """
-import runpy, warnings
+import os, runpy, warnings
 warnings.resetwarnings()
 warnings.simplefilter("error")
-runpy.run_path("page.py", run_name="__main__")
+names = runpy.run_path("before.py") if os.path.exists("before.py") else {}
+runpy.run_path("page.py", names, run_name="__main__")
 """
 
 
@@ -33,7 +34,12 @@ def as_script(page: str) -> str:
 
 
 def run_page(page: str, folder: Path) -> Ran:
-    """Run the Python of `page` in `folder`, where only `examples` is at hand. Warnings are errors."""
+    """Run the Python of `page` in `folder`, where only `examples` is at hand. Warnings are errors.
+
+    `<!-- goes on from NAME.md -->` has that page of docs/ run first, whose names are then there.
+    """
+    for name in re.findall(r"^<!-- goes on from (.+) -->$", page, re.MULTILINE):
+        (folder / "before.py").write_text(as_script((ROOT / "docs" / name).read_text()))
     (folder / "page.py").write_text(as_script(page))
     (folder / "examples").symlink_to(ROOT / "examples")
     # The batches of pages lie on the CPU, and so are their models, whatever there is.

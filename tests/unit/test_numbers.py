@@ -138,13 +138,9 @@ def test_idle_time_of_pipelines_is_that_of_their_formulas() -> None:
     assert re.findall(r"idle (\d+) percent", words) == [f"{100 * each:.0f}" for each in (plain, plain, interleaved)]
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [("guides/options", FP16TorchMixedPrecision), ("guides/half_weights", FP16NaiveMixedPrecision)],
-)
-def test_defaults_in_the_tables_of_options_are_those_of_the_code(name: str, precision: type) -> None:
-    checked = 0
-    for table in re.findall(r"^\| option \| default \|.*\n\|.*\n((?:\|.*\n)+)", page(name), re.MULTILINE):
+def test_defaults_in_the_table_of_options_are_those_of_the_code() -> None:
+    checked, precision = 0, FP16TorchMixedPrecision
+    for table in re.findall(r"^\| option \| default \|.*\n\|.*\n((?:\|.*\n)+)", page("guides/options"), re.MULTILINE):
         for names, values in re.findall(r"^\| (.+?) \| (.+?) \|", table, re.MULTILINE):
             options, said = re.findall(r"`(\w+)", names), [each.strip("` ") for each in values.split(", ")]
             for option, value in zip(options, said * len(options) if len(said) == 1 else said, strict=True):
@@ -168,6 +164,10 @@ def test_defaults_in_sentences_are_those_of_the_code() -> None:
         "low_precision": f"DelayedScaling(amax_history_len={default(DelayedScaling, 'amax_history_len')}, margin=0)",
     }.items():
         assert words.partition(" ->")[0] in page(name), name
+    naive = {name: default(FP16NaiveMixedPrecision, name) for name in ("growth_interval", "hysteresis")}
+    assert f"after {naive['growth_interval']:,} clean steps" in page("guides/half_weights")
+    assert "falls at the second overflow" in page("guides/half_weights")
+    assert naive["hysteresis"] == 2
     assert f"after {default(Booster, 'patience'):g} seconds (`Booster(patience=...)`)" in page("launch")
     assert "every 100th (`record(folder, every=100)`)" in page("numerics")
     assert default(Booster.record, "every") == 100

@@ -13,7 +13,7 @@ from pages import ROOT
 
 from booster import Booster, StepResult
 from booster.interface.optimizer import OptimizerWrapper
-from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import FP16TorchMixedPrecision
 
 DOCS = ROOT / "docs"
 # Where names are public: what these export is in the reference.
@@ -131,14 +131,10 @@ def test_every_name_of_the_reference_is_there() -> None:
         assert hasattr(import_module(module), last), name
 
 
-@pytest.mark.parametrize(
-    ("page", "precision"), [("half_weights", FP16NaiveMixedPrecision), ("options", FP16TorchMixedPrecision)]
-)
-def test_a_guide_names_every_option_of_its_precision(page: str, precision: type) -> None:
-    text = (DOCS / f"guides/{page}.md").read_text()
-    assert [
-        name for name in inspect.signature(precision).parameters if f"`{name}" not in text and f"## {name}" not in text
-    ] == []
+def test_the_guide_of_options_names_every_option_of_fp16() -> None:
+    text = (DOCS / "guides/options.md").read_text()
+    names = inspect.signature(FP16TorchMixedPrecision).parameters
+    assert [name for name in names if f"`{name}" not in text and f"## {name}" not in text] == []
 
 
 @pytest.mark.parametrize("command", cli_page.commands(), ids=" ".join)
