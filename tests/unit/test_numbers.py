@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pages import ROOT, as_script
 from torch import nn
 
 from booster import Booster, launch_from_torch
+from booster import plugin as plugins
 from booster.checkpoint.lock import DEAD
 from booster.memory import compare
 from booster.mixed_precision import (
@@ -20,6 +22,7 @@ from booster.mixed_precision import (
     FP16TorchMixedPrecision,
 )
 from booster.numerics import Budget
+from booster.plugin import Plugin, SingleDevice
 
 DOCS = ROOT / "docs"
 # Messages of torch and of Python, which no file of the library has.
@@ -94,18 +97,50 @@ def test_a_page_shows_what_its_program_prints(capsys) -> None:
     assert [(each.split()[0] == "True", each.split()[1]) for each in shown] == [(a, f"{2.0**s:g}") for a, s in steps]
 
 
-def test_what_each_rank_holds_in_the_picture_is_what_is_estimated() -> None:
+PLANS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp": "FSDP"}
+PARTS = ("weights", "gradients", "states")
+
+
+@cache
+def shares_of_four_ranks() -> dict[str, list[float]]:
+    """Of each plan, how much of weights, gradients and states one of four ranks holds, as it is estimated."""
     net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     job = (net, torch.optim.AdamW(net.parameters()), (torch.ones(4, 256), torch.ones(4, 256)), nn.MSELoss())
     found = {each.plugin: each for each in compare(*job, precisions=["fp32"], plugins=list(PLANS), world_sizes=[4])}
+    whole = compare(*job, precisions=["fp32"])[0]
+    return {plan: [getattr(found[plan], part) / getattr(whole, part) for part in PARTS] for plan in PLANS}
+
+
+def test_what_each_rank_holds_in_the_picture_is_what_is_estimated() -> None:
     for plugin, name in PLANS.items():
         (held,) = [held for plan, held, _ in constant("guides", "PLANS") if plan == name]
-        whole = compare(*job, precisions=["fp32"])[0]
-        parts = [getattr(found[plugin], part) / getattr(whole, part) for part in ("weights", "gradients", "states")]
+        parts = shares_of_four_ranks()[plugin]
         assert parts == [pytest.approx(1 if kind == "w" else 0.25, rel=0.02) for kind in held], name
 
 
-PLANS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp": "FSDP"}
+def test_the_picture_of_plugins_has_those_of_the_code() -> None:
+    drawn = [plugin for _, plugin in constant("guides", "QUESTIONS")]
+    classes = {name: getattr(plugins, name) for name in plugins.__all__}
+    public = {name for name, kind in classes.items() if issubclass(kind, Plugin) and kind not in (Plugin, SingleDevice)}
+    assert {plugin.partition("(")[0] for plugin in drawn} == public
+    for plugin in drawn:
+        options = [node.arg for node in ast.walk(ast.parse(plugin)) if isinstance(node, ast.keyword)]
+        assert set(options) <= inspect.signature(classes[plugin.partition("(")[0]]).parameters.keys(), plugin
+    assert {"tp_size", "pp_size"} <= inspect.signature(classes[drawn[-1]]).parameters.keys()  # what is left for it
+
+
+def test_the_picture_of_plugins_asks_for_what_each_of_them_holds_whole() -> None:
+    """What a question says fits on a device is what a rank holds whole, and each has room for less than the one above."""
+    for plugin, (question, _) in zip(PLANS, constant("guides", "QUESTIONS"), strict=False):
+        clause = question.split(",\n")[0]
+        fits = [part in clause and "do not" not in clause for part in PARTS]
+        assert [share > 0.9 for share in shares_of_four_ranks()[plugin]] == fits, question
+
+
+@pytest.mark.parametrize("name", ["choice", "choice-dark"])
+def test_the_picture_of_plugins_is_drawn_from_its_questions(name: str) -> None:
+    words = [line for each in constant("guides", "QUESTIONS") for text in each for line in text.split("\n")]
+    assert re.findall("<!-- (.*?) -->", (DOCS / f"images/{name}.svg").read_text()) == words
 
 
 def test_a_checkpoint_has_the_files_of_the_picture(tmp_path: Path) -> None:
