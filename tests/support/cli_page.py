@@ -5,8 +5,8 @@ python tests/support/cli_page.py
 
 import contextlib
 import io
-import os
 from pathlib import Path
+from unittest import mock
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
 ACTIONS = {"checkpoint": ("show", "verify", "convert")}  # commands with commands of their own
@@ -31,9 +31,8 @@ def help_of(command: tuple[str, ...]) -> str:
     """What `booster COMMAND --help` prints, at a width of 96."""
     from booster.cli import main
 
-    os.environ["COLUMNS"] = "96"
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with mock.patch.dict("os.environ", {"COLUMNS": "96"}), contextlib.redirect_stdout(printed):
         main([*command, "--help"])
     return printed.getvalue()
 

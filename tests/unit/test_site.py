@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 from fnmatch import fnmatch
 from importlib import import_module
@@ -142,6 +143,12 @@ def test_every_option_of_a_command_is_in_its_page(command: tuple[str, ...]) -> N
     sections = re.split(r"^## ", cli_page.PAGE.read_text(), flags=re.MULTILINE)
     (shown,) = [section for section in sections if section.startswith(f"{' '.join(command)}\n")]
     assert _options(cli_page.help_of(command)) == _options(shown), "python tests/support/cli_page.py writes the page"
+
+
+def test_a_look_at_the_help_of_a_command_leaves_the_width_for_the_tests_that_follow() -> None:
+    before = dict(os.environ)
+    cli_page.help_of(("env",))
+    assert os.environ == before
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.stem)
