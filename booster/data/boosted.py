@@ -107,13 +107,17 @@ class DataLoaderWrapper:
             raise RuntimeError("this dataloader has not yielded a batch yet, so there are no rows of it")
         batches = getattr(self._loader, "batch_sampler", None)
         batch_size = getattr(batches, "batch_size", None)
+        num_samples, size = sampler.num_samples, len(sampler.dataset)  # type: ignore[arg-type]
+        if self._current.start:  # what was left of the epoch was dealt anew
+            size -= self._current.start
+            num_samples = size // sampler.num_replicas if sampler.drop_last else -(-size // sampler.num_replicas)
         left_over, rows = 0, frozenset[int]()
         if isinstance(batch_size, int):
-            left_over = sampler.num_samples % batch_size if getattr(batches, "drop_last", False) else 0
+            left_over = num_samples % batch_size if getattr(batches, "drop_last", False) else 0
             count = self._current.count
-            epoch_rows = min(count * batch_size, sampler.num_samples - left_over)
+            epoch_rows = min(count * batch_size, num_samples - left_over)
             rows = frozenset({epoch_rows - (count - 1) * batch_size, epoch_rows})
-        padded = sampler.total_size - len(sampler.dataset) - left_over * sampler.num_replicas  # type: ignore[arg-type]
+        padded = (num_samples - left_over) * sampler.num_replicas - size
         return Share(sampler.num_replicas, max(0, padded) if self._current.at_end else 0, rows)
 
     def unwrap(self) -> Iterable[Any]:
@@ -127,7 +131,7 @@ class DataLoaderWrapper:
         read again on loading, it has the states of its own generators, of those of its samplers and datasets, and the global
         ones when the epoch began. Raises RuntimeError, which says why, where reading again would not come to the same batches.
         """
-        if self._position is not None:
+        if self._position is not None and self._position["epoch"] == self._epoch:
             return dict(self._position)
         newest = self._newest
         inside = newest is not None and not newest.at_end and newest.epoch + 1 == self._epoch

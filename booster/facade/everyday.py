@@ -120,7 +120,7 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Show
     except ImportError as error:
         raise ImportError("the bar is drawn by rich: pip install 'booster-amp[report]'") from error
 
-    known = len(items) if total is None and isinstance(items, Sized) else total
+    known = _known_length(items) if total is None else total
     words = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     bar = Progress(*words, TextColumn("{task.fields[loss]}"), TimeRemainingColumn(), expand=True)
 
@@ -134,6 +134,14 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Show
             bar.update(task, loss=loss.look(now=True))
 
     return drawn()
+
+
+def _known_length(items: Iterable[Any]) -> int | None:
+    """How many there are; None where nobody knows, as of a loader of a stream, which has a `__len__` all the same."""
+    try:
+        return len(items) if isinstance(items, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _pace(rate: float) -> str:

@@ -165,6 +165,27 @@ def test_samples_that_a_batch_drops_take_the_repeated_ones_along():
     assert (loader.share.num_padded, loader.share.rows) == (0, {2})
 
 
+@pytest.mark.parametrize(("drop_last", "rows", "padded"), [(False, 2, 1), (True, 1, 0)])
+def test_an_epoch_that_other_ranks_go_on_with_counts_the_rows_that_these_are_dealt(drop_last, rows, padded):
+    before = boosted(13, 2, batch_size=3, shuffle=False, drop_last=drop_last)
+    next(iter(before))
+    loader = boosted(13, 4, batch_size=1 if drop_last else 3, shuffle=False, drop_last=drop_last)
+    loader.load_state_dict(before.state_dict())  # 7 of 13 are left for 4 ranks
+    assert len(flat(loader)) == rows
+    assert (loader.share.num_padded, loader.share.rows) == (padded, {rows})
+    flat(loader)  # the next epoch is a whole one
+    assert loader.share.num_padded == (0 if drop_last else 3)
+
+
+def test_a_position_is_none_any_more_once_another_epoch_is_chosen():
+    before = boosted()
+    next(iter(before))
+    loader = boosted()
+    loader.load_state_dict(before.state_dict())
+    loader.set_epoch(7)
+    assert loader.state_dict() == boosted().state_dict() | {"epoch": 7}
+
+
 def test_nothing_is_known_of_the_rows_of_another_loader():
     loader = DataLoaderWrapper(DataLoader(numbers()), "cpu")
     next(iter(loader))

@@ -9,6 +9,7 @@ import pytest
 import small_job
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import booster
 from booster import Booster, find_batch_size, seed_everything
@@ -45,6 +46,17 @@ def test_progress_takes_items_of_unknown_number(capsys):
     assert "2/?" in capsys.readouterr().out
     assert list(Booster("cpu").progress(iter([3, 1]), "stream", total=2)) == [3, 1]
     assert "2/2" in capsys.readouterr().out
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_progress_takes_a_loader_of_a_stream_whose_length_nobody_knows(capsys):
+    b = Booster("cpu")
+    assert len(list(b.progress(b.prepare_dataloader(Stream(), 2)))) == 2
+    assert "2/?" in capsys.readouterr().out
 
 
 def test_progress_shows_the_rate_and_the_last_loss_in_80_columns(capsys, monkeypatch):

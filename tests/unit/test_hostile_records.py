@@ -6,9 +6,11 @@ import os
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from prescribed import parameters, sgd, step_on
 from test_record import recorded
 
+from booster import Booster
 from booster.cli import main
 from booster.numerics import read_run
 from booster.numerics.record.run import LineFile
@@ -138,6 +140,22 @@ def test_a_full_disk_ends_the_record_with_one_warning_and_training_goes_on(tmp_p
     assert "training goes on" in caplog.text
     assert calls == 4
     assert [step.number for step in read_run(tmp_path).steps["0"]] == [1, 2, 3]
+
+
+def test_a_full_disk_stops_no_switch_and_no_look_of_an_autopilot(tmp_path, monkeypatch, caplog):
+    booster = Booster("cpu")
+    booster.boost(torch.nn.Linear(2, 2))
+    record = booster.record(tmp_path, every=None)
+
+    def full(self, lines):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LineFile, "write", full)
+    booster.switch("bf16")
+    assert booster.precision.half_dtype == torch.bfloat16
+    assert record.closed
+    record.write([{"kind": "look"}])
+    assert caplog.text.count("No space left on device") == 1
 
 
 def test_a_record_does_not_write_through_a_link_or_into_a_pipe(tmp_path):

@@ -250,6 +250,79 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_steps_made_again_count_as_ma
     )
 
 
+def write_rank(folder, rank, *lines):
+    """Append lines of a rank: a number is a step of that loss, and of the time since; a tuple begins a process."""
+    with (folder / f"rank-{rank:05d}.jsonl").open("a") as file:
+        for line in lines:
+            if isinstance(line, tuple):
+                world_size, time = line
+                line = {"kind": "run", "schema": 1, "rank": rank, "world_size": world_size, "time": time}
+            file.write(f"{json.dumps(line)}\n")
+
+
+def written_step(number, loss, time):
+    return {"kind": "step", "optimizer": "0", "step": number, "time": time, "applied": True, "loss": loss}
+
+
+def test_what_a_resume_went_back_behind_is_no_part_of_the_run(tmp_path):
+    first = [written_step(number, 1.0, 10 + number) for number in range(1, 9)]
+    look = {"kind": "look", "layers": 1, "operations": 0.1, "wide": 0.0}
+    change = {"kind": "pilot", "name": "a", "role": "forward", "wide": True, "noise": 0.1, "ahead": 0.2}
+    low = {"kind": "low", "optimizer": "0", "name": "a", "product": "forward", "operand": "input", "format": "e4m3"}
+    low |= dict.fromkeys(("total", "underflow", "saturated", "top"), 1)
+    said = [line | {"step": step} for step in (3, 7) for line in (look, change, low)]
+    switches = [{"kind": "switch", "step": step, "precision": f"at {step}"} for step in (3, 7)]
+    write_rank(tmp_path, 0, (1, 10.0), *first, *said, *switches)
+    write_rank(tmp_path, 0, (1, 30.0), *(written_step(number, 2.0, 30 + number) for number in (5, 6)))
+    run = read_run(tmp_path)
+    assert [(step.number, step.loss) for step in run.steps["0"]] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
+    assert [each.step for each in (*run.switches, *run.piloted, *run.looks, *run.rounded)] == [3, 3, 3, 3]
+    assert run.notes == [
+        "rank-00000.jsonl was written by 2 processes in turn, and 2 steps were made again; the later ones count; what it "
+        "has of steps 7 to 8 is left out, since the run went back behind them"
+    ]
+
+
+def test_what_a_process_went_back_behind_is_no_part_of_the_run(tmp_path):
+    numbers = (1, 2, 3, 4, 2, 3)
+    write_rank(tmp_path, 0, (1, 0.0), *(written_step(number, time, time) for time, number in enumerate(numbers)))
+    run = read_run(tmp_path)
+    assert [(step.number, step.loss) for step in run.steps["0"]] == [(1, 0), (2, 4), (3, 5)]
+    assert run.notes[0].startswith("rank-00000.jsonl was written by a process that went back, and 2 steps")
+
+
+def test_a_run_that_goes_on_with_fewer_ranks_does_not_count_those_that_are_gone(tmp_path):
+    for rank in (0, 1):
+        write_rank(tmp_path, rank, (2, 10.0), *(written_step(number, rank, 10 + number) for number in range(1, 5)))
+    write_rank(tmp_path, 0, (1, 30.0), written_step(3, 7.0, 31.0))
+    run = read_run(tmp_path)
+    assert [(step.number, step.loss) for step in run.steps["0"]] == [(1, 0.5), (2, 0.5), (3, 7.0)]
+
+
+def test_a_switch_before_the_first_step_of_a_resumed_run_is_after_the_steps_that_were_loaded(tmp_path):
+    booster, model, optimizer = boost("fp32")
+    train(booster, model, optimizer, steps=3)
+    state = copy.deepcopy(optimizer.state_dict())
+    booster, model, optimizer = boost("fp32")
+    with booster.record(tmp_path, every=None):
+        optimizer.load_state_dict(state)
+        booster.switch("bf16")
+        train(booster, model, optimizer, steps=1)
+    assert [each.step for each in read_run(tmp_path).switches] == [3]
+
+
+def test_a_group_without_a_learning_rate_and_one_that_is_no_number_stop_no_training(tmp_path):
+    booster, model, optimizer = boost("fp32")
+    with booster.record(tmp_path, every=None) as record:
+        del optimizer.param_groups[0]["lr"]
+        optimizer.unwrap().step = lambda closure=None: None
+        train(booster, model, optimizer, steps=1)
+        assert "lr" not in record.latest
+        optimizer.param_groups[0]["lr"] = math.nan
+        train(booster, model, optimizer, steps=1)
+    assert [step.lr for step in read_run(tmp_path).steps["0"]] == [(), ()]
+
+
 def test_other_damage_is_an_error_that_names_the_line(tmp_path):
     booster, model, optimizer = boost("fp16")
     with booster.record(tmp_path):

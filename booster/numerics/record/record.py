@@ -6,6 +6,7 @@ The records that one Booster is writing.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import weakref
@@ -73,7 +74,7 @@ class Record:
         self._file.write([_header(ranks, precision, plugin, device)])
         self._tracker = tracker
         self._number = 0
-        self._last = 0  # step of any optimizer
+        self._optimizers: list[weakref.ref[OptimizerWrapper]] = []
         self._waiting: deque[_Waiting] = deque()
         self.latest: dict[str, float] = {}
         """The numbers of the last step written, by name, as a tracker gets them."""
@@ -82,6 +83,7 @@ class Record:
     def attach(self, optimizer: OptimizerWrapper) -> None:
         """Write down what `optimizer` does from now on, under its number, from 0."""
         update_of(optimizer).gradients.listen(_Track(self, str(self._number)))
+        self._optimizers.append(weakref.ref(optimizer))
         self.expect(str(self._number), self.every is not None)
         self._number += 1
 
@@ -103,13 +105,18 @@ class Record:
         if self.closed:
             return
         self.flush()
-        line = {"kind": "switch", "step": self._last, "time": time.time(), "precision": repr(precision), "why": why}
-        self._file.write([line])
+        known = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
+        step = max((optimizer.num_steps for optimizer in known), default=0)
+        self.write([{"kind": "switch", "step": step, "time": time.time(), "precision": repr(precision), "why": why}])
 
     def write(self, lines: Sequence[Line]) -> None:
-        """Write `lines` that are of no optimizer's step."""
-        if not self.closed:
+        """Write `lines`, where the record is open still, and end it where the disk refuses."""
+        if self.closed:
+            return
+        try:
             self._file.write(lines)
+        except OSError as error:  # as of a full disk
+            self._stop(error)
 
     def expect(self, name: str, sampled: bool) -> None:
         """Take note of whether the next step of the optimizer `name` is `sampled`."""
@@ -181,14 +188,11 @@ class Record:
     def _settle(self, *, wait: bool) -> None:
         while self._waiting and (wait or len(self._waiting) > _MOST_WAITING or self._waiting[0].ready()):
             lines = self._waiting.popleft().lines()
-            try:
-                self._file.write(lines)
-            except OSError as error:  # as of a full disk
-                self._stop(error)
+            self.write(lines)
+            if self.closed:
                 return
             for line in lines:
                 if line["kind"] == "step":
-                    self._last = max(self._last, line["step"])
                     self.latest = flat(line)
                     if self._tracker is not None:
                         self._tracker(dict(self.latest), line["step"])
@@ -307,10 +311,9 @@ class _Track:
                 del numbers[key]
             elif value.is_cpu and key not in result.pending:  # which waits for nothing
                 line[key] = numbers.pop(key).item()
-        line["lr"] = [group.get("lr") for group in update.optimizer.param_groups]
-        if any(isinstance(rate, torch.Tensor) for rate in line["lr"]):
-            tensors = [rate for rate in line["lr"] if isinstance(rate, torch.Tensor)]
-            line["lr"] = [float(rate) for rate in line["lr"]] if not any(r.is_cuda for r in tensors) else None
+        rates = [group.get("lr") for group in update.optimizer.param_groups]
+        if not any(isinstance(rate, torch.Tensor) and rate.is_cuda for rate in rates):
+            line["lr"] = [_rate(rate) for rate in rates]
         self._record.add(_Waiting(line, numbers, result.without_loss(), sample))
 
 
@@ -337,9 +340,17 @@ def flat(line: Mapping[str, Any]) -> dict[str, float]:
     }
     numbers["applied"] = float(line["applied"])
     rates = line.get("lr") or []
-    numbers.update({"lr" if len(rates) == 1 else f"lr/{index}": float(rate) for index, rate in enumerate(rates)})
+    for index, rate in enumerate(rates):
+        if rate is not None:
+            numbers["lr" if len(rates) == 1 else f"lr/{index}"] = float(rate)
     prefix = "" if line["optimizer"] == "0" else f"optimizer {line['optimizer']}/"
     return {f"{prefix}{key}": value for key, value in numbers.items()}
+
+
+def _rate(rate: Any) -> float | None:
+    """A learning rate as a line has it; None of a group without one, and where it is no number that a line can say."""
+    value = math.nan if rate is None else float(rate)
+    return value if math.isfinite(value) else None
 
 
 def _packed(numbers: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -411,7 +411,8 @@ class Run:
 
 
 def read_run(folder: Any) -> Run:
-    """Read the record in `folder`, all ranks merged; a step that was made again after a resume counts as made last.
+    """Read the record in `folder`, all ranks merged; a step that was made again after a resume counts as made last, and later
+    ones that it went back behind, and did not make again, are left out.
 
     Files of ranks on several machines are copied into one folder first. Raises FileNotFoundError where there is no record,
     and ValueError for a damaged one; a last line that a kill cut short is left out and noted.
@@ -422,12 +423,14 @@ def read_run(folder: Any) -> Run:
         raise FileNotFoundError(f"there is no record in {root}; Booster.record(folder) writes files named rank-*.jsonl")
     ranks = [_RankFile(path) for path in files]
     about = ranks[0].about
+    for rank in ranks[1:]:
+        rank.leave_out_lost_ranks(ranks[0].stretches)
     run = Run(root, about)
-    run.piloted = list(ranks[0].piloted.values())
-    run.looks = [ranks[0].looks[key] for key in sorted(ranks[0].looks)]
-    run.switches = [ranks[0].switches[step] for step in sorted(ranks[0].switches)]
+    run.piloted = ranks[0].told(ranks[0].piloted)
+    run.looks = ranks[0].told(ranks[0].looks)
+    run.switches = ranks[0].told(ranks[0].switches)
     for rank in ranks:
-        run.notes += rank.notes
+        run.notes += rank.notes()
     num_ranks, here = about.get("world_size", 1), {rank.about.get("rank", 0) for rank in ranks}
     missing = list(islice((rank for rank in range(num_ranks) if rank not in here), _MOST_RANKS))
     if missing:
@@ -442,7 +445,8 @@ def read_run(folder: Any) -> Run:
         run.steps[name] = [_merged(number, lines[number]) for number in sorted(lines)]
     counts: dict[tuple[Any, ...], list[int]] = {}
     for rank in ranks:
-        for key, own in rank.rounded.items():
+        for (_, *place), own in rank.rounded.items():
+            key = tuple(place)
             counts[key] = [a + b for a, b in zip(counts.get(key, (0, 0, 0, 0)), own, strict=True)]
     run.rounded = [
         Rounded(*key, *(count / max(1, total) for count in found)) for key, (total, *found) in counts.items()
@@ -457,50 +461,129 @@ def read_run(folder: Any) -> Run:
     return run
 
 
+class _Stretch:
+    """Lines of one process, from its beginning, or from where it went back to an earlier step.
+
+    about: the line of the process. begins: the step that each optimizer began with. is_process: it is the first of the process.
+    """
+
+    def __init__(self, about: dict[str, Any], *, is_process: bool = True) -> None:
+        self.about, self.is_process = about, is_process
+        self.begins: dict[str, int] = {}
+
+    def leaves(self, step: int) -> bool:
+        """Whether what an earlier stretch says of `step` holds still."""
+        begin = max(self.begins.values(), default=math.inf)
+        # A process that goes back may write of its first step before the line of that step.
+        return step < begin or (step == begin and not self.is_process)
+
+
 class _RankFile:
-    """The lines of one rank's file; of steps made twice the later."""
+    """The lines of one rank's file; of steps made twice the later, without those that a resume went back behind."""
 
     def __init__(self, path: Path) -> None:
-        self.about: dict[str, Any] = {}
+        self.stretches: list[_Stretch] = []
         self.steps: dict[str, dict[int, dict[str, Any]]] = {}
         self.samples: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self.notes: list[str] = []
-        self.switches: dict[int, Switched] = {}
         self.rounded: dict[tuple[Any, ...], list[int]] = {}
-        self.piloted: dict[tuple[Any, ...], Piloted] = {}
-        self.looks: dict[tuple[int, int], Looked] = {}
-        again = processes = 0
-        name = printable(path.name)
+        # What is of no optimizer, each with the place of its stretch.
+        self.switches: dict[tuple[Any, ...], tuple[int, Switched]] = {}
+        self.piloted: dict[tuple[Any, ...], tuple[int, Piloted]] = {}
+        self.looks: dict[tuple[Any, ...], tuple[int, Looked]] = {}
+        self._name = printable(path.name)
+        self._torn: list[str] = []
+        self._last: dict[str, int] = {}
+        self._gone: dict[str, set[int]] = {}
         for line in read_lines(path):
             if isinstance(line, Torn):
-                self.notes.append(f"line {line.line} of {name} was cut short, as by a kill; it is left out")
+                self._torn.append(f"line {line.line} of {self._name} was cut short, as by a kill; it is left out")
                 continue
-            if line["kind"] == "run":
-                self.about, processes = line, processes + 1
-            elif line["kind"] == "step":
-                of = self.steps.setdefault(line["optimizer"], {})
-                again += line["step"] in of
-                of[line["step"]] = line
+            if line["kind"] == "run" or not self.stretches:
+                self.stretches.append(_Stretch(line if line["kind"] == "run" else {}))
+            place = len(self.stretches) - 1
+            if line["kind"] == "step":
+                self._take(line)
                 if len(self.steps) > _MOST_OPTIMIZERS:
                     raise ValueError(f"{path} has steps of more than {_MOST_OPTIMIZERS} optimizers, which no run has")
             elif line["kind"] == "pilot":
                 change = Piloted(**_fields(line, Piloted._fields, model=0))
-                self.piloted[change.model, change.step, change.name, change.role] = change
+                self.piloted[change.model, change.step, change.name, change.role] = place, change
             elif line["kind"] == "look":
                 look = Looked(**_fields(line, Looked._fields, model=0, again=False))
-                self.looks[look.step, look.model] = look
+                self.looks[look.step, look.model] = place, look
             elif line["kind"] == "low":
-                key = tuple(line[name] for name in ("step", "name", "product", "operand", "format"))
+                key = tuple(line[name] for name in ("optimizer", "step", "name", "product", "operand", "format"))
                 self.rounded[key] = [line[name] for name in ("total", "underflow", "saturated", "top")]
             elif line["kind"] == "switch":
-                self.switches[line["step"]] = Switched(line["step"], line["precision"], line.get("why", ""))
+                self.switches[(line["step"],)] = place, Switched(line["step"], line["precision"], line.get("why", ""))
             elif line["kind"] == "sample":
                 self.samples[line["optimizer"], line["step"], line["of"], line["name"]] = line
-        if not self.about:
+        if not any(stretch.about for stretch in self.stretches):
             raise ValueError(f"{path} does not begin with the line of a run, so it is no file of a record")
-        if processes > 1 or again:
-            twice = f", and {again} steps were made again; the later ones count" if again else ""
-            self.notes.append(f"{name} was written by {processes} processes in turn{twice}")
+
+    def _take(self, line: dict[str, Any]) -> None:
+        """Take a step's line; what was written before of it and of later ones is of no run any more."""
+        name, number = line["optimizer"], line["step"]
+        if number <= self._last.get(name, -1):
+            self._drop(name, {each for each in self.steps[name] if each >= number})
+            if name in self.stretches[-1].begins:
+                self.stretches.append(_Stretch(self.stretches[-1].about, is_process=False))
+        self.stretches[-1].begins.setdefault(name, number)
+        self._last[name] = number
+        self.steps.setdefault(name, {})[number] = line
+
+    def _drop(self, optimizer: str, numbers: set[int]) -> None:
+        self._gone.setdefault(optimizer, set()).update(numbers)
+        for number in numbers:
+            del self.steps[optimizer][number]
+        for table in (self.samples, self.rounded):
+            for key in [key for key in table if key[0] == optimizer and key[1] in numbers]:
+                del table[key]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The line of the last process that wrote."""
+        return self.stretches[-1].about
+
+    def leave_out_lost_ranks(self, stretches: Sequence[_Stretch]) -> None:
+        """Leave out what this rank wrote of steps that fewer ranks, without it, have made again since.
+
+        stretches: those of rank 0.
+        """
+        for later in stretches:
+            since = later.about.get("time", -math.inf)
+            if self.about.get("rank", 0) < later.about.get("world_size", math.inf):
+                continue
+            for optimizer, begin in later.begins.items():
+                own = self.steps.get(optimizer, {})
+                gone = {number for number, line in own.items() if number >= begin and line["time"] < since}
+                self._drop(optimizer, gone)
+
+    def told(self, found: Mapping[tuple[Any, ...], tuple[int, Any]]) -> list[Any]:
+        """Return of `found` what no later stretch went back behind, by step."""
+        held = [
+            told
+            for place, told in found.values()
+            if all(later.leaves(told.step) for later in self.stretches[place + 1 :])
+        ]
+        return sorted(held, key=lambda told: told.step)
+
+    def notes(self) -> list[str]:
+        """What is not as it should be, as sentences."""
+        processes = sum(stretch.is_process for stretch in self.stretches)
+        gone = [(name, number) for name, numbers in self._gone.items() for number in numbers]
+        if processes < 2 and not gone:
+            return self._torn
+        lost = [number for name, number in gone if number not in self.steps.get(name, {})]
+        by = f"{processes} processes in turn" if processes > 1 else "a process that went back"
+        told = f"{self._name} was written by {by}"
+        if again := len(gone) - len(lost):
+            told += f", and {again} steps were made again; the later ones count"
+        if lost:
+            told += (
+                f"; what it has of steps {min(lost)} to {max(lost)} is left out, since the run went back behind them"
+            )
+        return [*self._torn, told]
 
 
 def _fields(line: Mapping[str, Any], names: Sequence[str], **else_: Any) -> dict[str, Any]:
