@@ -16,6 +16,9 @@ from typing import Any
 
 # Before torch is imported, and inherited by every process that a test starts: ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch's compiler would compile and load ten programs, in each folder of its cache, to see which vectors the CPU has; what the
+# CPU says of itself is believed. An empty value has it look.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Workers of pytest-xdist are told 80 columns, and what they start with them; tests of a narrow terminal say so themselves.
 os.environ.pop("COLUMNS", None)
 

@@ -317,6 +317,7 @@ class Stop(Exception):
     pass
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("ends", ["returns", "raises in the forward pass", "raises after the step"])
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("precision", PRECISIONS)

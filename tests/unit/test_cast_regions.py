@@ -114,6 +114,7 @@ def assert_same(one, other):
         assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
 
 
+@pytest.mark.crossed
 @EVERY_PAIR
 def test_a_model_inside_a_model_of_another_precision_computes_as_it_does_alone(outer, inner):
     net, model = boosted_inner(inner)
@@ -131,6 +132,7 @@ def test_a_model_inside_a_model_of_another_precision_computes_as_it_does_alone(o
     assert around.dtypes == plain.dtypes
 
 
+@pytest.mark.crossed
 @EVERY_PAIR
 def test_a_model_inside_the_autocast_of_another_booster_computes_as_it_does_alone(outer, inner):
     net, model = boosted_inner(inner)
@@ -140,6 +142,7 @@ def test_a_model_inside_the_autocast_of_another_booster_computes_as_it_does_alon
     assert_same([output.detach(), *results(net, loss)], alone(inner))
 
 
+@pytest.mark.crossed
 @EVERY_PAIR
 def test_a_model_inside_a_criterion_of_another_precision_computes_as_it_does_alone(outer, inner):
     net, model = boosted_inner(inner)
@@ -235,6 +238,7 @@ def test_a_naive_model_computes_the_same_inside_autocast(dtype):
         assert torch.equal(model(INPUT), expected)
 
 
+@pytest.mark.crossed
 @EVERY_PAIR
 def test_activations_are_recomputed_as_they_were_whatever_surrounds_the_backward(outer, inner):
     class Checkpointed(Inner):

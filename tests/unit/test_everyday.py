@@ -156,7 +156,7 @@ def refusing(above, error):
     ],
 )
 def test_a_batch_is_halved_until_it_fits_whatever_says_that_memory_is_out(error):
-    assert find_batch_size(refusing(10, error), 100, least=5) == 6
+    assert find_batch_size(refusing(10, error), 24, least=5) == 6
     assert find_batch_size(refusing(100, error), 100) == 100
 
 

@@ -5,15 +5,22 @@ import re
 from pathlib import Path
 
 import pytest
+from sources import nodes_of
 
 import booster
 
 ROOT = Path(booster.__file__).parent
 
 
-def idle_overrides(tree):
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once():
+    yield
+    nodes_of.cache_clear()
+
+
+def idle_overrides(nodes):
     """Methods that only call the method of their base with what they were given, and have no defaults of their own."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.FunctionDef) or node.args.vararg or node.args.kwarg:
             continue
         if node.args.defaults or any(node.args.kw_defaults):
@@ -27,14 +34,21 @@ def idle_overrides(tree):
             yield f"{node.lineno}: {node.name}"
 
 
-def private_names_of_torch(tree):
+def root_of(node):
+    """`a` of `a.b.c`, and None of what is no name to begin with."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def private_names_of_torch(nodes):
     """What is asked of torch, or imported from it, under a name that begins with `_`; `_foreach_*` is documented."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names = [*node.module.split("."), *(each.name for each in node.names)]
         elif isinstance(node, ast.Import):
             names = [part for each in node.names if each.name.split(".")[0] == "torch" for part in each.name.split(".")]
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
+        elif isinstance(node, ast.Attribute) and root_of(node) == "torch":
             names = ast.unparse(node).split(".")
         else:
             continue
@@ -44,7 +58,7 @@ def private_names_of_torch(tree):
 
 
 def found(rule, files):
-    return [f"{file.relative_to(ROOT.parent)}:{each}" for file in files for each in rule(ast.parse(file.read_text()))]
+    return [f"{file.relative_to(ROOT.parent)}:{each}" for file in files for each in rule(nodes_of(file))]
 
 
 FILES = sorted(ROOT.rglob("*.py"))
@@ -64,7 +78,7 @@ def named_twice(files):
     """Names of classes, those that begin with `_` aside, of which several files have one."""
     places = {}
     for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes_of(file):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{file.relative_to(ROOT.parent)}:{node.lineno}")
     return {name: found for name, found in places.items() if len(found) > 1}
@@ -92,7 +106,7 @@ def test_nothing_calls_itself_a_mixin():
     ],
 )
 def test_a_rule_is_noticed_when_broken(rule, source):
-    assert [*rule(ast.parse(source))]
+    assert [*rule(ast.walk(ast.parse(source)))]
 
 
 @pytest.mark.parametrize(
@@ -103,4 +117,4 @@ def test_a_rule_is_noticed_when_broken(rule, source):
     ],
 )
 def test_a_rule_that_is_kept_says_nothing(rule, source):
-    assert [*rule(ast.parse(source))] == []
+    assert [*rule(ast.walk(ast.parse(source)))] == []

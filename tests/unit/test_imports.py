@@ -6,15 +6,23 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from sources import nodes_of
 
 import booster
 
 ROOT = Path(booster.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once():
+    yield
+    nodes_of.cache_clear()
 
 
 def run(code, *flags):
@@ -24,6 +32,7 @@ def run(code, *flags):
     return done.stdout, done.stderr
 
 
+@cache
 def loaded_by(statement):
     out, _ = run(f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))")
     return set(json.loads(out.splitlines()[-1]))
@@ -49,7 +58,7 @@ def test_importing_booster_leaves_the_heavy_parts_of_torch_alone(new_modules):
 
 def imports(path):
     """(module, name) of every absolute import in the file, wherever in it; name None for `import module`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +107,7 @@ def test_no_pickle_travels_between_ranks():
     found = [
         f"{path}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Attribute) and of_objects.fullmatch(node.attr)
     ]
     assert found == []
@@ -111,7 +120,7 @@ def test_only_launch_and_cli_read_the_environment_and_what_limits_the_cpu_is_rea
         if any(
             (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
             or (isinstance(node, ast.Name) and node.id in ("environ", "getenv"))
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes_of(path)
         )
     }
     others = {name for name in readers if name != "launch.py" and not name.startswith("cli/")}
@@ -157,19 +166,21 @@ def test_the_public_names_are_these():
 # ---- no circles ----
 
 
+@cache
 def arrows(root):
-    """(importer, imported) for every import of one module of the package at `root` by another, for type checkers or not.
+    """All (importer, imported), for every import of one module of the package at `root` by another, for type checkers or not.
 
     `from package import name` is an arrow to the module `name` where that is one, else to the package.
     """
-    modules = {}
+    found, modules = set(), {}
     for path in sorted(root.rglob("*.py")):
         modules[".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")] = path
     for importer, path in modules.items():
         for module, name in imports(path):
             imported = f"{module}.{name}" if f"{module}.{name}" in modules else module
             if imported in modules and imported != importer:
-                yield importer, imported
+                found.add((importer, imported))
+    return frozenset(found)
 
 
 def rooms(root, between):
@@ -204,13 +215,13 @@ def circles(between):
 
 
 def test_no_files_and_no_folders_import_each_other_in_a_circle():
-    found = set(arrows(ROOT))
+    found = arrows(ROOT)
     assert circles(found) == [], "files; turn one of these imports round, or move what both need below both"
     assert circles(set(rooms(ROOT, found))) == [], "folders; the arrows inside each circle"
 
 
 def test_no_files_of_the_benchmarks_import_each_other_in_a_circle():
-    found = set(arrows(ROOT.parent / "benchmarks"))
+    found = arrows(ROOT.parent / "benchmarks")
     assert ("benchmarks.memory", "benchmarks.timing") in found
     assert circles(found) == []
 
@@ -230,7 +241,7 @@ def test_a_circle_is_noticed_when_there_is_one(tmp_path):
     for name, source in sources.items():
         (root / name).parent.mkdir(exist_ok=True, parents=True)
         (root / name).write_text(source)
-    found = set(arrows(root))
+    found = arrows(root)
     assert [{a for a, _ in circle} for circle in circles(found)] == [{"package.a", "package.b", "package.c"}]
     between = [{a for a, _ in circle} for circle in circles(set(rooms(root, found)))]
     assert {"package.one", "package.two"} in between
@@ -264,7 +275,7 @@ def test_no_import_runs_from_a_room_of_the_design_to_a_higher_one():
     story = stories()
     ground = min(story["ground"], story["data"])
     height = {f"booster.{name}": min(number, ground) for name, number in story.items()}
-    upward = {(a, b) for a, b in rooms(ROOT, set(arrows(ROOT))) if a in height and height[b] < height[a]}
+    upward = {(a, b) for a, b in rooms(ROOT, arrows(ROOT)) if a in height and height[b] < height[a]}
     assert upward == set()
 
 
@@ -272,16 +283,16 @@ def test_nothing_iterates_over_a_weak_set():
     """Its order differs among ranks, and so would names, and collectives that are called along it."""
     found = []
     for file in FILES:
-        tree = ast.parse(file.read_text())
+        nodes = nodes_of(file)
         weak = {
             ast.unparse(node.target)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.AnnAssign) and "WeakSet[" in ast.unparse(node.annotation)
         }
-        loops = [node.iter for node in ast.walk(tree) if isinstance(node, (ast.For, ast.comprehension))]
+        loops = [node.iter for node in nodes if isinstance(node, (ast.For, ast.comprehension))]
         loops += [
             node.args[0]
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("list", "tuple", "next", "iter") and node.args
         ]
         found += [f"{file.name}: {ast.unparse(loop)}" for loop in loops if ast.unparse(loop) in weak]
@@ -291,7 +302,7 @@ def test_nothing_iterates_over_a_weak_set():
 def test_tests_that_run_beside_a_gpu_say_on_which_device():
     unsaid = []
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in nodes_of(file) if isinstance(node, ast.Call)]
         unsaid += [
             f"{file.name}: {ast.unparse(call)}"
             for call in calls
