@@ -330,6 +330,7 @@ def test_a_loader_keeps_no_iterator_that_is_left():
         gc.enable()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 @pytest.mark.parametrize("warm", [False, True], ids=["a new loader", "one that has run"])
 def test_epochs_after_a_resumed_one_are_whole(options, warm):

@@ -434,6 +434,7 @@ def test_a_replay_reads_nothing_on_the_host_whatever_becomes_of_steps_before(pre
     assert_same({"losses": losses, "results": results, **run.everything()}, expected)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("schedule", ["cosine", "exponential", "sequence", "lambda"])
 def test_flags_that_come_late_change_nothing(schedule, steps, monkeypatch):
@@ -1090,6 +1091,7 @@ def test_an_object_in_the_batch_is_refused():
         Run(True).step(object(), *batch(0)[1:])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("how", ["raises", "returns a number"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16_naive 8bit"])
 def test_a_recording_that_raises_is_no_step(precision, how):

@@ -86,6 +86,7 @@ def equal(one, two):
 NUMBERS = [("0",), ("g", "d")]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("names", NUMBERS, ids=["one model", "two"])
 @pytest.mark.parametrize("half", HALF)
 def test_masters_of_every_model_reach_wide_weights_under_all_names(tmp_path, half, names):

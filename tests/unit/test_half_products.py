@@ -138,6 +138,7 @@ def check_rounded(found, exactly, magnitude, dtype, count, what):
     assert (found.double() - exactly).abs().le(bound).all(), what
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_widened_product_and_its_gradients_are_the_exact_ones_rounded_once_up_to_the_sums_bound(operation, dtype):
@@ -765,6 +766,7 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x.flatten(1, 2).transpose(1, 2))[0][:, -1])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", CPUS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_an_lstm_trains_in_float16_on_every_cpu_and_in_bfloat16_where_there_are_no_units(precision, name, cpu):

@@ -72,6 +72,7 @@ MORE = {
 }  # fmt: skip
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("operation", MORE)
 def test_further_products_and_their_gradients_are_the_exact_ones_rounded_once_up_to_the_sums_bound(operation, dtype):
@@ -89,6 +90,7 @@ def test_further_products_and_their_gradients_are_the_exact_ones_rounded_once_up
             check_rounded(one, other, size, dtype, terms, f"{operation} trial {trial} result {index}")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("operation", [*OPERATIONS, *MORE])
 def test_a_result_is_torchs_own_up_to_the_bounds_of_both(operation, dtype):
@@ -152,6 +154,7 @@ def recurrent(name):
 BETWEEN = {"attention": attention, **{name: recurrent(name) for name in ("LSTM", "GRU", "RNN")}}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("kind", BETWEEN)
 def test_attention_and_recurrent_layers_are_within_a_rounding_of_float64_on_drawn_shapes(kind, dtype):

@@ -593,6 +593,7 @@ NO_STEPS = (
 )
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("make", ["a folder", "a checkpoint", "a file", "a link", "a link to nothing"])
 @pytest.mark.parametrize("name", NO_STEPS, ids=ascii)
 def test_a_name_that_no_save_gives_is_no_checkpoints(tmp_path, name, make):

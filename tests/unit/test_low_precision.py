@@ -670,6 +670,7 @@ def train(run, steps=3, recompute=False):
     return losses
 
 
+@pytest.mark.crossed
 @EVERY_STRATEGY
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 def test_a_model_trains_and_has_the_names_and_dtypes_of_its_wide_precision(strategy, weights):

@@ -88,6 +88,7 @@ def equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "default"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_a_split_master_trains_bit_for_bit_like_a_separate_one(name, fused):

@@ -42,6 +42,11 @@ pytestmark = [
 
 COMPILE = [name for name in ELEMENTWISE if name not in ("ASGD", "RAdam")]  # those branch on numbers in tensors
 QUICK = {"AdamW"}
+# Each size of bucket is a kernel of its own: one, and all that the eager path is tested with.
+SIZES = pytest.mark.parametrize(
+    "shapes",
+    [pytest.param([(33,), (), (7, 5, 3)], id="one bucket"), pytest.param(SHAPES, id="all", marks=pytest.mark.slow)],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +112,13 @@ class Run:
         return [self.masters.joined(param) if param in kept else param.detach().clone() for param in self.params]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in COMPILE])
-def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(compiler, calls, name):
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("AdamW", 25), *(pytest.param(n, 100 if n in QUICK else 25, marks=pytest.mark.slow) for n in COMPILE)],
+)
+def test_compiled_split_masters_train_bit_for_bit_like_compiled_separate_ones(compiler, calls, name, steps):
     shapes = [(200, 82), (33,), (), (7, 5, 3)]  # a full bucket of two pieces, and a ragged one
     separate, split = (Run(ELEMENTWISE[name], BF16, form, shapes=shapes) for form in ("fp32", "split"))
-    steps = 100 if name == "AdamW" else 25
     for run in (separate, split):
         run.train(steps)
     assert equal(separate.values(), split.values())
@@ -192,9 +199,11 @@ def test_an_optimizer_whose_states_every_step_must_look_at_is_not_compiled_and_s
 
 
 @pytest.mark.parametrize("form", ["split", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp32", "none"))])
-def test_a_compiled_step_in_float16_is_that_of_the_eager_path(compiler, calls, form):
+@SIZES
+def test_a_compiled_step_in_float16_is_that_of_the_eager_path(compiler, calls, form, shapes):
     ours, theirs = (
-        Run(ELEMENTWISE["SGD momentum"], FP16, form, compiled=compiled, scale=2.0**7) for compiled in (True, False)
+        Run(ELEMENTWISE["SGD momentum"], FP16, form, compiled=compiled, scale=2.0**7, shapes=shapes)
+        for compiled in (True, False)
     )
     for run in (ours, theirs):
         run.train(10)
@@ -231,8 +240,12 @@ def test_a_skipped_step_leaves_weights_masters_and_state_as_they_were(compiler, 
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_checkpoints_of_the_compiled_and_the_eager_path_load_into_each_other(compiler, dtype):
-    runs = {compiled: Run(ELEMENTWISE["SGD momentum"], dtype, "split", compiled=compiled) for compiled in (True, False)}
+@SIZES
+def test_checkpoints_of_the_compiled_and_the_eager_path_load_into_each_other(compiler, dtype, shapes):
+    runs = {
+        compiled: Run(ELEMENTWISE["SGD momentum"], dtype, "split", compiled=compiled, shapes=shapes)
+        for compiled in (True, False)
+    }
     for compiled in (True, False):
         run, other = runs[compiled], runs[not compiled]
         run.train(3)
@@ -400,8 +413,9 @@ def rounded_to(values, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "form"), [(FP16, "fp32")])
-def test_a_compiled_step_starts_from_weights_that_somebody_else_wrote(compiler, calls, dtype, form):
-    run = Run(lambda p: optim.SGD(p, lr=1e-2), dtype, form, shapes=[(200, 82), (33,)])
+@SIZES
+def test_a_compiled_step_starts_from_weights_that_somebody_else_wrote(compiler, calls, dtype, form, shapes):
+    run = Run(lambda p: optim.SGD(p, lr=1e-2), dtype, form, shapes=[shape for shape in shapes if shape])
     run.train(2)
     for param in run.params:
         param.data.clamp_(-0.25, 0.25)

@@ -120,7 +120,9 @@ def seven_bytes(device, precision=BF16NaiveMixedPrecision, **options):
 
 
 # Beside what is held, torch's backward in half takes float32 memory for a weight where the CPU has no units for the dtype.
-@pytest.mark.parametrize("precision", [BF16NaiveMixedPrecision, FP16NaiveMixedPrecision])
+@pytest.mark.parametrize(
+    "precision", [BF16NaiveMixedPrecision, pytest.param(FP16NaiveMixedPrecision, marks=pytest.mark.slow)]
+)
 def test_adamw_on_split24_masters_and_8_bit_states_holds_seven_bytes_a_parameter(precision, monkeypatch):
     monkeypatch.setattr(mlp, "WIDTH", 640)
     sizes = memory.measure(lambda device: seven_bytes(device, precision), "cpu")
@@ -426,6 +428,7 @@ class Training:
         ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adagrad", "ASGD"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(precision, name):

@@ -75,7 +75,10 @@ class Run:
 # ---------------------------------------------------------------------- bytes
 
 
-@pytest.mark.parametrize(("precision", "peak"), [("fp32", 10.9), ("bf16", 10.9), ("fp16", 10.9)])
+@pytest.mark.parametrize(
+    ("precision", "peak"),
+    [*(pytest.param(name, 10.9, marks=pytest.mark.slow) for name in ("fp32", "bf16")), ("fp16", 10.9)],
+)
 def test_adamw_on_float32_weights_and_8_bit_states_holds_ten_bytes_a_parameter(precision, peak, monkeypatch):
     monkeypatch.setattr(mlp, "WIDTH", 512)
     sizes = memory.measure(lambda device: memory.ours(device, precision, states="8bit"), "cpu")

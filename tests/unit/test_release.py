@@ -139,6 +139,7 @@ def half_steps(monkeypatch):
 # ---------------------------------------------------------------------- exact
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.5}], ids=["plain", "clip"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_exact_is_the_step_without_release_to_the_bit(precision, options):
