@@ -64,10 +64,11 @@ class Background:
     def _run(self, write: Callable[[], object]) -> None:
         try:
             write()
-        except CheckpointError as error:
+        except Exception as error:
             # Raised by the next call; logged at once, since there may be none.
             _logger.error("%s", error)
-            self._error = error
+            self._error = error if isinstance(error, CheckpointError) else CheckpointError(f"saving failed: {error!r}")
+            self._error.__cause__ = None if self._error is error else error
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

@@ -135,7 +135,7 @@ def write(final: Path, taken: Snapshot, *, step: int, keep_last: int | None, gro
         raise CheckpointError(
             f"saving {final} failed {first_failure(error)}; what was there before still is"
         ) from error
-    except (OSError, RuntimeError, TypeError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError, MemoryError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from booster.data.draws import Counts, generators_of, set_states, states_of, try_states
-from booster.data.iteration import DRAWS, OWN_STATE, Iteration, Progress, position_of, skips
-from booster.data.samplers import Announced, distributed_sampler, is_stateful
+from booster.data.iteration import DRAWS, ORDER, OWN_STATE, Iteration, Progress, position_of, skips
+from booster.data.samplers import Announced, distributed_sampler, drawn_of, is_stateful
 from booster.ground import arguments
 from booster.ground.torch_internals import has_workers
 from booster.tensors.trees import map_tensors
@@ -138,6 +138,8 @@ class DataLoaderWrapper:
         state: dict[str, Any] = {"epoch": self._epoch, "batches": 0, "samples": 0}
         if inside and newest is not None:
             state |= {"epoch": newest.epoch, "batches": newest.num_batches, "samples": newest.num_samples}
+            if newest.num_batches and (order := drawn_of(self._loader)) is not None and not is_stateful(self._loader):
+                state[ORDER] = order
         if is_stateful(self._loader):
             state[OWN_STATE] = self._loader.state_dict()  # type: ignore[attr-defined]
         elif reason := self._no_way_back(newest if inside else None):
@@ -193,8 +195,9 @@ class DataLoaderWrapper:
 
         A loader of `prepare_dataloader` leaves out what was seen without reading it, and deals the rest to the ranks that
         there are now; one with `load_state_dict` of its own is given its state; any other reads what was seen and drops it,
-        from the random states that the epoch began with. Raises ValueError for what `state_dict` did not write, and where
-        that other loader now reads another number of samples at a time over all ranks.
+        from the random states that the epoch began with. Raises ValueError for what `state_dict` did not write, where that
+        other loader now reads another number of samples at a time over all ranks, and in the middle of an epoch whose order
+        this one would draw otherwise.
         """
         position = position_of(state, self._loader)
         if OWN_STATE in position:

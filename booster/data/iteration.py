@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from booster.data.draws import Counts, Draws, generators_of, undrawn
-from booster.data.samplers import Announced, is_stateful, stride
+from booster.data.samplers import Announced, drawn_of, is_stateful, stride
 from booster.ground import arguments
 from booster.ground.torch_internals import end_workers
 
 # In the state of a boosted loader, what is each rank's own: the state that the loader inside keeps, and the random states
 # from which its order follows; see `Draws.state_dict`.
 OWN_STATE, DRAWS = "loader", "draws"
+ORDER = "order"  # what `drawn_of` says of a loader in the middle of an epoch
 _MOST = 2**53  # with a seed it still is one of torch's
 
 
@@ -48,11 +49,33 @@ def position_of(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
             f"{samples} samples were seen of this epoch, and this {type(loader).__name__} has {loader.num_samples}; go on with "
             "the same data"
         )
+    if OWN_STATE not in state and seen and state.get(ORDER) is not None:
+        _check_order(state[ORDER], loader)
     if OWN_STATE in state and not is_stateful(loader):
         raise ValueError(f"the state is that of a loader with load_state_dict(), which {type(loader).__name__} has not")
     if DRAWS in state:
         _check_draws(state[DRAWS], loader)
-    return position | {key: state[key] for key in (DRAWS, OWN_STATE) if key in state}
+    return position | {key: state[key] for key in (DRAWS, OWN_STATE, ORDER) if key in state}
+
+
+def _check_order(saved: Any, loader: Any) -> None:
+    """Raise ValueError where `loader` draws the order of an epoch of other samples than `saved`, see `drawn_of`."""
+    if not isinstance(saved, Mapping) or not all(map(arguments.is_whole, saved.values())):
+        raise ValueError("this is no state of a boosted dataloader: its order is not told by whole numbers")
+    here = drawn_of(loader)
+    if here is None or dict(saved) == here:
+        return
+    raise ValueError(
+        f"the order of this epoch was {_order_in_words(saved)}, and this {type(loader).__name__} has one "
+        f"{_order_in_words(here)}, so that samples would be seen twice and others never; go on with the same data, seed and "
+        "shuffle, or leave the dataloader out, which begins an epoch anew"
+    )
+
+
+def _order_in_words(drawn: Mapping[str, Any]) -> str:
+    if not drawn:
+        return "that of the dataset"
+    return f"drawn of {drawn.get('samples')} samples" + (f" by seed={drawn['seed']}" if "seed" in drawn else "")
 
 
 def _check_draws(draws: Any, loader: Any) -> None:

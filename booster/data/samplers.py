@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 _logger = logging.getLogger(__name__)
 
@@ -52,6 +52,20 @@ def stride(loader: Any) -> int:
     """Return how many samples all ranks together read in a step; 0 where that is not known."""
     batch_size = getattr(loader, "batch_size", None)
     return batch_size * getattr(distributed_sampler(loader), "num_replicas", 1) if batch_size else 0
+
+
+def drawn_of(loader: Any) -> dict[str, int] | None:
+    """Return of how many samples, and by which seed where it has one, `loader` draws the order of an epoch, besides what random
+    states say; empty where that is the order of the dataset, None where it is not known."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    if type(batches) is not BatchSampler or type(sampler) not in (SequentialSampler, RandomSampler, DistributedSampler):
+        return None
+    if type(sampler) is DistributedSampler and sampler.shuffle:
+        return {"samples": len(sampler.dataset), "seed": sampler.seed}  # type: ignore[arg-type]
+    if type(sampler) is RandomSampler:
+        seed = getattr(loader, "seed_of_order", None)
+        return {"samples": len(sampler.data_source)} | ({} if seed is None else {"seed": seed})
+    return {}
 
 
 def samplers_of(loader: Any) -> list[Any]:

@@ -57,6 +57,11 @@ class SeededDataLoader(DataLoader[Any]):
         self._rest.consumed = 0
 
     @property
+    def seed_of_order(self) -> int:
+        """What the order of the samples follows from, beside the epoch."""
+        return self._seed
+
+    @property
     def can_start_after(self) -> bool:
         """Whether the whole order over all ranks is known here, as it is not of a stream or of samplers of the user's own."""
         return type(self.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)

@@ -39,7 +39,8 @@ class LRSchedulerWrapper:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the scheduler's state; the next step counts from here.
+        """Restore the scheduler's state; the next step counts from here. One WARNING where it is that of other options, such as
+        another total_steps, with which the schedule then goes on.
 
         Raises ValueError, nothing changed, for a state of another class of torch's schedulers, or with values of other kinds.
         """
@@ -50,6 +51,8 @@ class LRSchedulerWrapper:
         if not _takes_any(self.scheduler):
             self.scheduler.load_state_dict(state_dict)
         else:
+            if others := _other_options(self.scheduler, state_dict):
+                _logger.warning("%s", printable(others))
             before = dict(vars(self.scheduler))
             try:
                 self.scheduler.load_state_dict(state_dict)
@@ -134,12 +137,32 @@ def known_state(scheduler: Any, state: Any) -> tuple[Any, str]:
     return {key: value for key, value in state.items() if str(key) not in unknown}, left_out
 
 
+def _other_options(scheduler: Any, state: Mapping[str, Any]) -> str:
+    """Say with which options of `state` a schedule goes on that was made with others; "" where there are none."""
+    others = [
+        (name, state[name], own)
+        for name, own in scheduler.state_dict().items()
+        if name in state and name not in _PROGRESS and not name.startswith("_")
+        if isinstance(own, (bool, int, float, str)) and isinstance(state[name], (bool, int, float, str))
+        if state[name] != own
+    ]
+    if not others:
+        return ""
+    saved, made = (", ".join(f"{other[0]}={other[place]!r}" for other in others) for place in (1, 2))
+    closed = any(base.__module__ == _CLOSED for base in type(scheduler).__mro__)
+    fix = ", until it is set on b.unwrap(lr_scheduler)" if closed else ""
+    return (
+        f"{type(scheduler).__name__} was made with {made}, and goes on with {saved} of the state that was loaded{fix}"
+    )
+
+
 def _takes_any(scheduler: Any) -> bool:
     """Whether any entry of a state becomes an attribute of `scheduler`, as torch's schedulers have it."""
     own = type(scheduler).load_state_dict if isinstance(scheduler, LRScheduler) else None
     return own is not None and f"{own.__module__}.".startswith(_TORCH_AND_OURS)
 
 
+_CLOSED = "booster.nn.lr_scheduler.schedule"  # where a rate follows from the step and the options alone
 _TORCH_AND_OURS = ("torch.", "booster.")
 # What moves as a schedule goes on.
 _PROGRESS = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "T_cur", "T_i", "_schedulers"} | {

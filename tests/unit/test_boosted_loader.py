@@ -177,6 +177,38 @@ def test_an_epoch_that_other_ranks_go_on_with_counts_the_rows_that_these_are_dea
     assert loader.share.num_padded == (0 if drop_last else 3)
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (
+            {"length": 12},
+            "drawn of 10 samples by seed=1024, and this SeededDataLoader has one drawn of 12 samples by seed=1024",
+        ),
+        ({"seed": 1}, "by seed=1024, and this SeededDataLoader has one drawn of 10 samples by seed=1,"),
+        ({"shuffle": False}, "and this SeededDataLoader has one that of the dataset"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_epoch_that_would_go_on_in_another_order_is_refused(world_size, changed, says):
+    before = boosted()
+    next(iter(before))
+    with pytest.raises(ValueError, match=says):
+        boosted(world_size=world_size, **changed).load_state_dict(before.state_dict())
+    boosted(world_size=world_size, **changed).load_state_dict(before.state_dict() | {"batches": 0, "samples": 0})
+
+
+def test_a_shuffled_loader_of_the_users_own_is_not_gone_on_with_over_more_samples():
+    before = DataLoaderWrapper(DataLoader(numbers(), 2, shuffle=True), "cpu")
+    next(iter(before))
+    with pytest.raises(ValueError, match="drawn of 10 samples, and this DataLoader has one drawn of 12 samples"):
+        DataLoaderWrapper(DataLoader(numbers(12), 2, shuffle=True), "cpu").load_state_dict(before.state_dict())
+    before = DataLoaderWrapper(DataLoader(numbers(), 2), "cpu")
+    next(iter(before))
+    after = DataLoaderWrapper(DataLoader(numbers(12), 2), "cpu")
+    after.load_state_dict(before.state_dict())
+    assert flat(after) == list(range(2, 12))
+
+
 def test_a_position_is_none_any_more_once_another_epoch_is_chosen():
     before = boosted()
     next(iter(before))

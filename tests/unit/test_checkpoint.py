@@ -248,6 +248,57 @@ def test_a_failed_save_in_the_background_surfaces_at_the_next_call(tmp_path):
     assert latest(tmp_path).name == "step-0000000004"
 
 
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_that_fails_for_want_of_memory_is_an_error_of_the_checkpoint_wherever_it_is_written(
+    tmp_path, monkeypatch, async_save
+):
+    first = job()
+
+    def fail(*args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(saving, "_write_state", fail)
+    with pytest.raises(CheckpointError, match="no room"):
+        first.booster.save(tmp_path, *first.parts, step=3, async_save=async_save)
+        first.booster.wait_for_save()
+    assert latest(tmp_path) is None
+
+
+def test_what_ends_the_writing_thread_otherwise_surfaces_at_the_next_call_too(tmp_path, monkeypatch):
+    first = job()
+
+    def fail(*args, **options):
+        raise KeyError("a name")
+
+    monkeypatch.setattr(saving, "write", fail)
+    first.booster.save(tmp_path, *first.parts, step=3, async_save=True)
+    with pytest.raises(CheckpointError, match="saving failed: KeyError"):
+        first.booster.wait_for_save()
+
+
+class Counting:
+    def __init__(self, count):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_objects_with_a_state_are_kept_in_lists_and_tuples_of_extra_as_they_are_in_dicts(tmp_path):
+    def extra(start):
+        return {"pair": (Counting(start), start), "list": [Counting(start + 1), {"in": Counting(start + 2)}]}
+
+    first = job()
+    first.booster.save(tmp_path, *first.parts, extra=extra(5))
+    second, own = job(seed=1), extra(0)
+    found = second.booster.load(tmp_path, *second.parts, extra=own).extra
+    assert [own["pair"][0].count, own["list"][0].count, own["list"][1]["in"].count] == [5, 6, 7]
+    assert found["pair"] == ({"count": 5}, 5)
+
+
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Makes a save take its time before its last rename."""

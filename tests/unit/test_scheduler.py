@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 
 from booster import Booster
 from booster.interface.scheduler import LRSchedulerWrapper
+from booster.nn.lr_scheduler import LinearWarmupLR
 
 INF = float("inf")
 both = pytest.mark.parametrize("decides", [HOST, DEVICE])
@@ -223,6 +224,29 @@ def train(booster: Booster, model: Any, optimizer: Any, grad: float) -> None:
     params = list(model.parameters())
     booster.backward(loss_with(params, [grad] * len(params)), optimizer)
     optimizer.step()
+
+
+def test_a_schedule_that_was_made_with_other_options_goes_on_with_those_loaded_says_so_and_takes_its_own_when_told(
+    caplog,
+):
+    loops = [Loop(lambda optimizer, total=total: LinearWarmupLR(optimizer, total)) for total in (10, 20, 20)]
+    for loop in loops:
+        for _ in range(4):
+            loop.step(0.0)
+            loop.scheduler.step()
+    saved, resumed, whole = loops
+    resumed.scheduler.load_state_dict(whole.scheduler.state_dict())
+    assert caplog.text == ""
+    resumed.scheduler.load_state_dict(saved.scheduler.state_dict())
+    assert (
+        "LinearWarmupLR was made with total_steps=20, and goes on with total_steps=10 of the state that was loaded, until it "
+        "is set on b.unwrap(lr_scheduler)"
+    ) in caplog.text
+    resumed.scheduler.unwrap().total_steps = 20
+    for loop in (resumed, whole):
+        loop.step(0.0)
+        loop.scheduler.step()
+    assert resumed.lr == whole.lr
 
 
 def test_a_scheduler_built_on_the_raw_optimizer_before_boosting_keeps_working():

@@ -122,6 +122,8 @@ def _states(extra: Any) -> Any:
     """What the user gave, with the state of every object in it that has one."""
     if isinstance(extra, Mapping):
         return {key: _states(value) for key, value in extra.items()}
+    if type(extra) in (list, tuple):
+        return type(extra)(map(_states, extra))
     stateful = callable(getattr(extra, "state_dict", None)) and callable(getattr(extra, "load_state_dict", None))
     return extra.state_dict() if stateful else extra
 
@@ -134,6 +136,9 @@ def _takers(extra: Any, state: Any) -> Iterator[tuple[Any, Any]]:
         for key, value in extra.items():
             if key in state:
                 yield from _takers(value, state[key])
+    elif isinstance(extra, (list, tuple)) and isinstance(state, (list, tuple)):
+        for value, own in zip(extra, state, strict=False):
+            yield from _takers(value, own)
 
 
 class Carried(Part):
