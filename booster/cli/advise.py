@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 110  # columns, where no terminal says how many there are
+_DEFAULTS = {"steps": 20, "seconds": 60.0, "max_gradient_error": 0.1, "max_memory_mib": None}
 _NAMES = ("model_fn", "batch", "criterion", "optimizer_fn")
 
 
@@ -33,15 +34,9 @@ def advise(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--precisions", type=values.precisions, metavar="A,B", help="names, by commas; all by default")
-    parser.add_argument(
-        "--steps", type=values.whole(3), default=20, metavar="N", help="timed steps of each precision (20)"
-    )
-    parser.add_argument(
-        "--seconds", type=values.number(0), default=60.0, metavar="S", help="bound of the measurement (60)"
-    )
-    parser.add_argument(
-        "--max_gradient_error", type=values.number(0), default=0.1, metavar="E", help="relative to float32 (0.1)"
-    )
+    parser.add_argument("--steps", type=values.whole(3), metavar="N", help="timed steps of each precision (20)")
+    parser.add_argument("--seconds", type=values.number(0), metavar="S", help="bound of the measurement (60)")
+    parser.add_argument("--max_gradient_error", type=values.number(0), metavar="E", help="relative to float32 (0.1)")
     parser.add_argument(
         "--max_memory_mib", type=values.number(0), metavar="M", help="bound of a step's peak; none by default"
     )
@@ -62,6 +57,14 @@ def advise(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("script", metavar="SCRIPT", help="a file FILE.py, or a function FILE.py:NAME or MODULE:NAME")
     options = parser.parse_args(list(argv))
+    given = [name for name in ("precisions", *_DEFAULTS) if getattr(options, name) is not None]
+    if options.layers and given:
+        parser.error(
+            f"--{given[0]} is of the measurement of precisions, and --layers times layers alone; leave one out"
+        )
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     from booster.numerics import Budget
     from booster.numerics.choosing.advise import advise as advised
     from booster.numerics.record.run import as_json

@@ -70,7 +70,9 @@ def estimate(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(list(argv))
     if set(options.plugin) != {"single"} and options.world_size == [1]:
-        parser.error("--plugin with several ranks needs --world_size")
+        parser.error("--plugin with several ranks needs --world_size above 1")
+    if set(options.plugin) == {"single"} and options.world_size != [1]:
+        parser.error("--world_size is for ranks, and --plugin is single, one of them; name ddp, zero1, zero2 or fsdp")
     with told("estimate", ValueError, TypeError, ImportError, OSError, status=1):
         print(_answer(options), end="")
     return 0
@@ -191,7 +193,8 @@ def _made(name: str, *, emulate: bool = False) -> Any:
     if not name.endswith(_PACKED):
         if name not in available():
             legal = ", ".join(available())
-            raise ValueError(f"{name!r} is no precision{values.elsewhere(name)}; choose from {legal}, or add {_PACKED}")
+            instead = values.elsewhere(name, "mixed_precision")
+            raise ValueError(f"{name!r} is no precision{instead}; choose from {legal}, or add {_PACKED}")
         precision: Any = make(name) if emulate else None
         return type(precision)(emulate=True) if isinstance(precision, (LowPrecision, TF32MixedPrecision)) else name
     kinds: dict[str, Any] = {"bf16_naive": BF16NaiveMixedPrecision, "fp16_naive": FP16NaiveMixedPrecision}

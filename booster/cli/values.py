@@ -81,11 +81,16 @@ def listed(text: str) -> list[str]:
     return names
 
 
-def elsewhere(text: str) -> str:
-    """Return what `text` is instead, for a message that says what it is not; "" where it is not known."""
+def elsewhere(text: str, wanted: str = "") -> str:
+    """Return what `text` is instead, for a message that says what it is not; "" where it is not known.
+
+    wanted: the argument of `Booster` that it was given for; another name of what that takes has its own here.
+    """
     from booster.facade.checks import meant_by
 
-    meant, _ = meant_by(text)
+    meant, written = meant_by(text)
+    if meant is not None and meant == wanted:
+        return f"; write {written[1:-1]}"
     return "" if meant is None else f"; {text} is a {'precision' if meant == 'mixed_precision' else meant}"
 
 
@@ -97,7 +102,9 @@ def precisions(text: str) -> list[str]:
     for name in names:
         if name not in available():
             legal = ", ".join(available())
-            raise argparse.ArgumentTypeError(f"{name!r} is no precision{elsewhere(name)}; choose from {legal}")
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is no precision{elsewhere(name, 'mixed_precision')}; choose from {legal}"
+            )
     return names
 
 

@@ -412,6 +412,12 @@ def test_the_command_says_what_a_script_lacks(script, end, says, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--precisions=bf16", "--steps=20", "--seconds=60", "--max_gradient_error=0.1"])
+def test_what_is_of_precisions_is_refused_beside_layers(option, capsys):
+    assert main(["advise", "--layers", option, "script.py"]) == 2
+    assert f"{option.partition('=')[0]} is of the measurement of precisions" in capsys.readouterr().err
+
+
 def test_the_command_names_what_is_not_defined(tmp_path, capsys):
     (tmp_path / "empty_advised.py").write_text("batch = 3\n")
     assert main(["advise", str(tmp_path / "empty_advised.py")]) == 2

@@ -84,6 +84,21 @@ def test_names_that_are_too_long_differ_nevertheless_and_many_culprits_alike_are
     assert names[0] not in said
 
 
+def test_a_sample_that_overflowed_is_told_beside_the_room_of_the_others(tmp_path, capsys):
+    pytest.importorskip("rich", reason="the summary is drawn by rich")
+    params = parameters(3, 2)
+    optimizer = sgd(params, scale=1024.0)
+    with recorded(tmp_path / "run", optimizer, every=1):
+        for gradient in (INF, 1.0, 1.0):
+            step_on(optimizer, params, 2.0, gradient)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "In 3 samples gradients came within" in said
+    assert "bits of overflow, and in 1 of them some held an inf or NaN. Of constant loss scales" in said
+    assert main(["report", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")]) == 0
+    assert "<dt>least headroom</dt><dd>none</dd>" in (tmp_path / "page.html").read_text()
+
+
 def test_json_has_the_same_numbers(run, capsys):
     assert main(["report", "--json", str(run)]) == 0
     (optimizer,) = json.loads(capsys.readouterr().out)["optimizers"]

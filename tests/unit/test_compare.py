@@ -1,5 +1,6 @@
 """`compare`: runs that differ by rounding are alike; a planted difference is found in its step, with its parameter."""
 
+import dataclasses
 import json
 
 import pytest
@@ -54,7 +55,7 @@ def fp16():
 def test_what_formats_explain_is_alike(reference, tmp_path, precision):
     found = compare(reference, run(tmp_path, precision))
     assert found.alike, str(found)
-    assert found.last_common == STEPS
+    assert (found.last_common, found.num_common) == (STEPS, STEPS)
 
 
 class Gradient:
@@ -135,6 +136,13 @@ def test_without_samples_the_step_is_found_a_little_later_and_the_way_to_the_par
     assert (found.kind, found.step) == ("forward", AT + 1)
     assert found.parameters == []
     assert f"parameters were not sampled in each step up to {AT + 1}; record with every=1" in found.notes[-1]
+
+
+def test_the_last_step_that_both_recorded_is_told_by_its_number(reference):
+    later = dataclasses.replace(reference, steps={"0": reference.steps["0"][2:]}, samples={})
+    found = compare(reference, later)
+    assert (found.last_common, found.num_common) == (STEPS, STEPS - 2)
+    assert f"Compared: {STEPS - 2} steps." in str(found)
 
 
 def test_runs_without_a_common_step_are_refused(reference, tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from booster.ground import arguments
+from booster.ground.text import counted
 from booster.numerics.record.run import Run, Step
 from booster.numerics.record.underflow import Underflow
 
@@ -56,6 +57,7 @@ class Comparison:
     losses: of that step.
     parameters: those that part there, the furthest first.
     last_common: the last step both recorded.
+    num_common: how many both recorded.
     notes: sentences on what could not be compared, or differs besides.
     """
 
@@ -65,6 +67,7 @@ class Comparison:
     losses: Parted | None
     parameters: list[Parted] = field(default_factory=list)
     last_common: int = 0
+    num_common: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -82,7 +85,7 @@ class Comparison:
         lines += [_line(parted) for parted in self.parameters[:_SHOWN]]
         if len(self.parameters) > _SHOWN:
             lines.append(f"  and {len(self.parameters) - _SHOWN} more parameters")
-        lines.append(f"Compared: {self.last_common} steps.")
+        lines.append(f"Compared: {counted(self.num_common, 'step')}.")
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
 
@@ -102,7 +105,7 @@ def compare(a: Run, b: Run) -> Comparison:
     notes = [f"{side.folder.name}: {note}" for side in (a, b) for note in side.notes]
     for name in a.steps.keys() & b.steps.keys():
         found.append(_of_optimizer(name, a, b, roundoff))
-    found = [each for each in found if each.last_common]
+    found = [each for each in found if each.num_common]
     if not found:
         raise ValueError(f"the records in {a.folder} and {b.folder} have no step in common")
     others = sorted(a.steps.keys() ^ b.steps.keys())
@@ -159,7 +162,7 @@ def _of_optimizer(name: str, a: Run, b: Run, roundoff: float) -> Comparison:
     elif _ends_apart(ours, theirs, common):
         kind, at = "drift", losses.first_beyond
         shown = losses.difference("loss", ours[common[-1]].loss, theirs[common[-1]].loss, common[-1])
-    return Comparison(kind, name, at, shown, parted, last_common=len(common), notes=notes)
+    return Comparison(kind, name, at, shown, parted, common[-1], len(common), notes)
 
 
 class _Watch:

@@ -145,7 +145,7 @@ def _tiles(summary: OptimizerSummary) -> str:
         ("skipped", f"{summary.num_skipped}" if scaled or summary.num_skipped else ""),
         ("last loss", last_loss),
         ("a step", summary.pace),
-        ("least headroom", "" if room is None else f"{max(room, 0.0):.1f} bits"),
+        ("least headroom", "" if room is None else "none" if summary.num_nonfinite else f"{max(room, 0.0):.1f} bits"),
         ("best constant scale", f"{summary.best_scale:g}" if summary.best_scale is not None and scaled else ""),
     ]
     return "<dl>" + "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in tiles if value) + "</dl>"

@@ -28,7 +28,8 @@ class OptimizerSummary:
     loss, grad_norm: (first, last, smallest, largest) of the finite ones, or None. scale: the same of the loss scale.
     nonfinite_losses: steps whose loss was inf or NaN.
     skips_by_culprit: how often each parameter's gradient was not finite when a step was skipped, most often first.
-    num_samples: steps in which gradients and weights were looked at. groups: norms of each parameter group in the last one.
+    num_samples: steps in which gradients and weights were looked at. num_nonfinite: of these, in which gradients held an inf or
+    NaN. groups: norms of each parameter group in the last one.
     tensors: each parameter (and activation) over all samples. best_scale: see `underflow.best_scale`, over all samples.
     """
 
@@ -49,6 +50,7 @@ class OptimizerSummary:
     tensors: list[TensorSummary] = field(default_factory=list)
     best_scale: float | None = None
     nonfinite_losses: int = 0
+    num_nonfinite: int = 0
 
     def skips(self) -> list[str]:
         """A sentence for each reason of skipped steps, and one on culprits where there are many and none stands out."""
@@ -82,7 +84,7 @@ class OptimizerSummary:
 
     @property
     def least_headroom(self) -> float | None:
-        """Of all gradients, in bits; None where nobody looked, or no loss was scaled."""
+        """Of all gradients that were finite, in bits; None where nobody looked, or no loss was scaled."""
         rooms = [each.headroom for each in self.tensors if each.headroom is not None and each.of != "activation"]
         return min(rooms) if rooms and self.is_scaled else None
 
@@ -275,6 +277,7 @@ def _of_optimizer(name: str, steps: Sequence[Step], samples: Sequence[Underflow]
         tensors=[_of_tensor(own) for own in by_tensor(samples).values()],
         best_scale=best_scale([sample for sample in samples if sample.of != "activation"]),
         nonfinite_losses=sum(step.loss is not None and not math.isfinite(step.loss) for step in steps),
+        num_nonfinite=len({each.step for each in samples if each.of == "gradient" and each.exponents.nonfinite}),
     )
 
 

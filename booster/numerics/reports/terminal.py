@@ -112,6 +112,7 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
         room = summary.least_headroom
         of = f"{summary.num_samples} samples"
         came = f"In {of} gradients came within {room:.1f} bits of overflow" if room > 0 else f"Of {of} some overflowed"
+        came += f", and in {summary.num_nonfinite} of them some held an inf or NaN" if summary.num_nonfinite else ""
         console.print(
             f"{came}. Of constant loss scales {summary.best_scale:g} would have lost least to underflow.",
             highlight=False,
