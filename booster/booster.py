@@ -561,7 +561,7 @@ class Booster:
         arguments.function("train_step", train_step, "a function that makes one training step of a batch")
         optimizers = self._boosted.all_optimizers("capturable")
         batch, roots = to_device(example_batch, self.device), self._boosted.modules()
-        with nullcontext() if self._watcher is None else self._watcher.tape.paused():
+        with nullcontext() if self._watcher is None else self._watcher.tape.paused(), self._unrecorded():
             return reads_of(train_step, batch, roots=roots, optimizers=optimizers, device=self.device)
 
     def capture(self, train_step: Callable[..., Any], *example_batch: Any, max_graphs: int = 8) -> Callable[..., Any]:
@@ -1072,4 +1072,9 @@ class Booster:
     def _replay(self, forward: Callable[[], Any], optimizers: Sequence[OptimizerWrapper], scale: float) -> Replay:
         from booster.numerics.diagnosis.replay import Replay
 
-        return Replay(forward, optimizers, self._boosted.labelled(), list(self._boosted.criteria), scale)
+        own = self._boosted
+        return Replay(forward, optimizers, own.labelled(), list(own.criteria), scale, self._unrecorded)
+
+    def _unrecorded(self) -> AbstractContextManager[Any]:
+        """A context in which records look at no layer."""
+        return nullcontext() if self._records is None else self._records.paused()

@@ -1,13 +1,17 @@
 """Records of what modules return: counted in sampled steps alone, over all passes, with hooks that change nothing."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from small_job import backward, batch, boost, flat, train
 from test_underflow import spread
+from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from booster import Booster
 from booster.mixed_precision import FP16TorchMixedPrecision
 from booster.numerics import read_run
 
@@ -86,3 +90,53 @@ def test_names_without_a_module_and_activations_without_samples_are_refused(tmp_
         booster.record(tmp_path, activations="blocks.*")
     with pytest.raises(ValueError, match="every=None takes none; pass a number"):
         booster.record(tmp_path, every=None, activations="0")
+
+
+def loss_of(model):
+    x, y = batch()
+    return F.cross_entropy(model(x), y)
+
+
+def test_what_is_computed_besides_steps_is_not_counted(tmp_path):
+    found = []
+    for diagnose in (None, "every"):
+        booster, model, optimizer = boost(FP16TorchMixedPrecision(init_scale=2.0**24), diagnose=diagnose)
+        with booster.record(tmp_path / str(diagnose), every=1, activations="*"):
+            for seed in range(3):
+                train(booster, model, optimizer, 1, seed)
+                if diagnose:
+                    booster.diagnose(partial(loss_of, model), optimizer)
+                    booster.capturable(partial(train, booster, model, optimizer, 1))
+        assert optimizer.num_skipped == 3
+        run = read_run(tmp_path / str(diagnose))
+        found.append([(row.step, row.name, row.of, row.exponents) for row in run.samples["0"]])
+    assert found[0] == found[1]
+
+
+class Recomputing(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.use_reentrant = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), use_reentrant
+
+    def forward(self, x):
+        if self.use_reentrant is None:
+            return self.layers(x)
+        return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
+
+
+def test_what_is_computed_again_for_a_backward_pass_is_counted_once(tmp_path):
+    found = {}
+    for use_reentrant in (None, False, True):
+        inner = Recomputing(use_reentrant)
+        booster = Booster("cpu")
+        model, optimizer, *_ = booster.boost(inner, torch.optim.SGD(inner.parameters(), 0.1))
+        with booster.record(tmp_path / str(use_reentrant), every=1, activations="layers.*"):
+            booster.backward(model(batch()[0].requires_grad_()).square().mean(), optimizer)
+            optimizer.step()
+        samples = read_run(tmp_path / str(use_reentrant)).samples["0"]
+        found[use_reentrant] = {
+            (row.of, row.name): (row.exponents, row.norm) for row in samples if row.of != "gradient"
+        }
+    assert len(found[None]) == 6
+    assert found[None] == found[False] == found[True]

@@ -154,8 +154,8 @@ class Replay:
 
     forward: computes and returns the loss; or runs backward passes too, by boosted optimizers, and returns the loss, the
     dictionary of `execute_pipeline`, or in place of the loss what it is computed from. models: boosted ones, by the label that
-    tells them apart, "" for a single one. criteria: boosted modules. scale: of the loss. is_partial: whether a model lies on
-    several ranks, in stages.
+    tells them apart, "" for a single one. criteria: boosted modules. scale: of the loss. quiet: inside it nobody counts what
+    layers compute. is_partial: whether a model lies on several ranks, in stages.
     """
 
     def __init__(
@@ -165,8 +165,10 @@ class Replay:
         models: Mapping[str, ModelWrapper],
         criteria: Sequence[nn.Module],
         scale: float,
+        quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.scale = scale
+        self._quiet = quiet
         self.modules: dict[str, nn.Module] = {}
         self.roots = [bare(model.unwrap()) for model in models.values()]
         self.is_partial = any(getattr(model.module, "is_partial", False) for model in models.values())
@@ -211,7 +213,7 @@ class Replay:
         on any rank.
         """
         scale = self.scale if scale is None else scale
-        with unchanged(self._wrappers, self._updates, scale) as memory, within():
+        with unchanged(self._wrappers, self._updates, scale) as memory, self._quiet(), within():
             return self._run(scale, repair, memory, agree)
 
     def _run(self, scale: float, repair: Collection[int], memory: Memory, agree: Callable[[bool], bool]) -> Outcome:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from booster.ground.device import HostCopy
+from booster.ground.torch_internals import graph_task
 from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
 from booster.model.modules import matcher
@@ -32,6 +33,7 @@ class Activations:
         self._matchers = [matcher(pattern) for pattern in patterns]
         self._rows: dict[tuple[str, str], torch.Tensor] = {}
         self._formats: dict[tuple[str, str], str] = {}
+        self._in_forward: set[str] = set()
         self._handles: list[Any] = []
 
     def attach(self, model: ModelWrapper) -> None:
@@ -49,13 +51,19 @@ class Activations:
     def take(self, loss_scale: Any) -> Taken:
         """Return what was counted since the last call. loss_scale: of the backward pass."""
         rows, formats = self._rows, self._formats
-        self._rows, self._formats = {}, {}
+        self._rows, self._formats, self._in_forward = {}, {}, set()
         return Taken(rows, formats, loss_scale)
 
     def _hook(self, name: str, of: weakref.ref[nn.Module]) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             # A copy of a model brings its hooks along.
             if not self.on or not module.training or not torch.is_grad_enabled() or module is not of():
+                return
+            if graph_task() == -1:
+                self._in_forward.add(name)
+            elif (
+                name in self._in_forward
+            ):  # recomputed for a backward pass; what was not counted before is counted then
                 return
             for tensor in tensors(output):
                 if tensor.is_floating_point():

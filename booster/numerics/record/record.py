@@ -11,7 +11,8 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,6 +156,18 @@ class Record:
     def _looking(self) -> list[Activations | LowLayers]:
         """What looks at layers in sampled steps."""
         return [each for each in (self.activations, self.low_layers) if each is not None]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which no layer is looked at."""
+        before = [(looking, looking.on) for looking in self._looking]
+        for looking, _ in before:
+            looking.on = False
+        try:
+            yield
+        finally:
+            for looking, was in before:
+                looking.on = was
 
     @property
     def closed(self) -> bool:
@@ -392,6 +405,14 @@ class Records:
         lines += [{"kind": "pilot", **own, **change._asdict()} for change in changes]
         for record in self._open:
             record.write(lines)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which what layers compute is of no step, and is not looked at."""
+        with ExitStack() as stack:
+            for record in self._open:
+                stack.enter_context(record.paused())
+            yield
 
     def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], why: str) -> None:
         """Write down in every open record that the run goes on in `precision`."""
