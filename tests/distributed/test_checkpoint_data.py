@@ -50,17 +50,23 @@ def after(rank, world_size, cases, root):
 
 # The rest divides among ranks and into batches, or not.
 CASES = [(size, drop_last) for size in (36, 37, 41, 47) for drop_last in (False, True)]
+QUICK = [(36, False), (37, True), (41, False), (47, True)]
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [QUICK, pytest.param([case for case in CASES if case not in QUICK], marks=pytest.mark.slow)],
+    ids=["some", "rest"],
+)
 @pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
-def test_every_sample_is_seen_once(run_on_ranks, tmp_path, source, target):
+def test_every_sample_is_seen_once(run_on_ranks, tmp_path, source, target, cases):
     def on(function, world_size):
         if world_size == 1:
-            return [function(0, 1, CASES, str(tmp_path))]
-        return run_on_ranks(function, world_size, CASES, str(tmp_path))
+            return [function(0, 1, cases, str(tmp_path))]
+        return run_on_ranks(function, world_size, cases, str(tmp_path))
 
     first, second = on(before, source), on(after, target)
-    for index, (size, drop_last) in enumerate(CASES):
+    for index, (size, drop_last) in enumerate(cases):
         seen = [x for rank in first for x in rank[index]]
         rest = [x for rank in second for x in rank[index][0]]
         assert len(seen) == len(set(seen)) == source * SEEN * BATCH

@@ -6,7 +6,7 @@ import pytest
 from matrix import PARALLELISMS
 from runs import GROWTH, PRECISIONS, Run, differing
 
-AFTER = 10  # steps after the second interruption, more than an epoch
+AFTER = 6  # steps after the second interruption, more than an epoch
 
 
 def interrupted_twice(rank, world_size, precision, layout, folder, workers=0):
@@ -15,7 +15,7 @@ def interrupted_twice(rank, world_size, precision, layout, folder, workers=0):
     The first save comes right after a skipped step, the second within a growth interval; both within an epoch.
     """
     draw = random.Random(f"{precision} {layout}")
-    first_save = draw.randint(3, 5)
+    first_save = draw.randint(2, 4)
     between = draw.randint(1, GROWTH - 1)
     options = {"dropout": True, "workers": workers}
 

@@ -47,7 +47,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block(kind) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(2))
         self.kind = kind
 
     def forward(self, tree):
@@ -67,7 +67,7 @@ def train(kind, precision, plugin):
     model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.5))
     rows = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         x = torch.randn(8, DIM, generator=rows)
         share = 8 // booster.plugin.data_parallel_size
         x = x[booster.plugin.data_parallel_rank * share :][:share]
@@ -95,7 +95,7 @@ def test_blocks_pass_each_other_containers(ranks2, placement, precision):
 
 
 def rehearsals(rank, world_size):
-    """By kind of container: how often a pipeline works out, for three batches of one shape, what crosses its stages."""
+    """By kind of container: how often a pipeline works out, for two batches of one shape, what crosses its stages."""
     counts = {}
     for kind in ORDERED:
         with mock.patch.object(pipeline, "rehearse", wraps=pipeline.rehearse) as rehearse:

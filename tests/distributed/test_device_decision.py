@@ -9,7 +9,7 @@ from benchmarks.scaling.bytes import Counting
 from benchmarks.waits import HostReads, as_on_a_gpu
 from booster import Booster
 
-STEPS, OVERFLOWS = 6, (0, 3)
+STEPS, OVERFLOWS = 5, (0, 3)
 TRAINED = [
     *(("fp16", column) for column in ("DDP", "FSDP", "ZeRO-1", "ZeRO-2", "TP", "PP")),
     *(("fp16_naive", column) for column in ("DDP", "FSDP", "ZeRO-1", "ZeRO-2")),

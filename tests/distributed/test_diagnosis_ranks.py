@@ -49,7 +49,7 @@ ALSO = {
     ("TP", "large_weights_in_the_last_block"): {"operation": "aten.mm"},
     ("PP", "a_loss_scale_that_is_too_large"): {"module": ""},
 }
-QUICK = {plugin: list(CASES)[index::4] for index, plugin in enumerate(PLUGINS)}
+QUICK = {plugin: list(CASES)[index :: len(PLUGINS)] for index, plugin in enumerate(PLUGINS)}
 
 
 class Normalised(nn.Module):
@@ -209,9 +209,9 @@ def test_a_sum_over_ranks_that_overflows_is_named_where_the_part_of_each_rank_is
 
 
 def train(run, between=lambda: None):
-    """A good step, a bad one on rank 1 alone where ranks have parts, five good ones."""
+    """A good step, a bad one on rank 1 alone where ranks have parts, two good ones."""
     bad, results = run.cage.x, []
-    for x in (run.good, bad, *[run.good] * 5):
+    for x in (run.good, bad, *[run.good] * 2):
         run.cage.x = x
         torch.manual_seed(len(results))
         results.append(run.step())
@@ -229,7 +229,7 @@ def compare(rank, world_size, plugin, precision):
 
     plain, itself, asked = make(), make(diagnose="first"), make()
     expected = train(plain)
-    assert [applied for _, applied in expected] == [True, False, *[True] * 5]
+    assert [applied for _, applied in expected] == [True, False, True, True]
     assert_same(train(itself), expected, "by itself")
     assert_same(itself.everything(), plain.everything(), "by itself")
 

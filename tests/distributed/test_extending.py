@@ -70,10 +70,10 @@ def test_an_extension_trains_on_every_placement_like_one_process(run_on_ranks, p
 
 def test_fp8_layers_multiply_in_fp8_and_kept_ones_in_float32():
     precision = load("precision")
-    net = Transformer()
+    net = Transformer(num_blocks=3)
     model, *_ = Booster("cpu", precision.FP8(keep_fp32=["head", "blocks.0"])).boost(net)
     swapped = {name for name, module in net.named_modules() if isinstance(module, precision.Fp8Linear)}
-    assert swapped == {f"blocks.{i}.{n}" for i in (1, 2, 3) for n in ("q", "k", "v", "out", "up", "down")}
+    assert swapped == {f"blocks.{i}.{n}" for i in (1, 2) for n in ("q", "k", "v", "out", "up", "down")}
     layer = net.blocks[1].q
     x = torch.randn(3, 16)
     layer.largest = torch.tensor(4.0)

@@ -26,7 +26,7 @@ from booster.mixed_precision import (
 from booster.plugin import TorchFSDPPlugin
 from booster.plugin.fsdp.fully_sharded import shard_module
 
-DIM, VOCABULARY, LENGTH, BATCH, STEPS = 16, 11, 6, 16, 16
+DIM, VOCABULARY, LENGTH, BATCH, STEPS = 16, 11, 6, 16, 8
 SCALE = 2.0**10
 PRECISIONS = {
     "fp32": lambda: "fp32",
@@ -61,11 +61,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Three blocks, so that not every dimension divides by the ranks: the vocabulary of 11 rows does not."""
 
-    def __init__(self, checkpointing=False, tied=False):
+    def __init__(self, checkpointing=False, tied=False, num_blocks=3):
         super().__init__()
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(VOCABULARY, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.norm = nn.LayerNorm(DIM)
         self.head = nn.Linear(DIM, VOCABULARY, bias=False)
         if tied:
@@ -231,20 +231,6 @@ def test_checkpointed_blocks_and_tied_weights_train_as_in_one_process(ranks2, pr
     losses, *_ = train(0, 1, precision, 0.5, None, model_options)
     for other_losses, *_ in ranks2(train, precision, 0.5, {}, model_options):
         assert (other_losses - losses).abs().max() <= tolerance(precision)
-
-
-def compiled(rank, world_size, precision):
-    model = torch.compile(transformer(), backend="eager")
-    booster, model, optimizer = boost(world_size, precision, model)
-    return torch.stack([one_step(booster, model, optimizer, step, rank, world_size)[0] for step in range(4)])
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile around hooks
-@pytest.mark.parametrize("precision", ["bf16", "bf16_naive"])
-def test_a_compiled_model_trains(ranks2, precision):
-    losses = compiled(0, 1, precision)
-    for other in ranks2(compiled, precision):
-        assert (other - losses).abs().max() <= tolerance(precision)
 
 
 # ---- equal to fully_shard by hand, in every bit ----
@@ -548,6 +534,12 @@ FUSED = {
 }
 
 
+def mine(model):
+    """What this rank holds."""
+    local = [param.to_local() if isinstance(param, DTensor) else param for param in model.parameters()]
+    return torch.cat([param.detach().float().flatten() for param in local])
+
+
 def overflow(rank, world_size, precision, name, bad_steps):
     booster, model, optimizer = boost(world_size, precision, make=FUSED[name], skip_nonfinite=True)
     trace = []
@@ -557,10 +549,10 @@ def overflow(rank, world_size, precision, name, bad_steps):
         if step in bad_steps and rank == world_size - 1:
             grad = model.blocks[1].up.weight.grad
             (grad.to_local() if isinstance(grad, DTensor) else grad)[0, 0] = float("inf")
-        before = flat(model)
+        before = mine(model)
         result = optimizer.step()
         optimizer.zero_grad()
-        trace.append((result.applied, optimizer.loss_scale, not torch.equal(flat(model), before)))
+        trace.append((result.applied, optimizer.loss_scale, not torch.equal(mine(model), before)))
     return trace, flat(model)
 
 

@@ -66,7 +66,7 @@ def batch(step, share, index):
     return tokens.chunk(share)[index]
 
 
-def train(booster, model, accumulated=1, steps=3):
+def train(booster, model, accumulated=1, steps=2):
     """Losses, weights at the end, loss scale, and bytes gathered by one forward and backward pass."""
     # Not Adam, which makes a step of the noise that is the gradient of a key's bias.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -181,7 +181,7 @@ def hybrid(rank, world_size, kind, options):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer, criterion, *_ = booster.boost(model, optimizer, loss_of)
         gathered, losses = Gathered(), []
-        for step in range(3):
+        for step in range(2):
             tokens = batch(step, plugin.data_parallel_size, plugin.data_parallel_rank)
             with gathered:
                 out = booster.execute_pipeline(iter([(tokens, tokens * 3 % VOCABULARY)]), model, criterion, optimizer)

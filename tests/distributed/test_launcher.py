@@ -225,15 +225,16 @@ for step in range({steps}):
 
 
 @pytest.mark.parametrize(
-    ("end", "expected", "told"),
+    ("ranks", "end", "expected", "told"),
     [
-        pytest.param("os.kill(os.getpid(), signal.SIGTERM)", 143, "signal SIGTERM", marks=pytest.mark.slow),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL: killed from outside"),
+        ("2", "os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL: killed from outside"),
+        pytest.param("3", "os.kill(os.getpid(), signal.SIGKILL)", 137, "signal SIGKILL: kill", marks=pytest.mark.slow),
+        pytest.param("3", "os.kill(os.getpid(), signal.SIGTERM)", 143, "signal SIGTERM", marks=pytest.mark.slow),
     ],
 )
-def test_who_ends_first_is_blamed_and_not_those_whose_connections_it_broke(tmp_path, end, expected, told):
+def test_who_ends_first_is_blamed_and_not_those_whose_connections_it_broke(tmp_path, ranks, end, expected, told):
     write(tmp_path, "train.py", EXCHANGE.format(steps=10, end=end))
-    status, _, err = launch(tmp_path, "--nproc_per_node", "3", "train.py")
+    status, _, err = launch(tmp_path, "--nproc_per_node", ranks, "train.py")
     blamed = err.rpartition("booster run: rank 1 (local rank 1")[2]
     assert (status, f"failed first: {told.partition(':')[0]}" in blamed) == (expected, True), err
     assert blamed.splitlines()[-1].startswith(f"booster run: the first to end was rank 1: {told}"), err

@@ -1,6 +1,7 @@
 """The pipeline engine: a model in stages trains as it does in one process, whatever it is made of."""
 
 import copy
+import importlib
 import importlib.util
 import warnings
 from collections import Counter
@@ -129,10 +130,10 @@ def compare(
     return pipeline, sorted(own)
 
 
-def every_style(rank, world_size):
+def every_style(rank, world_size, styles):
     torch.manual_seed(0)
-    for style in STYLES:
-        model = GPT(num_blocks=2 * world_size)
+    for style in styles:
+        model = GPT(num_blocks=world_size * STYLES[style])
         names = sorted(name for name, _ in model.named_parameters())
         pipeline, own = compare(model, text(), rank, world_size, style)
         everyone = [None] * world_size
@@ -144,11 +145,14 @@ def every_style(rank, world_size):
 
 
 def test_stages_train_as_one_process_does_under_every_schedule_on_two_ranks(ranks2):
-    assert "embedding.weight" in ranks2(every_style)[0]
+    assert "embedding.weight" in ranks2(every_style, list(STYLES))[0]
 
 
-def test_stages_train_as_one_process_does_under_every_schedule_on_four_ranks(ranks4):
-    ranks4(every_style)
+@pytest.mark.parametrize(
+    "styles", [["1f1b", "interleaved"], pytest.param(["gpipe", "zbv"], marks=pytest.mark.slow)], ids=" ".join
+)
+def test_stages_train_as_one_process_does_under_every_schedule_on_four_ranks(ranks4, styles):
+    ranks4(every_style, styles)
 
 
 # ---------------------------------------------------------------------------------------------- kinds of model
@@ -239,23 +243,47 @@ def classes(logits, target):
     return F.cross_entropy(logits.float(), target)
 
 
-def own_kinds(rank, world_size, style):
+KINDS = {
+    "chain": Chain,
+    "encoder": Encoder,
+    "translator": Translator,
+    "checkpointed": lambda: GPT(checkpointed=True),
+    "uneven": lambda: GPT(num_blocks=7),
+    "tuples": Tuples,
+}
+FORWARDS = [
+    (kind, style)
+    for style in ("gpipe", "interleaved", "zbv")
+    for kind in KINDS
+    if style == "gpipe" or kind != "chain"  # which has too few layers to cut each stage in two
+]
+
+
+def own_kind(rank, world_size, kind, style):
     torch.manual_seed(0)
-    for model in (Chain(), Encoder(), Translator(), GPT(checkpointed=True), GPT(num_blocks=7)):
-        if style in ("gpipe", "1f1b") or not isinstance(model, Chain):
-            compare(model, text(), rank, world_size, style)
+    model = KINDS[kind]()
+    if kind != "tuples":
+        compare(model, text(), rank, world_size, style)
+        return
     features = torch.randn(8, 5, 4)
     batch = {"features": features, "labels": torch.randint(WORDS, (8, 5))}
 
     def by_keyword(output, target):
         return loss_of(output["logits"], target["labels"]) + output["features"].mean()
 
-    compare(Tuples(), batch, rank, world_size, style, by_keyword)
+    compare(model, batch, rank, world_size, style, by_keyword)
 
 
-@pytest.mark.parametrize("style", ["gpipe", "interleaved", "zbv"])
-def test_a_forward_of_the_users_own_runs_on_every_stage(ranks2, style):
-    ranks2(own_kinds, style)
+def is_slow(kind, style):
+    """Each kind is tried once each time, the schedules by turns."""
+    return style != ("gpipe", "interleaved", "zbv")[list(KINDS).index(kind) % 3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "style"), [pytest.param(*case, marks=pytest.mark.slow if is_slow(*case) else ()) for case in FORWARDS]
+)
+def test_a_forward_of_the_users_own_runs_on_every_stage(ranks2, kind, style):
+    ranks2(own_kind, kind, style)
 
 
 class Flat(Block):
@@ -268,7 +296,7 @@ class Flat(Block):
 def views(rank, world_size):
     torch.manual_seed(0)
     for style in STYLES:
-        model = GPT(num_blocks=2 * world_size)
+        model = GPT(num_blocks=world_size * STYLES[style])
         model.blocks = nn.ModuleList(Flat() for _ in model.blocks)
         compare(model, text(), rank, world_size, style, lambda logits, target: loss_of(logits, target)[None].view(()))
 
@@ -299,7 +327,7 @@ def test_running_statistics_belong_to_one_stage_and_see_each_micro_batch_once(ra
 def tied(rank, world_size):
     for style in STYLES:
         torch.manual_seed(0)
-        model = GPT(num_blocks=2 * world_size, tied=True)
+        model = GPT(num_blocks=world_size * STYLES[style], tied=True)
         pipeline, own = compare(model, text(), rank, world_size, style)
         weight = pipeline.own_parameters().get("embedding.weight")
         across = style != "zbv"  # there, the rank of the first stage has the last one too
@@ -319,8 +347,8 @@ def test_gradients_of_tied_weights_are_summed_over_their_stages(ranks2):
     ranks2(tied)
 
 
-def packages():
-    """timm and transformers, also where torchvision's compiled operators do not load."""
+def packages(*names):
+    """Packages, also where torchvision's compiled operators do not load."""
     path = Path(__file__).parents[2] / "examples" / "vit" / "torchvision_ops.py"
     spec = importlib.util.spec_from_file_location("torchvision_ops", path)
     module = importlib.util.module_from_spec(spec)
@@ -329,13 +357,11 @@ def packages():
         spec.loader.exec_module(module)
         with suppress(ModuleNotFoundError):
             module.import_torchvision()
-        import timm
-        import transformers
-    return timm, transformers
+        return [importlib.import_module(name) for name in names]
 
 
 def library_models(rank, world_size):
-    timm, transformers = packages()
+    timm, transformers = packages("timm", "transformers")
     torch.manual_seed(0)
     vit = timm.models.vision_transformer.VisionTransformer(
         img_size=8, patch_size=4, embed_dim=DIM, depth=4, num_heads=HEADS, num_classes=WORDS
@@ -377,7 +403,7 @@ def test_models_of_timm_and_transformers_need_no_change(ranks2, timm, transforme
 
 
 def opt_models(rank, world_size):
-    _, transformers = packages()
+    (transformers,) = packages("transformers")
     ids, _ = text()
     batch = {"input_ids": ids, "labels": ids}
     sizes = {
@@ -396,7 +422,8 @@ def opt_models(rank, world_size):
         compare(model, batch, rank, world_size, "1f1b", lambda output, target: output.loss)
 
 
-def test_what_is_registered_before_the_blocks_and_used_after_them_is_on_the_last_stage_as_in_opt(ranks2, transformers):
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_what_is_registered_before_the_blocks_and_used_after_them_is_on_the_last_stage_as_in_opt(ranks2):
     ranks2(opt_models)
 
 
@@ -434,13 +461,24 @@ class Recorder(nn.Module):
         return self.linear(x)
 
 
-def precisions(rank, world_size):
-    for style in STYLES:
-        torch.manual_seed(0)
-        for context in (bf16, bf16_and_attention):
-            compare(GPT(), text(), rank, world_size, style, context=context)
-        compare(GPT().bfloat16(), text(), rank, world_size, style)
-        compare(GPT(checkpointed=True), text(), rank, world_size, style, context=bf16_and_attention)
+# half weights or not, recomputed or not, under which context
+WAYS = {
+    "autocast": (False, False, bf16),
+    "attention in float32": (False, False, bf16_and_attention),
+    "half weights": (True, False, nullcontext),
+    "recomputed": (False, True, bf16_and_attention),
+}
+
+
+def precision_of(rank, world_size, style, way):
+    half, checkpointed, context = WAYS[way]
+    torch.manual_seed(0)
+    model = GPT(num_blocks=world_size * STYLES[style], checkpointed=checkpointed)
+    compare(model.bfloat16() if half else model, text(), rank, world_size, style, context=context)
+
+
+def dtypes_that_cross(rank, world_size):
+    torch.manual_seed(0)
     compare(GPT(num_blocks=2).half(), text(), rank, world_size, "1f1b")
     dtypes = []
     model = nn.Sequential(*(Recorder(dtypes) for _ in range(4)))
@@ -463,8 +501,15 @@ class Block16(nn.Module):
         return x + self.norm(x).float()
 
 
-def test_activations_cross_in_the_dtype_that_the_precision_makes(ranks2):
-    ranks2(precisions)
+@pytest.mark.crossed
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("way", WAYS)
+def test_activations_cross_in_the_dtype_that_the_precision_makes(ranks2, way, style):
+    ranks2(precision_of, style, way)
+
+
+def test_a_stage_gets_the_dtype_that_the_stage_before_it_makes(ranks2):
+    ranks2(dtypes_that_cross)
 
 
 def parts_of_backward(rank, world_size):
@@ -589,7 +634,7 @@ def test_a_loss_scale_is_applied_once_and_not_reported(ranks2):
 def calls_of_a_run(rank, world_size):
     """By the number of foreign blocks and of micro-batches: all calls of a warm run, and those that the library makes."""
     found = {}
-    for num_blocks in (2, 12):
+    for num_blocks in (2, 7):
         # The last rank has one block whatever their number is.
         pipeline = build(GPT(num_blocks + 1), rank, world_size, "1f1b", split_points=[f"blocks.{num_blocks}"])
         for num in (2, 6):
@@ -618,25 +663,25 @@ MOST_CALLS = {
 
 def test_a_micro_batch_costs_the_engine_few_calls_and_a_block_of_another_stage_next_to_none(ranks2):
     first, last = ranks2(calls_of_a_run)
-    of_block = [(last[12, 6][part] - last[2, 6][part] - last[12, 2][part] + last[2, 2][part]) / 40 for part in (0, 1)]
+    of_block = [(last[7, 6][part] - last[2, 6][part] - last[7, 2][part] + last[2, 2][part]) / 20 for part in (0, 1)]
     found = {
         "first": (first[2, 6][1] - first[2, 2][1]) / 4,
         "last": (last[2, 6][1] - last[2, 2][1]) / 4,
         "foreign block": of_block[1],
         "foreign block, all": of_block[0],
-        "foreign block, once": (last[12, 2][0] - last[2, 2][0]) / 10 - 2 * of_block[0],
+        "foreign block, once": (last[7, 2][0] - last[2, 2][0]) / 5 - 2 * of_block[0],
     }
     assert all(found[name] <= most for name, most in MOST_CALLS.items()), found
 
 
-def shapes(rank, world_size):
-    for style in STYLES:
+def shapes(rank, world_size, styles):
+    for style in styles:
         torch.manual_seed(0)
-        model = GPT(dropout=0.3)
+        model = GPT(num_blocks=world_size * STYLES[style], dropout=0.3)
         whole = copy.deepcopy(model)
         pipeline = build(model, rank, world_size, style)
         blocks = [block for block in model.blocks if any(True for _ in block.parameters())]
-        assert len(blocks) == 4 // world_size
+        assert len(blocks) == STYLES[style]
         model.eval(), whole.eval()
         last = 0 if style == "zbv" else world_size - 1
         calls = 0
@@ -667,8 +712,11 @@ def shapes(rank, world_size):
         assert all(torch.equal(a, b) for a, b in zip(again, losses, strict=True))
 
 
-def test_evaluation_and_changing_shapes_run_each_block_once_for_a_micro_batch(ranks2):
-    ranks2(shapes)
+@pytest.mark.parametrize(
+    "styles", [["1f1b", "zbv"], pytest.param(["gpipe", "interleaved"], marks=pytest.mark.slow)], ids=" ".join
+)
+def test_evaluation_and_changing_shapes_run_each_block_once_for_a_micro_batch(ranks2, styles):
+    ranks2(shapes, styles)
 
 
 def randomness(rank, world_size):
@@ -755,81 +803,88 @@ def test_every_rank_can_learn_the_loss(ranks2):
 # ---------------------------------------------------------------------------------------------- with other parallelisms
 
 
-def sharded(rank, world_size, mesh_shape, style):
+POLICIES = {"float32": (None, True), "bfloat16": (torch.bfloat16, False)}  # dtype, and whether blocks are resharded
+
+
+def sharded(rank, world_size, mesh_shape, style, policy):
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("pp", "dp"))
     stages, (stage, shard) = mesh_shape[0], mesh.get_coordinate()
     group = mesh["pp"].get_group()
-    for policy, is_tied, resharding in ((None, style == "1f1b", True), (torch.bfloat16, False, False)):
-        torch.manual_seed(0)
-        model = GPT(num_blocks=stages * STYLES[style], tied=is_tied)
-        reference = copy.deepcopy(model)
-        tolerance = 1e-6 if policy is None else 2e-2
-        plan = plan_pipeline(
-            model,
-            pp_size=stages,
-            style=style,
-            num_model_chunks=STYLES[style],
-            prepare=None if policy is None else lambda skeleton: skeleton.bfloat16(),
-        )
-        options = {
-            "mesh": mesh["dp"],
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=policy, reduce_dtype=torch.float32, cast_forward_inputs=False
-            ),
-            "reshard_after_forward": resharding,
-        }
-        for root in plan.cut(stage):
-            for block in root.blocks:
-                if any(True for _ in block.parameters()):
-                    fully_shard(block, **options)
-            fully_shard(root, **options)
-        pipeline = StagePipeline(plan, group=group, device=CPU)
-        held = {id(param) for param in pipeline.own_parameters().values()}
-        assert {id(param) for param in pipeline.module.parameters()} == held  # the model names what its stages have
-        if policy is not None:
-            reference = reference.bfloat16()
-        expected = {}
-        for peer in range(mesh_shape[1]):
-            _, _, gradients, _ = alone(reference, text(seed=peer), loss_of, 4)
-            for name, grad in gradients.items():
-                expected[name] = expected.get(name, 0) + grad.float() / mesh_shape[1]
-        for times in (1, 2):  # gradients accumulate
-            pipeline.run(pieces(text(seed=shard)), loss_of, seed=1.0)
-            for name, param in pipeline.own_parameters().items():
-                torch.testing.assert_close(
-                    param.grad.full_tensor(),
-                    times * expected[name],
-                    rtol=tolerance * 10,
-                    atol=tolerance,
-                    msg=f"{name} {times} {policy}",
-                )
-        with torch.no_grad():
-            whole = torch.stack([loss_of(reference(part.args[0]), part.target) for part in pieces(text(seed=shard))])
-        losses, _ = pipeline.run(pieces(text(seed=shard)), loss_of, seed=None)
-        if losses:
-            torch.testing.assert_close(torch.stack(losses), whole, rtol=tolerance, atol=tolerance)
+    dtype, resharding = POLICIES[policy]
+    is_tied = dtype is None and style == "1f1b"
+    torch.manual_seed(0)
+    model = GPT(num_blocks=stages * STYLES[style], tied=is_tied)
+    reference = copy.deepcopy(model)
+    tolerance = 1e-6 if dtype is None else 2e-2
+    plan = plan_pipeline(
+        model,
+        pp_size=stages,
+        style=style,
+        num_model_chunks=STYLES[style],
+        prepare=None if dtype is None else lambda skeleton: skeleton.bfloat16(),
+    )
+    options = {
+        "mesh": mesh["dp"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "reshard_after_forward": resharding,
+    }
+    for root in plan.cut(stage):
+        for block in root.blocks:
+            if any(True for _ in block.parameters()):
+                fully_shard(block, **options)
+        fully_shard(root, **options)
+    pipeline = StagePipeline(plan, group=group, device=CPU)
+    held = {id(param) for param in pipeline.own_parameters().values()}
+    assert {id(param) for param in pipeline.module.parameters()} == held  # the model names what its stages have
+    if dtype is not None:
+        reference = reference.bfloat16()
+    expected = {}
+    for peer in range(mesh_shape[1]):
+        _, _, gradients, _ = alone(reference, text(seed=peer), loss_of, 4)
+        for name, grad in gradients.items():
+            expected[name] = expected.get(name, 0) + grad.float() / mesh_shape[1]
+    for times in (1, 2):  # gradients accumulate
+        pipeline.run(pieces(text(seed=shard)), loss_of, seed=1.0)
+        for name, param in pipeline.own_parameters().items():
+            torch.testing.assert_close(
+                param.grad.full_tensor(),
+                times * expected[name],
+                rtol=tolerance * 10,
+                atol=tolerance,
+                msg=f"{name} {times} {dtype}",
+            )
+    with torch.no_grad():
+        whole = torch.stack([loss_of(reference(part.args[0]), part.target) for part in pieces(text(seed=shard))])
+    losses, _ = pipeline.run(pieces(text(seed=shard)), loss_of, seed=None)
+    if losses:
+        torch.testing.assert_close(torch.stack(losses), whole, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_stages_may_be_sharded_over_the_data_parallel_ranks(ranks4, style):
-    ranks4(sharded, (2, 2), style)
+def one_each_time(*quick):
+    """All schedules with all policies, of which these with one each time."""
+    return [
+        pytest.param(style, policy, marks=[] if (style, policy) in quick else [pytest.mark.slow])
+        for style in STYLES
+        for policy in POLICIES
+    ]
 
 
-def one_data_parallel_rank(rank, world_size):
-    for style in STYLES:
-        sharded(rank, world_size, (2, 1), style)
+@pytest.mark.parametrize(("style", "policy"), one_each_time(("1f1b", "float32"), ("interleaved", "bfloat16")))
+def test_stages_may_be_sharded_over_the_data_parallel_ranks(ranks4, style, policy):
+    ranks4(sharded, (2, 2), style, policy)
 
 
-def test_stages_may_be_sharded_over_one_rank_for_the_sake_of_its_dtypes(ranks2):
-    ranks2(one_data_parallel_rank)
+@pytest.mark.parametrize(("style", "policy"), one_each_time(("gpipe", "bfloat16"), ("zbv", "float32")))
+def test_stages_may_be_sharded_over_one_rank_for_the_sake_of_its_dtypes(ranks2, style, policy):
+    ranks2(sharded, (2, 1), style, policy)
 
 
-def tensor_parallel(rank, world_size):
+def tensor_parallel(rank, world_size, styles):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     stage, _ = mesh.get_coordinate()
-    for style in STYLES:
+    for style in styles:
         torch.manual_seed(0)
-        model = GPT(tied=True)
+        model = GPT(num_blocks=2 * STYLES[style], tied=True)
         losses, _, gradients, _ = alone(model, text(), loss_of, 4)
         plan = plan_pipeline(model, pp_size=2, style=style, num_model_chunks=STYLES[style])
         styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -845,8 +900,11 @@ def tensor_parallel(rank, world_size):
             torch.testing.assert_close(grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_model_may_be_tensor_parallel_before_it_is_cut(ranks4):
-    ranks4(tensor_parallel)
+@pytest.mark.parametrize(
+    "styles", [["1f1b", "zbv"], pytest.param(["gpipe", "interleaved"], marks=pytest.mark.slow)], ids=" ".join
+)
+def test_a_model_may_be_tensor_parallel_before_it_is_cut(ranks4, styles):
+    ranks4(tensor_parallel, styles)
 
 
 class Halves(nn.Module):
@@ -888,7 +946,7 @@ def gradients_over_first_runs(rank, world_size, style):
     torch.manual_seed(0)
     micro = {"num_microbatches": 2, "pp_style": style, "num_model_chunks": STYLES[style] if style != "zbv" else 1}
     booster = Booster("cpu", plugin=HybridParallelPlugin(1, world_size, **micro))
-    model = GPT(num_blocks=4)
+    model = GPT(num_blocks=world_size * STYLES[style])
     model, optimizer, criterion, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of)
 
     def run(batch, *trained):

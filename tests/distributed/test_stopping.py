@@ -159,13 +159,15 @@ def assert_stopped_once(folder):
     assert sorted(os.listdir(folder / "checkpoints"))[-1] == f"step-{last:010d}"
 
 
-def test_sigusr1_reaches_the_ranks_of_every_node(tmp_path):
+@pytest.mark.parametrize("nodes", ["one", pytest.param("two", marks=pytest.mark.slow)])
+def test_sigusr1_reaches_the_ranks_of_every_node(tmp_path, nodes):
     (tmp_path / "train.py").write_text(LISTEN)
     (tmp_path / "ssh").write_text(FAKE_SSH)
     (tmp_path / "ssh").chmod(stat.S_IRWXU)
-    nodes = ["--host", "node1,node2", "--master_addr", "127.0.0.1", "--nproc_per_node", "1", "--max_restarts", "1"]
+    where = ["--host", "node1,node2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    options = ["--nproc_per_node", "2"] if nodes == "one" else [*where, "--nproc_per_node", "1"]
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    job = start(tmp_path, *nodes, "--master_port", str(free_port()), "train.py", PATH=path)
+    job = start(tmp_path, *options, "--max_restarts", "1", "train.py", PATH=path)
     wait_for_files(tmp_path, "at_0", "at_1")
     job.send_signal(signal.SIGUSR1)
     status, err = finish(job)

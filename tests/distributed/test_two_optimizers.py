@@ -21,6 +21,7 @@ PLUGINS = {
     "pp": lambda: HybridParallelPlugin(1, 2),
     "interleaved": lambda: HybridParallelPlugin(1, 2, pp_style="interleaved", num_model_chunks=2, zero_stage=1),
 }
+BLOCKS = {"interleaved": 4}  # one for each chunk of a stage; others take two
 SEVERAL = [name for name in PLUGINS if name != "single"]
 
 
@@ -37,10 +38,10 @@ def optimizers_of(model, order=("muon", "adamw")):
     return [made[name] for name in order]
 
 
-def built(name, precision="fp32"):
+def built(name, precision="fp32", num_blocks=2):
     torch.manual_seed(7)
     booster = Booster("cpu", PRECISIONS[precision](), PLUGINS[name]())
-    model = Transformer()
+    model = Transformer(num_blocks=num_blocks)
     optimizers = optimizers_of(model)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
     model, optimizers, criterion, _, schedulers = booster.boost(model, optimizers, loss_of, None, schedulers)
@@ -87,13 +88,13 @@ def load(parts, saved, strict=True):
             each.load_state_dict(own)
 
 
-def trained(rank, world_size, name, precision):
+def trained(rank, world_size, name, precision, num_blocks):
     """Weights at the end; which differ in a job that was resumed on the way; what was applied; learning rates."""
-    parts = built(name, precision)
+    parts = built(name, precision, num_blocks)
     steps(parts, 0, 2)
     saved = state(parts)
     applied = steps(parts, 2, 4, overflow_at=2)
-    again = built(name, precision)
+    again = built(name, precision, num_blocks)
     load(again, copy.deepcopy(saved))  # torch's load_state_dict goes on with the tensors that it is given
     steps(again, 2, 4, overflow_at=2)
     end, resumed = weights(parts[1]), weights(again[1])
@@ -104,10 +105,10 @@ def trained(rank, world_size, name, precision):
 _alone = {}
 
 
-def alone(precision):
-    if precision not in _alone:
-        _alone[precision] = trained(0, 1, "single", precision)
-    return _alone[precision]
+def alone(precision, num_blocks=2):
+    if (precision, num_blocks) not in _alone:
+        _alone[precision, num_blocks] = trained(0, 1, "single", precision, num_blocks)
+    return _alone[precision, num_blocks]
 
 
 # Of the way that weights went: Muon's products are bfloat16 whatever the precision.
@@ -120,10 +121,10 @@ CASES = [
 ]
 
 
-def check_against_one_process(end, precision):
-    reference = alone(precision)[0]
+def check_against_one_process(end, precision, num_blocks=2):
+    reference = alone(precision, num_blocks)[0]
     torch.manual_seed(7)
-    start = {name: whole(param) for name, param in Transformer().named_parameters()}
+    start = {name: whole(param) for name, param in Transformer(num_blocks=num_blocks).named_parameters()}
     for name, weight in end.items():
         if name.endswith(".k.bias"):  # whose gradient is noise, of which Adam makes a step
             continue
@@ -135,14 +136,15 @@ def check_against_one_process(end, precision):
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "precision"), CASES)
 def test_muon_and_adamw_train_one_model_as_one_process_does(ranks2, name, precision):
-    _, torn, _, rates, _ = alone(precision)
+    num_blocks = BLOCKS.get(name, 2)
+    _, torn, _, rates, _ = alone(precision, num_blocks)
     assert not torn
     seen = set()
-    for end, torn, applied, own_rates, _ in ranks2(trained, name, precision):
+    for end, torn, applied, own_rates, _ in ranks2(trained, name, precision, num_blocks):
         assert not torn, "a resumed job ends in other bits"
         assert applied == [[False, False], [True, True]]
         assert own_rates == rates
-        names = check_against_one_process(end, precision)
+        names = check_against_one_process(end, precision, num_blocks)
         seen |= end.keys()
     assert seen == names
 

@@ -199,27 +199,3 @@ def first_use(rank, world_size):
 
 def test_forward_waits_for_a_weight_when_it_is_first_used(ranks2):
     ranks2(first_use)
-
-
-def compiled(rank, world_size):
-    torch.manual_seed(0)
-    net = torch.compile(Net(), backend="eager")
-    booster = Booster("cpu", "fp32", LowLevelZeroPlugin(overlap_allgather=True))
-    model, optimizer, *_ = booster.boost(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    plain = Job("fp32")
-    with late():
-        for number in range(2):
-            x = torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(number + rank))
-            booster.backward(model(x).square().mean(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            output = model(x)
-        plain.net.load_state_dict(model.state_dict())
-        with torch.no_grad():
-            assert torch.allclose(output, plain.net(x), atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_waits_for_all_when_forward_begins(ranks2):
-    ranks2(compiled)

@@ -1,8 +1,8 @@
 """One training job that runs under every precision on every parallelism, and what is compared between them.
 
 The job: a small transformer, a global batch divided among the data-parallel ranks, a clip in every step, two passes before
-two of the steps, an inf in one rank's part of a gradient at two others, the very first among them in the runs of fused
-optimizers.
+one of the steps, an inf in one rank's part of a gradient at two others, one of them right after the two passes, the very
+first step among them in the runs of fused optimizers.
 """
 
 import random
@@ -30,9 +30,10 @@ from booster.mixed_precision import (
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, SingleDevice, TorchDDPPlugin, TorchFSDPPlugin
 
-DIM, HEADS, LENGTH, VOCABULARY, BLOCKS, BATCH = 16, 4, 8, 19, 4, 8
-STEPS, OVERFLOWS = 16, (5, 9)
-DOUBLES = (3, 11)  # steps before which two batches run forward and backward, one after the other
+DIM, HEADS, LENGTH, VOCABULARY, BATCH = 16, 4, 8, 19, 8
+BLOCKS = 2  # one for each of two stages
+STEPS, OVERFLOWS = 6, (1, 4)
+DOUBLES = (3,)  # steps before which two batches run forward and backward, one after the other
 # Of the rows in 4 to 8 bits: larger layers, since the kernels want multiples of 32 of what a rank has; fewer steps.
 LOW_DIM, LOW_BLOCKS, LOW_STEPS, LOW_OVERFLOWS = 64, 2, 8, (5,)
 SCALE = 2.0**10  # small enough that no step overflows by itself at the brink, where rounding would decide

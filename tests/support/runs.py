@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import torch
-from matrix import LOW, MAX_NORM, PARALLELISMS, SCALE, VOCABULARY, Transformer, loss_of, poison_next_backward
+from matrix import BLOCKS, LOW, MAX_NORM, PARALLELISMS, SCALE, VOCABULARY, Transformer, loss_of, poison_next_backward
 from matrix import PRECISIONS as OF_MATRIX
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -13,8 +13,8 @@ from booster import Booster
 from booster.ground.randomness import random_state
 from booster.mixed_precision import FP16ApexMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
-SAMPLES, LENGTH, BATCH = 56, 8, 8  # seven global batches an epoch
-GROWTH = 5  # steps after which a loss scale grows, so that its counters show within a run
+SAMPLES, LENGTH, BATCH = 40, 8, 8  # five global batches an epoch
+GROWTH = 3  # steps after which a loss scale grows, so that its counters show within a run
 
 
 def _apex(opt_level):
@@ -33,13 +33,16 @@ PRECISIONS = {
 
 class Run:
     """A boosted job on this rank. layout: a name of the matrix, or a Parallelism. dropout: whether there is any, which
-    layouts of other ranks draw differently. `batches`: the tokens of every batch that was trained on."""
+    layouts of other ranks draw differently. num_blocks: at least one for each stage. `batches`: the tokens of every batch
+    that was trained on."""
 
-    def __init__(self, precision, layout, *, seed=7, dropout=False, optimizer=torch.optim.AdamW, workers=0):
+    def __init__(
+        self, precision, layout, *, seed=7, dropout=False, optimizer=torch.optim.AdamW, workers=0, num_blocks=BLOCKS
+    ):
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        model = Transformer()
+        model = Transformer(num_blocks=num_blocks)
         if dropout:
             model.norm.register_forward_hook(lambda module, args, out: nn.functional.dropout(out, 0.1, module.training))
         layout = PARALLELISMS[layout] if isinstance(layout, str) else layout
