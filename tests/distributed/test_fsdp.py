@@ -127,12 +127,12 @@ def one_step(booster, model, optimizer, step, rank, world_size, clip=None):
     return booster.reduce(loss).detach(), norm, result
 
 
-def train(rank, world_size, precision, clip=None, options=None, model_options=None, make=adamw, seed=0):
+def train(rank, world_size, precision, clip=None, options=None, model_options=None, make=adamw, seed=0, steps=STEPS):
     """Losses of the whole batch, norms, parameters at the end, loss scale."""
     model = transformer(seed + rank, **(model_options or {}))  # ranks must take rank 0's weights
     booster, model, optimizer = boost(world_size, precision, model, make, options)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         loss, norm, result = one_step(booster, model, optimizer, step, rank, world_size, clip)
         assert result.applied
         losses.append(loss)
@@ -176,8 +176,8 @@ def test_parameters_equal_those_of_one_process_under_any_option(ranks2, options)
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16_naive"])
 def test_hybrid_sharding_on_two_by_two_ranks_equals_one_process(ranks4, precision):
-    losses, norms, *_ = train(0, 1, precision, 0.5)
-    for other_losses, other_norms, *_ in ranks4(train, precision, 0.5, {"replicate_size": 2}):
+    losses, norms, *_ = train(0, 1, precision, 0.5, steps=4)
+    for other_losses, other_norms, *_ in ranks4(train, precision, 0.5, {"replicate_size": 2}, None, adamw, 0, 4):
         assert (other_losses - losses).abs().max() <= tolerance(precision)
         assert other_norms.tolist() == pytest.approx(norms.tolist(), rel=20 * tolerance(precision))
 
@@ -853,8 +853,8 @@ def test_what_cannot_be_sharded_is_refused_before_anything_changes(ranks2):
 
 
 def test_parameters_reshard_to_fewer_ranks_after_forward(ranks4):
-    losses, *_ = train(0, 1, "fp32", 0.5)
-    for other, *_ in ranks4(train, "fp32", 0.5, {"reshard_after_forward": 2}):
+    losses, *_ = train(0, 1, "fp32", 0.5, steps=4)
+    for other, *_ in ranks4(train, "fp32", 0.5, {"reshard_after_forward": 2}, None, adamw, 0, 4):
         assert (other - losses).abs().max() <= 2e-6
 
 

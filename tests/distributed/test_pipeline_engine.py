@@ -34,6 +34,10 @@ from booster.tensors.micro_batch import divide
 DIM, HEADS, LENGTH, WORDS = 16, 2, 6, 23
 CPU = torch.device("cpu")
 STYLES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
+# One schedule of one chunk a stage and one of two each time, where a test has little to do with schedules.
+some_styles = pytest.mark.parametrize(
+    "styles", [["1f1b", "zbv"], pytest.param(["gpipe", "interleaved"], marks=pytest.mark.slow)], ids=" ".join
+)
 
 
 class Block(nn.Module):
@@ -293,16 +297,17 @@ class Flat(Block):
         return super().forward(x, mask).flatten(0, 1).view_as(x)
 
 
-def views(rank, world_size):
+def views(rank, world_size, styles):
     torch.manual_seed(0)
-    for style in STYLES:
+    for style in styles:
         model = GPT(num_blocks=world_size * STYLES[style])
         model.blocks = nn.ModuleList(Flat() for _ in model.blocks)
         compare(model, text(), rank, world_size, style, lambda logits, target: loss_of(logits, target)[None].view(()))
 
 
-def test_blocks_and_losses_that_are_views_cross_stages_in_every_schedule(ranks2):
-    ranks2(views)
+@some_styles
+def test_blocks_and_losses_that_are_views_cross_stages_in_every_schedule(ranks2, styles):
+    ranks2(views, styles)
 
 
 def statistics(rank, world_size):
@@ -402,6 +407,35 @@ def test_models_of_timm_and_transformers_need_no_change(ranks2, timm, transforme
     ranks2(library_models)
 
 
+class Early(nn.Module):
+    """A norm and projections to and from narrow embeddings, registered before the blocks, of which two are used after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, DIM // 2)
+        self.project_out, self.project_in = nn.Linear(DIM, DIM // 2), nn.Linear(DIM // 2, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+        self.head = nn.Linear(DIM // 2, WORDS, bias=False)
+
+    def forward(self, tokens):
+        x = self.project_in(self.embedding(tokens))
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(self.project_out(self.norm(x)))
+
+
+def early(rank, world_size):
+    torch.manual_seed(0)
+    return compare(Early(), text(), rank, world_size, "1f1b")[1]
+
+
+def test_what_is_registered_before_the_blocks_and_used_after_them_is_on_the_last_stage(ranks2):
+    first, last = ranks2(early)
+    parts = [{name.partition(".")[0] for name in own} for own in (first, last)]
+    assert parts == [{"embedding", "project_in", "blocks"}, {"blocks", "norm", "project_out", "head"}]
+
+
 def opt_models(rank, world_size):
     (transformers,) = packages("transformers")
     ids, _ = text()
@@ -422,8 +456,8 @@ def opt_models(rank, world_size):
         compare(model, batch, rank, world_size, "1f1b", lambda output, target: output.loss)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_what_is_registered_before_the_blocks_and_used_after_them_is_on_the_last_stage_as_in_opt(ranks2):
+@pytest.mark.slow
+def test_so_it_is_in_opt(ranks2, transformers):
     ranks2(opt_models)
 
 
@@ -552,16 +586,17 @@ class Twice(Block):
         return super().forward(self.again(F.gelu(self.again(x))), mask)
 
 
-def a_layer_used_twice(rank, world_size):
-    torch.manual_seed(0)
-    model = GPT()
-    model.blocks = nn.ModuleList(Twice() for _ in range(4))
-    for style in STYLES:
-        compare(copy.deepcopy(model), text(), rank, world_size, style)
+def a_layer_used_twice(rank, world_size, styles):
+    for style in styles:
+        torch.manual_seed(0)
+        model = GPT()
+        model.blocks = nn.ModuleList(Twice() for _ in range(world_size * STYLES[style]))
+        compare(model, text(), rank, world_size, style)
 
 
-def test_a_layer_that_its_block_uses_twice_gets_its_gradient_once_under_every_schedule(ranks2):
-    ranks2(a_layer_used_twice)
+@some_styles
+def test_a_layer_that_its_block_uses_twice_gets_its_gradient_once_under_every_schedule(ranks2, styles):
+    ranks2(a_layer_used_twice, styles)
 
 
 def overflow(rank, world_size):
@@ -712,9 +747,7 @@ def shapes(rank, world_size, styles):
         assert all(torch.equal(a, b) for a, b in zip(again, losses, strict=True))
 
 
-@pytest.mark.parametrize(
-    "styles", [["1f1b", "zbv"], pytest.param(["gpipe", "interleaved"], marks=pytest.mark.slow)], ids=" ".join
-)
+@some_styles
 def test_evaluation_and_changing_shapes_run_each_block_once_for_a_micro_batch(ranks2, styles):
     ranks2(shapes, styles)
 
@@ -736,8 +769,8 @@ def test_what_is_on_other_stages_draws_no_random_numbers(ranks2):
     ranks2(randomness)
 
 
-def frozen(rank, world_size):
-    for style in STYLES:
+def frozen(rank, world_size, styles):
+    for style in styles:
         torch.manual_seed(0)
         model = GPT(checkpointed=style == "1f1b")
         for part in (model.embedding, *model.blocks[:3]):
@@ -746,8 +779,9 @@ def frozen(rank, world_size):
         compare(model, text(), rank, world_size, style)
 
 
-def test_stages_may_be_frozen(ranks2):
-    ranks2(frozen)
+@some_styles
+def test_stages_may_be_frozen(ranks2, styles):
+    ranks2(frozen, styles)
 
 
 def one_rank(rank, world_size):
@@ -900,9 +934,7 @@ def tensor_parallel(rank, world_size, styles):
             torch.testing.assert_close(grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(
-    "styles", [["1f1b", "zbv"], pytest.param(["gpipe", "interleaved"], marks=pytest.mark.slow)], ids=" ".join
-)
+@some_styles
 def test_a_model_may_be_tensor_parallel_before_it_is_cut(ranks4, styles):
     ranks4(tensor_parallel, styles)
 
