@@ -65,7 +65,7 @@ def path(tmp_path_factory):
     return str(path)
 
 
-QUICK = ["fp16", "bf16_naive"]
+QUICK = {"DDP": "fp16", "ZeRO-1": "bf16_naive", "ZeRO-2": "fp16", "FSDP": "bf16_naive"}
 NOT_SHARDED = pytest.mark.skipif(not shards_integers(), reason="of torch 2.13: before, fully_shard takes no integers")
 SHARDING = pytest.param("FSDP", marks=NOT_SHARDED)
 
@@ -84,9 +84,18 @@ def test_parameters_of_integers_are_refused_by_name_where_torch_cannot_shard_the
     assert ranks2(kept_as_it_was, path) == [True, True]
 
 
-@pytest.mark.parametrize("plugin", [SHARDING if name == "FSDP" else name for name in PLUGINS])
 @pytest.mark.parametrize(
-    "precisions", [QUICK, pytest.param([name for name in PRECISIONS if name not in QUICK], marks=pytest.mark.slow)]
+    ("plugin", "precisions"),
+    [
+        pytest.param(
+            plugin,
+            [name for name in PRECISIONS if (name == QUICK[plugin]) != rest],
+            id=f"{plugin}-{'rest' if rest else QUICK[plugin]}",
+            marks=[pytest.mark.slow] * rest + [NOT_SHARDED] * (plugin == "FSDP"),
+        )
+        for plugin in PLUGINS
+        for rest in (False, True)
+    ],
 )
 def test_adapters_train_as_on_plain_layers_in_every_precision(ranks2, path, plugin, precisions):
     for found in ranks2(train, path, plugin, precisions):

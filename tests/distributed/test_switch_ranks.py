@@ -21,11 +21,11 @@ PLUGINS = {
 }
 
 
-def moved(rank, world_size, name, old, folder):
+def moved(rank, world_size, name, old, news, folder):
     found = {}
     data = 0 if name == "tp" else rank
     norm = nn.LayerNorm  # under fully_shard BatchNorm has a group of its own under halves
-    for new in PRECISIONS:
+    for new in news:
         job = Job(old, PLUGINS[name](), norm=norm)
         job.steps(0, 3, data)
         if wrong := compared(job, f"{folder}/{new}", new, PLUGINS[name](), rank=data, norm=norm):
@@ -33,11 +33,23 @@ def moved(rank, world_size, name, old, folder):
     return found
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize("old", PRECISIONS)
-@pytest.mark.parametrize("name", PLUGINS)
-def test_a_switch_is_a_load_into_the_other_precision(run_on_ranks, name, old, tmp_path):
-    assert run_on_ranks(moved, 2, name, old, str(tmp_path)) == [{}, {}]
+# Each precision is left once each time, for every other one, by one plugin after the other.
+QUICK = [(list(PLUGINS)[i % len(PLUGINS)], old, PRECISIONS[i % 2 :: 2]) for i, old in enumerate(PRECISIONS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "news"),
+    [
+        *(pytest.param(*case, id="-".join([*case[:2], "some"])) for case in QUICK),
+        *(
+            pytest.param(name, old, PRECISIONS, id=f"{name}-{old}", marks=pytest.mark.slow)
+            for name in PLUGINS
+            for old in PRECISIONS
+        ),
+    ],
+)
+def test_a_switch_is_a_load_into_the_other_precision(run_on_ranks, name, old, news, tmp_path):
+    assert run_on_ranks(moved, 2, name, old, news, str(tmp_path)) == [{}, {}]
 
 
 def evaluated_alone(rank, world_size):

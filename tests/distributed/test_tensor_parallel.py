@@ -513,7 +513,10 @@ def test_gradients_of_gradients_are_those_of_the_whole_model(ranks2, name):
     ranks2(check_second_gradients, name)
 
 
-@pytest.mark.parametrize("name", ["strings", "gpt sequence", "timm", "gpt2", "encoder"])
+# Four ranks would import transformers each, which takes longer than all cases of the others.
+@pytest.mark.parametrize(
+    "name", ["strings", "gpt sequence", "timm", "encoder", pytest.param("gpt2", marks=pytest.mark.slow)]
+)
 def test_so_it_is_on_four_ranks(ranks4, name):
     ranks4(check_case, name)
 
@@ -750,10 +753,11 @@ def test_gradients_accumulate(ranks2):
 
 
 def check_fsdp(rank, world_size, name, replicate):
+    """Under fully_shard over as many copies, or parts, as there are pairs of ranks."""
     build, plan, sequence = CASES[name]
     model, args, kwargs = build()
     reference = copy.deepcopy(model)
-    dims = (2, 1, 2) if replicate else (1, 2, 2)
+    dims = (world_size // 2, 1, 2) if replicate else (1, world_size // 2, 2)
     mesh = init_device_mesh("cpu", dims, mesh_dim_names=("replicate", "shard", "tp"))
     dp = mesh["replicate", "shard"] if replicate else mesh["shard"]
     divide(model, mesh["tp"], plan, sequence)
@@ -772,9 +776,19 @@ def check_fsdp(rank, world_size, name, replicate):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("replicate", [False, True], ids=["shard", "replicate"])
-@pytest.mark.parametrize("name", ["strings", "timm rich", "encoder sequence", "gpt2", "tied", "mixtral"])
+@pytest.mark.parametrize("name", ["strings", "timm rich", "encoder sequence", "tied"])
 def test_fully_shard_divides_a_divided_model_again(ranks4, name, replicate):
     ranks4(check_fsdp, name, replicate)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("replicate", [False, True], ids=["shard", "replicate"])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(n, r) if r == 2 else pytest.param(n, r, marks=pytest.mark.slow) for n in ("gpt2", "mixtral") for r in (2, 4)],
+)
+def test_fully_shard_divides_a_divided_model_of_transformers_again(run_on_ranks, name, ranks, replicate):
+    run_on_ranks(check_fsdp, ranks, name, replicate)
 
 
 # ---- what raises ----

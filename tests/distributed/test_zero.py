@@ -178,11 +178,12 @@ def test_gradients_weights_and_state_equal_ddp_to_the_bit(ranks2, precision, sta
     assert first[0][-1] < first[0][0]
 
 
+@pytest.mark.crossed
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("fp16_naive", 2), ("bf16_naive", SCATTERED)])
 @pytest.mark.parametrize("optimizer", FUSED)
-def test_every_fused_optimizer_equals_ddp_to_the_bit(ranks2, optimizer):
-    for precision, stage in (("fp32", 1), ("fp16_naive", 2), ("bf16_naive", SCATTERED)):
-        for _, _, state, of_ddp in ranks2(beside_ddp, precision, stage, optimizer):
-            assert same(state, of_ddp)
+def test_every_fused_optimizer_equals_ddp_to_the_bit(ranks2, optimizer, precision, stage):
+    for _, _, state, of_ddp in ranks2(beside_ddp, precision, stage, optimizer):
+        assert same(state, of_ddp)
 
 
 def four_beside_ddp(rank, world_size, precision, stage):
@@ -191,6 +192,7 @@ def four_beside_ddp(rank, world_size, precision, stage):
     return job.losses, job.weights(), ddp.losses, ddp.weights()
 
 
+@pytest.mark.crossed
 @stages
 @pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
 def test_on_four_ranks_only_the_order_of_summation_differs_from_ddp(ranks4, precision, stage):
@@ -348,11 +350,12 @@ def accumulating(rank, world_size, precision, stage, how):
         assert same(*(job.weights() for job in jobs)), f"step {step}"
 
 
+@pytest.mark.crossed
 @stages
+@pytest.mark.parametrize("precision", ["fp32", "fp16_naive"])
 @pytest.mark.parametrize("how", ["accumulate", "no_sync"])
-def test_accumulated_gradients_equal_ddp_to_the_bit(ranks2, stage, how):
-    for precision in ("fp32", "fp16_naive"):
-        ranks2(accumulating, precision, stage, how)
+def test_accumulated_gradients_equal_ddp_to_the_bit(ranks2, stage, precision, how):
+    ranks2(accumulating, precision, stage, how)
 
 
 def added_to_used_gradients(rank, world_size, precision, stage, optimizer, clip):
@@ -682,6 +685,7 @@ def test_a_state_dict_resumes_bitwise_here_and_under_ddp_and_in_one_process(rank
         assert (weight.float() - weights[name].float()).abs().max() <= TOLERANCE[precision], name
 
 
+@pytest.mark.crossed
 @stages
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_state_of_other_optimizers_resumes_too(ranks2, optimizer, stage):
