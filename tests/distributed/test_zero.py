@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -1024,6 +1025,36 @@ def failed_backward(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [2, SCATTERED])
 def test_training_goes_on_after_a_backward_that_raised(ranks2, stage):
     ranks2(failed_backward, stage)
+
+
+def copied(rank, world_size, plugin, options):
+    job = Job("fp32", plugin(), **options).train(range(1), rank, world_size)
+    clone = copy.deepcopy(job.model)
+    job.train(range(1, 3), rank, world_size)
+    whole, given = net(), dict(clone.named_parameters())
+    with torch.no_grad():
+        for name, param in whole.named_parameters():
+            param.copy_(given[name])
+    assert not same(job.weights()["head.weight"], whole.head.weight.detach()), "the copy follows the original"
+    gradients = []
+    for model, data in ((clone, batch(0, rank, world_size)), (whole, batch(0))):
+        F.cross_entropy(model(data[0]), data[1]).backward()
+        gradients.append([param.grad for param in model.parameters() if param.requires_grad])
+    for own, expected in zip(*gradients, strict=True):
+        assert (own - expected).abs().max() <= TOLERANCE["fp32"]
+    assert all(grad is None for grad in (param.grad for param in job.model.parameters()))
+    average = copy.deepcopy(clone.requires_grad_(False)).eval()
+    x = batch(0)[0]
+    assert torch.equal(average(x), clone.eval()(x))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options"),
+    [(functools.partial(zero, 2), {}), (TorchDDPPlugin, {"release_gradients": "exact"})],
+    ids=["ZeRO-2", "DDP, released"],
+)
+def test_a_deep_copy_is_a_model_whose_whole_gradients_are_averaged(ranks2, plugin, options):
+    ranks2(copied, plugin, options)
 
 
 def two_models(rank, world_size, stage):

@@ -52,7 +52,7 @@ class AverageReducer(GradientReducer):
         self.tells_at_once = self._finds_unused = finds_unused
         self._ratio = 1.0 / group.size()
         self._is_settled = finds_unused or group.size() == 2
-        found = bucket_assignment(self._all, bucket_bytes if self._is_settled else sys.maxsize)
+        found = bucket_assignment(self._all, bucket_bytes if self._is_settled else sys.maxsize) if self._all else []
         self._divided = [[self._all[index] for index in indices] for indices in reversed(found)]
         self._order: list[int] = []  # of the first pass
         self._coming: list[int] = []

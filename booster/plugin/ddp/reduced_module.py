@@ -5,6 +5,7 @@ Modules of which the trainable parameters lie in the flat buckets of a layout.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,10 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.ground.torch_internals import graph_task
-from booster.model.modules import PlacedModule
+from booster.model.modules import PlacedModule, bare
+from booster.plugin.ddp.averaged_gradients import AverageReducer
 from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.trees import tensors
+
+
+_OF_COPIES = 25 * 2**20  # bytes in a bucket of gradients, as DistributedDataParallel has it
 
 
 class LaidOut(nn.Module):
@@ -43,6 +48,8 @@ class ReducedModule(LaidOut, PlacedModule):
 
     layout: how ranks divide the parameters; None where they do not. synchronise_buffers: give rank 0's
     buffers to all at every forward, except under `no_sync`.
+
+    A copy is one of a model under `DistributedDataParallel`: whole gradients are averaged, and stay.
     """
 
     def __init__(
@@ -58,6 +65,16 @@ class ReducedModule(LaidOut, PlacedModule):
         self.reducer, self.layout = reducer, layout
         self._group = group
         self._synchronise_buffers = synchronise_buffers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReducedModule:
+        self.wait_for_weights()
+        module = copy.deepcopy(self.module, memo)
+        named = {name: param for name, param in bare(module).named_parameters() if param.requires_grad}
+        reducer = AverageReducer(named, group=self._group, bucket_bytes=_OF_COPIES, finds_unused=True)
+        clone = ReducedModule(module, reducer, self._group, synchronise_buffers=self._synchronise_buffers)
+        clone.training = self.training
+        memo[id(self)] = clone
+        return clone
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if graph_task() == -1:  # not recomputed inside a backward
