@@ -206,6 +206,23 @@ def test_a_layer_that_is_left_out_is_named(ranks2):
     ranks2(left_out)
 
 
+def frozen_since(rank, world_size, plugin):
+    # DistributedDataParallel takes what is frozen for unused.
+    runs = [Run(rank, *how).train(1) for how in ((False, "DDP, unused"), ("exact", plugin))]
+    for run in runs:
+        run.net.rare.requires_grad_(False)
+        run.train(1)
+        run.net.rare.requires_grad_(True)
+        run.train(1)
+    return [run.left() for run in runs]
+
+
+@pytest.mark.parametrize("plugin", ["DDP", pytest.param("ZeRO-1", marks=slow)])
+def test_a_layer_that_is_frozen_for_a_while_is_not_missed(ranks2, plugin):
+    for whole, released in ranks2(frozen_since, plugin):
+        assert whole == released
+
+
 def resumed(rank, world_size, plugin, mode, folder):
     options = {"clip_grad_norm": 0.5}
     whole = Run(rank, mode, plugin, "bf16_naive", **options).train(4)

@@ -124,7 +124,11 @@ class AverageReducer(GradientReducer):
     def _finish(self) -> None:
         if not self._finds_unused:
             known = zip(self._all, self._reached, strict=True)
-            unreached = [self._names[p] for p, reached in known if not (reached or self.has_gradient_here(p))]
+            unreached = [
+                self._names[p]
+                for p, reached in known
+                if not (reached or self.has_gradient_here(p)) and p.requires_grad  # others were frozen since
+            ]
             if unreached:
                 raise RuntimeError(UNREACHED.format(names=", ".join(unreached[:5])))
         super()._finish()

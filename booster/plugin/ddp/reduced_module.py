@@ -20,7 +20,6 @@ from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.trees import tensors
 
-
 _OF_COPIES = 25 * 2**20  # bytes in a bucket of gradients, as DistributedDataParallel has it
 
 
