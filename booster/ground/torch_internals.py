@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from booster.ground.guards import OwnStep
+from booster.ground.inference import outside_inference
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import (
@@ -500,7 +501,7 @@ def run_hooks_outside_modes(module: nn.Module) -> None:
     """Let the hooks around the forward of `module`, to which `fully_shard` was just applied, run in no torch function mode.
 
     They gather and free; a mode that sees what a user's forward calls need not see each of the some hundred functions that a
-    group takes for that.
+    group takes for that. Nor do they run in `torch.inference_mode`: what is gathered into stays, for training too.
     """
     (state,) = fsdp_states([module])
     tables: list[Any] = [module._forward_pre_hooks, module._forward_hooks]
@@ -512,7 +513,7 @@ def run_hooks_outside_modes(module: nn.Module) -> None:
 
 def _outside_modes(hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with without_function_modes():
+        with without_function_modes(), outside_inference():
             return hook(*args, **kwargs)
 
     return torch.compiler.disable(run)  # as the hook itself is

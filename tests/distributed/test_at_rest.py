@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16ApexMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP8MixedPrecision, FP16ApexMixedPrecision
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 
-DIM = 8
+DIM = 16
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 PLUGINS = {
     "single": lambda: None,
@@ -30,6 +30,7 @@ PRECISIONS = {
     "bf16": lambda: "bf16",
     "bf16_naive": BF16NaiveMixedPrecision,
     "bf16_naive split": lambda: BF16NaiveMixedPrecision(master_weights="split"),
+    "fp8 gathered": lambda: FP8MixedPrecision(gather_in_fp8=True, emulate=True, keep=(), convert="all"),
     "fp16_apex O2": lambda: FP16ApexMixedPrecision("O2", loss_scale=128.0, verbosity=0),
 }
 
@@ -188,6 +189,31 @@ def test_after_whatever_happened_parameters_are_the_models_own(ranks2, plugin, p
         assert found == {name: ([True] * 3, 0.0) for name in EVENTS}
 
 
+def evaluated_in_inference_mode(rank, world_size, plugin, precision):
+    """How far weights are from those of a run without, after an evaluation before all training and one amid each pass."""
+    found = []
+    for evaluates in (False, True):
+        parts = booster, model, optimizer = built(plugin, precision)
+        if evaluates:
+            in_inference_mode(parts)
+        for step in range(3):
+            loss = model(batch(step, booster)).float().square().mean()
+            if evaluates:
+                in_inference_mode(parts)
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    return float((found[0] - found[1]).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("plugin", "precision"), [("fsdp", "bf16_naive"), ("fsdp", "fp8 gathered"), ("dp", "fp32"), ("tp", "bf16")]
+)
+def test_an_evaluation_in_inference_mode_leaves_what_can_be_trained(ranks2, plugin, precision):
+    assert ranks2(evaluated_in_inference_mode, plugin, precision) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("plugin", ["ddp", "zero1"])
 def test_ddp_goes_on_after_all_but_a_backward_pass_that_raised(ranks2, plugin):
     events = [name for name in EVENTS if name != "backward raised"]  # after which torch refuses the next forward pass
@@ -274,7 +300,7 @@ def dtypes(rank, world_size, precision):
     return shown, distance
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp8 gathered"])
 def test_inside_forward_a_weight_shows_the_dtype_it_computes_in(ranks2, precision):
     computed = {"fp32": "torch.float32", "bf16": "torch.float32", "fp16_apex O2": "torch.float16"}.get(
         precision, "torch.bfloat16"

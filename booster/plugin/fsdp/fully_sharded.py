@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from booster.ground.inference import outside_inference
 from booster.ground.text import listed
 from booster.ground.torch_internals import (
     fsdp_groups,
@@ -276,8 +277,13 @@ def _gather_in_fp8(
     scales = WeightScales([record for _, _, low in for_each for record in low], ranks)
     for module, records, low in for_each:
         set_gather(module, FP8Gather(records, low, scales))
-    measure = torch.compiler.disable(scales.measure)
-    model.register_forward_pre_hook(lambda *_: measure(), prepend=True)  # before fully_shard's own, which gathers
+
+    def measure(*_: Any) -> None:
+        with outside_inference():
+            scales.measure()
+
+    hook = torch.compiler.disable(measure)
+    model.register_forward_pre_hook(hook, prepend=True)  # before fully_shard's own, which gathers
 
 
 def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
@@ -443,7 +449,8 @@ class _TakeOver:
         self._left = left
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        self._left.take_over(module)
+        with outside_inference():  # in which no part of a weight can be looked at
+            self._left.take_over(module)
 
 
 class ShardLoaded:
