@@ -198,10 +198,12 @@ class ReleasedPass:
         if rest:
             with self._shards.local():
                 parts = {param: self._shards.part_of(param) for param in rest}
+                before = {param: parts[param].grad for param in self._apart}
                 for param in self._apart:
                     parts[param].grad = self._apart[param]
                 self._gradual.rest(list(parts.values()))
-            self._apart.clear()
+                for param, grad in before.items():  # no gradient need be there that it is a part of
+                    parts[param].grad = grad
             self._step(rest)
         if self._began:
             self._gradual.end()

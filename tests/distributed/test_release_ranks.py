@@ -206,9 +206,9 @@ def test_a_layer_that_is_left_out_is_named(ranks2):
     ranks2(left_out)
 
 
-def frozen_since(rank, world_size, plugin):
+def frozen_since(rank, world_size, plugin, precision):
     # DistributedDataParallel takes what is frozen for unused.
-    runs = [Run(rank, *how).train(1) for how in ((False, "DDP, unused"), ("exact", plugin))]
+    runs = [Run(rank, *how, precision).train(1) for how in ((False, "DDP, unused"), ("exact", plugin))]
     for run in runs:
         run.net.rare.requires_grad_(False)
         run.train(1)
@@ -217,9 +217,9 @@ def frozen_since(rank, world_size, plugin):
     return [run.left() for run in runs]
 
 
-@pytest.mark.parametrize("plugin", ["DDP", pytest.param("ZeRO-1", marks=slow)])
-def test_a_layer_that_is_frozen_for_a_while_is_not_missed(ranks2, plugin):
-    for whole, released in ranks2(frozen_since, plugin):
+@pytest.mark.parametrize(("plugin", "precision"), [("DDP", "fp32"), ("ZeRO-1", "bf16_naive")])
+def test_a_layer_that_is_frozen_for_a_while_is_not_missed(ranks2, plugin, precision):
+    for whole, released in ranks2(frozen_since, plugin, precision):
         assert whole == released
 
 
