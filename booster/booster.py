@@ -492,7 +492,8 @@ class Booster:
         every: in the first step and in every so many, gradients and weights are looked at too, parameter by parameter: how
             their magnitudes are spread, what underflows, which weights stand still; None never looks.
         activations: names of modules whose outputs, and the gradients of them, are looked at in these steps too, by forward
-            hooks; `*` stands for anything within one part of a name, `**` across parts.
+            hooks; `*` stands for anything within one part of a name, `**` across parts. Written names of a second model begin
+            with its class.
         tracker: also called with the numbers of each step by name, and the number of the step; a tracker's own
             `log(values, step)` will do. None calls nothing.
 

@@ -64,7 +64,8 @@ class DistLogger:
             level, its own level is lowered to it.
         suffix: ends the file's name; None is none.
 
-        Asking twice for one file attaches it once. Errors: RuntimeError in a launched job before `booster.launch`, when all
+        Asking twice for one file attaches it once, at the level asked for last. Errors: RuntimeError in a launched job before
+        `booster.launch`, when all
         ranks would share one file.
         """
         arguments.choice("mode", mode, ("a", "w"), fix="'a' appends, 'w' starts anew")
@@ -79,8 +80,11 @@ class DistLogger:
         directory.mkdir(parents=True, exist_ok=True)
         rank, world_size = _place()
         file = (directory / (f"rank_{rank}.log" if suffix is None else f"rank_{rank}_{suffix}.log")).absolute()
-        attached = [h for h in self._logger.handlers if isinstance(h, logging.FileHandler)]
-        if not any(Path(handler.baseFilename) == file for handler in attached):
+        files = [each for each in self._logger.handlers if isinstance(each, logging.FileHandler)]
+        attached = [each for each in files if Path(each.baseFilename) == file]
+        for handler in attached:
+            handler.setLevel(number)
+        if not attached:
             handler = logging.FileHandler(file, mode=mode, encoding="utf-8")
             handler.setFormatter(
                 logging.Formatter(f"%(asctime)s %(levelname)s %(name)s rank {rank}/{world_size}: %(message)s")

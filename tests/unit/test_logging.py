@@ -83,6 +83,16 @@ def test_the_same_file_is_attached_once(logger, tmp_path):
     assert file.read_text().count("a line") == 1
 
 
+def test_a_file_that_is_asked_for_again_has_the_level_asked_for_last(logger, tmp_path):
+    file = logger.log_to_file(tmp_path)
+    logger.log_to_file(tmp_path, level="DEBUG")
+    logger.debug("a detail")
+    logger.log_to_file(tmp_path, level="ERROR")
+    logger.warning("a word")
+    assert file.read_text().count("a detail") == 1
+    assert "a word" not in file.read_text()
+
+
 @pytest.mark.parametrize(("mode", "kept"), [("a", True), ("w", False)])
 def test_mode_a_appends_and_mode_w_starts_anew(logger, tmp_path, mode, kept):
     (tmp_path / "rank_0.log").write_text("earlier\n")

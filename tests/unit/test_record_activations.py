@@ -78,7 +78,7 @@ def test_models_boosted_later_are_counted_and_copies_are_not(tmp_path):
     booster.backward(F.cross_entropy(late(x), y), second)
     second.step()
     record.close()
-    found = [row for row in read_run(tmp_path).samples["1"] if row.of == "activation" and row.name == "0"]
+    found = [row for row in read_run(tmp_path).samples["1"] if row.of == "activation" and row.name == "Sequential-1.0"]
     assert [row.exponents.total for row in found] == [16 * 4]
 
 
@@ -90,6 +90,24 @@ def test_names_without_a_module_and_activations_without_samples_are_refused(tmp_
         booster.record(tmp_path, activations="blocks.*")
     with pytest.raises(ValueError, match="every=None takes none; pass a number"):
         booster.record(tmp_path, every=None, activations="0")
+
+
+class Critic(nn.Sequential):
+    pass
+
+
+def test_modules_of_two_models_are_told_apart_though_they_bear_one_name(tmp_path):
+    booster = Booster("cpu")
+    made = [kind(nn.Linear(8, 8)) for kind in (nn.Sequential, Critic)]
+    (model, optimizer), (critic, other) = (
+        booster.boost(each, torch.optim.SGD(each.parameters(), 0.1))[:2] for each in made
+    )
+    with booster.record(tmp_path, every=1, activations="*"):
+        booster.backward(critic(model(batch()[0])).mean(), [optimizer, other])
+        optimizer.step()
+        other.step()
+    samples = [row for rows in read_run(tmp_path).samples.values() for row in rows if row.of == "activation"]
+    assert [(row.name, row.exponents.total) for row in samples] == [("0", 16 * 8), ("Critic.0", 16 * 8)]
 
 
 def loss_of(model):

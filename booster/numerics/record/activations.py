@@ -22,6 +22,20 @@ Line = dict[str, Any]
 _GRADIENT = "activation gradient"
 
 
+class Labels:
+    """What stands before the names of modules of the second model and later ones, which may bear those of the first."""
+
+    def __init__(self) -> None:
+        self._kinds: list[str] = []
+
+    def of(self, model: nn.Module) -> str:
+        """Return it for one more model, as in `Discriminator.layers.0`."""
+        kind, before = type(model).__name__, len(self._kinds)
+        again = kind in self._kinds
+        self._kinds.append(kind)
+        return f"{kind}-{before}." if again else f"{kind}." if before else ""
+
+
 class Activations:
     """Forward hooks on the modules whose names `patterns` say; they count while `on`, in training, and pass all through.
 
@@ -35,18 +49,20 @@ class Activations:
         self._formats: dict[tuple[str, str], str] = {}
         self._in_forward: set[str] = set()
         self._handles: list[Any] = []
+        self._labels = Labels()
 
     def attach(self, model: ModelWrapper) -> None:
         """Hook the modules of a boosted model that the patterns name, if any."""
+        label = self._labels.of(model.unwrap())
         for name, module in model.unwrap().named_modules():
             if name and any(matches(name) for matches in self._matchers):
-                self._handles.append(module.register_forward_hook(self._hook(name, weakref.ref(module))))
+                self._handles.append(module.register_forward_hook(self._hook(f"{label}{name}", weakref.ref(module))))
 
     def close(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._labels = [], Labels()
 
     def take(self, loss_scale: Any) -> Taken:
         """Return what was counted since the last call. loss_scale: of the backward pass."""

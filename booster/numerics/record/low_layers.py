@@ -20,6 +20,7 @@ from booster.interface.model import ModelWrapper
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.operands import laid_out, low
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Wide
+from booster.numerics.record.activations import Labels
 
 Line = dict[str, Any]
 _OPERANDS = {
@@ -38,12 +39,14 @@ class LowLayers:
         self.on = True
         self._rows: dict[tuple[str, str, str, str], torch.Tensor] = {}
         self._watched: list[tuple[weakref.ref[LowPrecisionLinear], Any]] = []
+        self._labels = Labels()
 
     def attach(self, model: ModelWrapper) -> None:
         """Watch the low-precision layers that a boosted model has now."""
+        label = self._labels.of(model.unwrap())
         for name, module in model.unwrap().named_modules():
             if isinstance(module, LowPrecisionLinear) and not module.is_wide:
-                watcher = partial(self._count, name, module.recipe)
+                watcher = partial(self._count, f"{label}{name}", module.recipe)
                 module.watchers = (*module.watchers, watcher)
                 self._watched.append((weakref.ref(module), watcher))
 
@@ -53,7 +56,7 @@ class LowLayers:
             module = reference()
             if module is not None:
                 module.watchers = tuple(each for each in module.watchers if each is not watcher)
-        self._watched = []
+        self._watched, self._labels = [], Labels()
 
     def take(self) -> TakenLow:
         """Return what was counted since the last call."""
