@@ -171,6 +171,9 @@ class Shards:
         """Return what messages call `param`."""
         return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
 
+    def keep_graph(self) -> None:
+        """A backward pass follows that keeps its graph, through which another may go."""
+
     def check_gradients(self) -> None:
         """Raise RuntimeError if ranks would step on gradients that they do not share. The same on every rank."""
 
@@ -256,8 +259,9 @@ class Shards:
 
 
 UNSYNCHRONISED = (
-    "the gradients of this optimizer are not averaged over the ranks, because passes ran inside no_sync() and none outside of "
-    "it after them; before step(), run the last forward and backward pass outside of no_sync(), or use b.accumulate()"
+    "the gradients of this optimizer are not averaged over the ranks, because passes ran inside no_sync(), or again through a "
+    "graph that retain_graph=True kept, and none outside of it after them; before step(), run the last forward and backward "
+    "pass outside of no_sync(), or use b.accumulate(); add losses up instead of keeping a graph"
 )
 FROZEN = (
     "{name} has a gradient, but was frozen when the model was boosted, so ranks do not share it and would drift apart; call "

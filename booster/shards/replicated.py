@@ -87,6 +87,12 @@ class Replica:
         self._unsynchronised = False  # passes inside no_sync have left gradients that no other pass has averaged since
         self._watches = False
         self._averaging: int | None = None  # the backward pass that averages
+        self._averages_once = hasattr(
+            module, "require_backward_grad_sync"
+        )  # in the first pass after each forward alone
+        self._was_to_average = False  # when the last forward pass ran
+        self._hooks: list[Any] = []  # while the graph of that is kept
+        self._first_pass: int | None = None  # through that graph
         module.register_forward_hook(self._on_forward)
 
     def unshared(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -112,6 +118,16 @@ class Replica:
         if self._unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
             self._unsynchronised = False
 
+    def keep_graph(self) -> None:
+        """Take note that a backward pass follows which keeps its graph. `DistributedDataParallel` leaves gradients of a second
+        pass through it alone, without a word."""
+        if not self._averages_once or not self._was_to_average or self._hooks:
+            return
+        self._watches = True
+        self._first_pass = None
+        trained = [param for param in self._params if param.requires_grad]
+        self._hooks = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in trained]
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Return a context whose passes are forgotten."""
@@ -122,15 +138,29 @@ class Replica:
             self._unsynchronised = before
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        averages = getattr(module, "require_backward_grad_sync", True)
         if torch.is_grad_enabled():
             self.check_order()
-        averages = getattr(module, "require_backward_grad_sync", True)
+            self._was_to_average = averages
+            if self._hooks:
+                self._forget_graph()
         if (averages and not self._watches) or not torch.is_grad_enabled():
             return
         self._watches = True
         for tensor in tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_averaged if averages else self._on_left)
+
+    def _forget_graph(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if self._first_pass is None:
+            self._first_pass = graph_task()
+        elif graph_task() != self._first_pass:
+            self._unsynchronised = True
 
     # DistributedDataParallel averages all that a backward pass brings if one of its forward passes told it to.
     def _on_averaged(self, grad: torch.Tensor) -> None:
@@ -155,6 +185,10 @@ class ReplicatedShards(Shards):
         super().__init__(optimizer)
         self._replicas = replicas
         self._reducers = reducers
+
+    def keep_graph(self) -> None:
+        for replica in self._replicas.values():
+            replica.keep_graph()
 
     def check_gradients(self) -> None:
         check_replicas(self, self._replicas.values())

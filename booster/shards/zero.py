@@ -192,6 +192,10 @@ class ZeroShards(Shards):
         """Return where `param` lies; None if it is not divided."""
         return self._holding(param)
 
+    def keep_graph(self) -> None:
+        for replica in self._replicas.values():
+            replica.keep_graph()
+
     def check_gradients(self) -> None:
         check_replicas(self, self._replicas.values())
         if not self._reduced:

@@ -142,6 +142,9 @@ def run_backward(
         for member in members:
             if member.release is not None:
                 member.release.check(create_graph=create_graph)
+    if retain_graph or create_graph:
+        for member in members:
+            member.shards.keep_graph()
     this, scale = begin_backward(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()

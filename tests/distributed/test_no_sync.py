@@ -120,6 +120,30 @@ def test_passes_inside_and_a_last_one_outside_add_up(ranks2, plugin):
     assert max(ranks2(accumulated, plugin)) < 1e-6
 
 
+def kept_graph(rank, world_size):
+    """By plugin: the distance after a step on two passes through one graph, or what it raises; and after one more pass."""
+    found = {}
+    for plugin in PLUGINS:
+        booster, model, optimizer = parts = built(plugin)
+        loss = model(batch(0, rank)).square().mean()
+        booster.backward(loss / 2, optimizer, retain_graph=True)
+        booster.backward(loss / 2, optimizer)
+        try:
+            optimizer.step()
+            found[plugin] = float((weights(model) - reference(world_size, [0])).abs().max()) < 1e-6
+        except RuntimeError as error:
+            found[plugin] = "retain_graph=True" in str(error)
+            assert plugin in ("ddp", "zero1"), "what every rank could have averaged is refused"
+            one_pass(parts, 1, rank)
+            optimizer.step()
+            assert (weights(model) - reference(world_size, [0, 1])).abs().max() < 1e-6
+    return found
+
+
+def test_a_second_pass_through_a_graph_is_averaged_or_the_step_says_that_it_is_not(ranks2):
+    assert ranks2(kept_graph) == [dict.fromkeys(PLUGINS, True)] * 2
+
+
 def unfrozen(rank, world_size, plugin, precision, late_group):
     booster, model = Booster("cpu", precision, PLUGINS[plugin]()), net()
     late = [model.get_parameter(name) for name in ("0.weight", "0.bias")]
