@@ -669,17 +669,10 @@ def test_module_compile_of_the_boosted_model_works():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), id="layers"),
-        pytest.param(Attention, id="attention", marks=pytest.mark.slow),
-    ],
-)
-def test_a_model_compiled_with_inductor_trains(make):
+def test_a_model_compiled_with_inductor_trains():
     torch.manual_seed(0)
     booster = Booster(device="cpu", mixed_precision="bf16")
-    net = make()
+    net = Attention()
     model, optimizer, *_ = booster.boost(torch.compile(net), torch.optim.SGD(net.parameters(), lr=0.1))
     losses = train(model, optimizer, booster, 3)
     assert losses[-1] < losses[0]
