@@ -39,8 +39,8 @@ from booster.kernels import choice
 
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
 CASE_TIMEOUT = 120.0  # seconds one case may take
-CASES = 40  # of one group that has threads of more: each process group that a case makes keeps three, which slow down the next
-THREADS = 12  # of a rank that keeps no more than two groups beside that of all
+CASES = 40  # of one group whose ranks have many threads: each process group that a case makes keeps a few
+THREADS = 48  # which take a hundredth of a core while they wait; what a fresh rank imports and makes takes a second
 STOPS = sys.platform == "linux"
 # Imported once, before the ranks are forked, and not by each rank of each group again, nor by its DataLoader workers.
 PRELOADED = [
