@@ -239,8 +239,9 @@ def _probe_row(probe: dict[str, Any], base: float | None) -> tuple[str, ...]:
     start = (probe["precision"], probe["operation"], probe["shape"])
     if probe["error"] is not None:
         return (*start, "-", "-", f"does not run here: {probe['error']}")
-    ratio = f"{probe['gflops'] / base:.2f}x" if base else "-"
-    return (*start, f"{probe['milliseconds']:.2f}", f"{probe['gflops']:.1f}", ratio)
+    ratio = probe["gflops"] / base if base else None
+    against = "-" if ratio is None else f"{ratio:.2f}x" if ratio >= 0.01 else f"{ratio:.1g}x"
+    return (*start, f"{probe['milliseconds']:.2f}", f"{probe['gflops']:.1f}", against)
 
 
 def _fitted(rows: Sequence[tuple[str, ...]]) -> str:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 COLOURS = {"fp32": "#6e7781", "bf16": "#2f6fde", "fp16": "#d9480f", "bf16_naive": "#2b8a3e", "fp16_naive": "#8250df"}
 DASHES = ("-", "--", ":", "-.")  # lines that lie on each other stay visible
-WINDOW = 25  # steps in the running mean of the loss
+WINDOW = 25  # steps in the running mean of the loss, at most; of short runs a tenth
 
 
 def make_console() -> Console:
@@ -72,14 +72,15 @@ def draw(histories: list[History], title: str) -> Figure:
     beside = grid[:, 1].subgridspec(len(bars), 1)
     for row, (name, values) in enumerate(bars.items()):
         _bars(figure.add_subplot(beside[row]), name, values, histories)
+    longest = max(len(run.loss) for run in histories)
+    window = min(WINDOW, max(1, longest // 10))
     for index, run in enumerate(histories):
         steps = range(1, len(run.loss) + 1)
         loss.plot(steps, run.loss, color=_colour(run, index), alpha=0.3, linewidth=0.7)
-        loss.plot(steps, _running_mean(run.loss), label=run.precision, linewidth=1.6, **_style(run, index))
-    longest = max(len(run.loss) for run in histories)
-    loss.set(xlim=(1, max(2, longest)), ylim=(0, None), xlabel="" if below else "step")
+        loss.plot(steps, _running_mean(run.loss, window), label=run.precision, linewidth=1.6, **_style(run, index))
+    loss.set(xlim=(1, max(2, longest)), xlabel="" if below else "step")
     loss.set_title("training loss", loc="left", fontsize=10)
-    loss.legend(title=f"mean of {WINDOW} steps (single steps pale)", frameon=False)
+    loss.legend(title=f"mean of {window} steps (single steps pale)", frameon=False)
     panels = [loss]
     for row, name in enumerate(below, start=1):
         axes = figure.add_subplot(grid[row, 0], sharex=loss)
@@ -142,11 +143,11 @@ def _style(history: History, index: int) -> dict[str, str]:
     return {"color": _colour(history, index), "linestyle": DASHES[index % len(DASHES)]}
 
 
-def _running_mean(values: list[float]) -> list[float]:
+def _running_mean(values: list[float], window: int) -> list[float]:
     means = []
     for step in range(len(values)):
-        window = values[max(0, step - WINDOW // 2) : step + WINDOW // 2 + 1]  # centred, so that it does not lag
-        means.append(sum(window) / len(window))
+        near = values[max(0, step - window // 2) : step + window // 2 + 1]  # centred, so that it does not lag
+        means.append(sum(near) / len(near))
     return means
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from booster.cli import main
+from booster.cli.machine import Probe
 from booster.ground.installed import find_apex
 
 
@@ -71,6 +72,14 @@ def test_a_precision_that_does_not_run_is_reported_and_the_others_are_timed(caps
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("fp8")][0].endswith("does not run here: no fp8 on this device")
     assert any(line.startswith("fp32") and line.endswith("1.00x") for line in lines)
+
+
+def test_a_precision_that_is_hundreds_of_times_slower_is_not_told_to_have_no_speed(capsys, monkeypatch):
+    probes = [Probe("fp32", "convolution", "4x4", 80.0, 1.0), Probe("fp16", "convolution", "4x4", 0.3, 270.0)]
+    monkeypatch.setattr("booster.cli.machine.probe_all", lambda device, seconds: probes)
+    assert main(["check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if " convolution " in line] == ["1.00x", "0.004x"]
 
 
 def test_an_unknown_option_of_check_is_a_usage_error(capsys):
