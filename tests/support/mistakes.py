@@ -67,6 +67,12 @@ def scaler(precision: str, *, boosted: bool) -> None:
     torchs.step(optimizer)
 
 
+def step_of_scaler_alone() -> None:
+    b, model, optimizer, *_ = run("fp16")
+    b.backward(loss_of(model), optimizer)
+    torch.amp.GradScaler("cpu").step(optimizer)
+
+
 def raw_optimizer(precision: str) -> None:
     b, model, optimizer, _, own = run(precision)
     b.backward(loss_of(model), optimizer)
@@ -314,6 +320,13 @@ MISTAKES = [
         "a GradScaler stepped the boosted optimizer",
         "delete the GradScaler",
         lambda: scaler("fp16", boosted=True),
+    ),
+    Mistake(
+        "`scaler.step(optimizer)` alone left in, after `b.backward`",
+        "AssertionError",
+        "Attempted step but _scale is None",
+        "delete the GradScaler; the message is torch's, which does not come to the optimizer",
+        step_of_scaler_alone,
     ),
     Mistake(
         "the optimizer that was given to `boost` is stepped, fp16",
