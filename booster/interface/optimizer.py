@@ -349,6 +349,12 @@ class OptimizerWrapper(Optimizer):
         return {name: value for name, value in self.__dict__.items() if name not in ("step", "_own_step")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerWrapper:
+        if self._update.shards.shares:
+            raise TypeError(
+                "an optimizer whose parameters or gradients ranks share is not copied: its copy would step parameters that no "
+                "plugin has placed. Keep optimizer.state_dict(), or Booster.save, and load it again; the model alone can be "
+                "copied where its weights are whole"
+            )
         self.settle()  # what waits for the last step's outcome belongs to this object
         self.wait_for_weights()
         self._update.kept.wait_for_copies()

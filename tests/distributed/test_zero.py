@@ -1043,6 +1043,8 @@ def copied(rank, world_size, plugin, options):
     for own, expected in zip(*gradients, strict=True):
         assert (own - expected).abs().max() <= TOLERANCE["fp32"]
     assert all(grad is None for grad in (param.grad for param in job.model.parameters()))
+    with pytest.raises(TypeError, match=r"ranks share is not copied.*Keep optimizer\.state_dict"):
+        copy.deepcopy(job.optimizer)
     average = copy.deepcopy(clone.requires_grad_(False)).eval()
     x = batch(0)[0]
     assert torch.equal(average(x), clone.eval()(x))
