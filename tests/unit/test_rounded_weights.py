@@ -113,6 +113,7 @@ def of_weight(shape):
 # ---- once a group ----
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("micro", [1, 2, 3, 4])
 @EVERY_PRECISION
 def test_a_run_is_to_the_bit_that_of_weights_that_are_rounded_in_every_pass(name, micro):
@@ -160,6 +161,7 @@ def test_a_closure_that_is_called_again_and_again_sees_the_weights_of_its_time()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("micro", [1, 2, 3, 4])
 def test_a_weight_is_rounded_once_for_each_group_also_where_layers_share_it(micro, rounded):
     run = boosted(PRECISIONS["fp8"]())
@@ -257,6 +259,7 @@ def other_memory(param):
     param.data = param.data * 1.5
 
 
+@pytest.mark.crossed
 @EVERY_PRECISION
 @pytest.mark.parametrize("write", [in_place, other_memory])
 def test_a_foreign_write_between_two_micro_batches_is_seen(name, write):
@@ -350,6 +353,7 @@ def test_two_models_of_one_strategy_step_by_turns():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "whole"), [*crossed(["fp8 rowwise", "int8"], [True, False])])
 def test_captured_steps_round_in_the_graph_and_eager_ones_between_them_see_the_weights_of_now(name, whole):
     """A recorder of operations on a CPU stands for the graph. A batch of another size has no graph when it is first seen.

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -209,12 +210,14 @@ def unheld(text, claims):
 
 
 def is_there(file, name):
-    path = ROOT / "tests" / file
-    if not path.exists():
-        return False
-    return any(
-        isinstance(node, ast.FunctionDef) and node.name == f"test_{name}" for node in ast.parse(path.read_text()).body
-    )
+    return f"test_{name}" in functions_of(ROOT / "tests" / file)
+
+
+@cache
+def functions_of(path):
+    """Names of the functions at the top of a file; none where there is no file."""
+    body = ast.parse(path.read_text()).body if path.exists() else []
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def test_each_claim_of_the_security_page_is_held_by_tests_that_exist():

@@ -49,6 +49,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize(("old", "new"), [("fp16", "bf16_naive"), ("fp16_naive", "fp32"), ("bf16_naive", "fp16_naive")])
 def test_it_is_one_with_other_optimizers_and_options_too(old, new, options, tmp_path):
