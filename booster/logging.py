@@ -65,8 +65,7 @@ class DistLogger:
         suffix: ends the file's name; None is none.
 
         Asking twice for one file attaches it once, at the level asked for last. Errors: RuntimeError in a launched job before
-        `booster.launch`, when all
-        ranks would share one file.
+        `booster.launch`, when all ranks would share one file.
         """
         arguments.choice("mode", mode, ("a", "w"), fix="'a' appends, 'w' starts anew")
         if not isinstance(path, Path):

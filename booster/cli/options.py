@@ -21,6 +21,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     """Parse and check `argv`; exits with status 2 and the reason on stderr, as argparse does."""
     parser = _parser()
     options = parser.parse_args(list(argv))
+    command = options.command[options.command[:1] == ["--"] :]  # a "--" behind the script is the script's
+    if not command:
+        parser.error("the following arguments are required: script")
+    options.script, options.args = command[0], command[1:]
     by_hosts = options.host is not None or options.hostfile is not None
     if by_hosts:
         for name in ("nnodes", "node_rank"):
@@ -109,9 +113,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("watch_stdin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in `python -m`")
-    parser.add_argument("script", help="the file to run (with -m: the module)")
-    rest = parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    rest.required = False  # so that a missing script is not reported as "script, args"
+    # In one, since argparse takes away a "--" between two.
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="script", help="the file to run (with -m: the module)"
+    )
     return parser
 
 

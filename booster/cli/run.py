@@ -75,6 +75,12 @@ def _here(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    if options.log_dir is not None:
+        try:
+            Path(options.log_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"booster run: error: --log_dir {options.log_dir} cannot be made: {error}", file=sys.stderr)
+            return 1
     defaults = {"OMP_NUM_THREADS": str(max(1, _num_cores() // nproc))}
     if options.nnodes == 1:
         defaults |= loopback_variables()

@@ -395,7 +395,7 @@ def check_boosted_optimizers(optimizer: Any, method: str) -> list[OptimizerWrapp
                 f"{method} needs the optimizer that boost() returned, or a list of such, got {arguments.described(entry)}"
             )
     if not several:
-        raise ValueError(f"{method} got no optimizer, but an empty list; name those that will step on this loss")
+        raise ValueError(f"{method} got no optimizer, but an empty list; name one at least")
     return several
 
 

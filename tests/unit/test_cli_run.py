@@ -132,9 +132,10 @@ def test_hyphens_and_underscores_are_the_same_option(script):
     assert parse([*hyphens, script])[1] == parse([*underscores, script])[1]
 
 
-def test_everything_after_the_script_is_the_scripts(script):
-    rest = ["--nproc_per_node", "9", "--", "-m", "two words", ""]
-    options = parse(["--nproc_per_node", "2", script, *rest])[1]
+@pytest.mark.parametrize("before", [[], ["--"]])
+@pytest.mark.parametrize("rest", [["--nproc_per_node", "9", "--", "-m", "two words", ""], ["--", "--help"], ["-h"], []])
+def test_everything_after_the_script_is_the_scripts(script, before, rest):
+    options = parse(["--nproc_per_node", "2", *before, script, *rest])[1]
     assert (options.nproc_per_node, options.script, options.args, options.module) == ("2", script, rest, False)
 
 
@@ -169,6 +170,14 @@ def test_a_port_in_use_is_an_error_that_names_the_port_and_the_way_out(script, a
     assert f"port {port} is in use" in error
     assert "choose another --master_port, or leave it out" in error
     assert attempts == []
+
+
+def test_a_folder_of_logs_that_cannot_be_made_is_an_error_that_names_it(script, attempts, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["run", "--log_dir", str(tmp_path / "file" / "logs"), script]) == 1
+    assert f"--log_dir {tmp_path / 'file' / 'logs'} cannot be made" in capsys.readouterr().err
+    assert main(["run", "--log_dir", str(tmp_path / "new" / "logs"), script]) == 0
+    assert [attempt.log_dir for attempt in attempts] == [str(tmp_path / "new" / "logs")]
 
 
 def test_threads_are_shared_among_the_ranks_unless_the_user_says_otherwise(script, monkeypatch):
