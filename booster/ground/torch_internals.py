@@ -659,6 +659,22 @@ def own_piece(param: Any, whole: torch.Tensor) -> torch.Tensor:
     return whole.narrow(dim, start, min(size, length - start))
 
 
+def joined_shards(param: Any, parts: torch.Tensor) -> torch.Tensor:
+    """Return the whole that a record of `fsdp_params` is gathered to, of `parts`: (ranks, numbers of a filled up shard)."""
+    dim, shapes = param.fsdp_placement.dim, param.padded_sharded_param_size
+    pieces = parts.view(len(parts), *shapes)
+    whole = pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(), dim)
+    return whole.narrow(dim, 0, param._orig_size[dim]).contiguous()
+
+
+def free_when_resharded(param: Any, tensor: torch.Tensor) -> None:
+    """Have the memory of `tensor` freed when what a record of `fsdp_params` has gathered is; its storage is empty then.
+
+    It is put where torch keeps what extensions of all-gathers have made, which such a record has none of.
+    """
+    param._unsharded_inner_tensors = [tensor]
+
+
 # ---------------------------------------------------------------------- pipelines
 
 

@@ -9,10 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from booster.ground.torch_internals import is_fake_kind
-from booster.number_formats import E4M3, E5M2, INT8, NumberFormat, Scaled, Scaling, scale_to
+from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, Scaled, Scaling, noise_of, scale_to
+from booster.number_formats.rotation import SIGNS, rotated
 
 _logger = logging.getLogger(__name__)
 TAKEN_ON: tuple[str, ...] = ("cuda",)
@@ -21,10 +23,14 @@ _FORMATS = (E4M3, E5M2, INT8)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST_PARTS = 1024  # of which every program of the second launch reads the largest magnitudes
 _BLOCK = 256
+FOURS_TILE = (32, 64)
+"""Rows and columns of a tile of numbers in four bits."""
 
 
-def by_kernels(x: torch.Tensor, target: NumberFormat, scaling: Scaling) -> bool:
-    """Whether the matrix `x` is rounded to `target` under `scaling` by kernels here and now."""
+def by_kernels(
+    x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, rotates: bool = False, stochastic: bool = False
+) -> bool:
+    """Whether the matrix `x`, rotated or not, is rounded to `target` under `scaling` by kernels here and now."""
     return (
         x.device.type in TAKEN_ON
         and not torch.compiler.is_compiling()
@@ -32,8 +38,8 @@ def by_kernels(x: torch.Tensor, target: NumberFormat, scaling: Scaling) -> bool:
         and not is_fake_kind(type(x))
         and x.dtype in _DTYPES
         and x.numel() > 0
-        and _knows(target, scaling)
-        and _differs(target, scaling, x.device) is None
+        and _knows(target, scaling, rotates or stochastic)
+        and _differs(target, scaling, x.device, rotates, stochastic) is None
     )
 
 
@@ -103,6 +109,47 @@ def rounded(
     return made, None if other is None else replace(made, values=other, scale=scale.t().contiguous())
 
 
+def rounded_to_fours(
+    x: torch.Tensor, scaling: Scaling, multiple: int, *, rotates: bool = False, stochastic: bool = False
+) -> Scaled:
+    """Return the matrix `x` in e2m1 under e4m3 scales of blocks, with columns of zeros until they are a `multiple` of 16.
+
+    rotates: after `rotation.rotated`. stochastic: with the noise of what is rounded, see `noise_of`. Numbers are in bfloat16.
+    Cost: two launches, both of which read the matrix.
+    """
+    from booster.kernels.compiled import current
+    from booster.kernels.four_bits import look, write_fours
+
+    if not (x.is_contiguous() or x.t().is_contiguous()):
+        x = x.contiguous()
+    (rows, columns), over = x.shape, scaling.over
+    assert isinstance(over, tuple)
+    down = over[0]
+    filled = columns + -columns % multiple
+    height, width = FOURS_TILE
+    new: Any = functools.partial(torch.empty, device=x.device)
+    values = new(rows, filled, dtype=torch.bfloat16)
+    scale, outer = new(-(-rows // down), filled // 16, dtype=torch.float32), new((), dtype=torch.float32)
+    above = -(-rows // height)
+    splits = max(1, min(-(-columns // width), _MOST_PARTS // above))
+    parts = above * splits
+    partials = new(parts, dtype=torch.int32)
+    sums = torch.empty_like(partials) if stochastic else None
+    lies = x.stride(0), x.stride(1)
+    sizes = {"DTYPE": _DTYPES[x.dtype], "BM": height, "BN": width, "enable_fp_fusion": False}
+    sizes["SIGNS"] = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0) if rotates else -1
+    x = x.detach()
+    with current(x.device):
+        look[(parts,)](x, partials, sums, rows, columns, *lies, splits, **sizes)
+        write_fours[(above * -(-filled // width),)](
+            *(x, values, scale, outer, partials, sums, rows, columns, filled, *lies, parts),
+            DOWN=down,
+            BLOCK=_BLOCK,
+            **sizes,
+        )
+    return Scaled(values, scale, outer, scaling)
+
+
 def tile_of(kind: int, down: int) -> tuple[int, int]:
     """Rows and columns of a tile; blocks that are as high as wide are one each."""
     from booster.kernels.rounding import BLOCKS
@@ -122,20 +169,25 @@ def form_of(target: NumberFormat) -> dict[str, Any]:
     }
 
 
-def _knows(target: NumberFormat, scaling: Scaling) -> bool:
+def _knows(target: NumberFormat, scaling: Scaling, more: bool = False) -> bool:
+    """more: rotated, or stochastic."""
     over = scaling.over
+    if target == E2M1 or more:
+        return target == E2M1 and scaling.scale == "e4m3" and over in ((1, 16), (16, 16))
     blocks = isinstance(over, tuple) and (over == (128, 128) or (over[0] == 1 and over[1] in (16, 32, 64, 128)))
     return target in _FORMATS and scaling.scale != "e4m3" and (blocks or not isinstance(over, tuple))
 
 
 @functools.cache
-def _differs(target: NumberFormat, scaling: Scaling, device: torch.device) -> str | None:
+def _differs(
+    target: NumberFormat, scaling: Scaling, device: torch.device, rotates: bool = False, stochastic: bool = False
+) -> str | None:
     """What is not as torch rounds on `device`, tried once; None: nothing. The first time it differs a WARNING says it."""
     if importlib.util.find_spec("triton") is None:
         _logger.info("Triton is not installed: matrices are rounded by torch's operations")
         return "Triton is not installed"
     try:
-        found = _tried(target, scaling, device)
+        found = _tried(target, scaling, device, rotates, stochastic)
     except Exception as error:  # whatever it is, matrices of a user are not to meet it
         found = f"a trial raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if found is not None:
@@ -149,7 +201,7 @@ def _differs(target: NumberFormat, scaling: Scaling, device: torch.device) -> st
     return found
 
 
-def _tried(target: NumberFormat, scaling: Scaling, device: torch.device) -> str | None:
+def _tried(target: NumberFormat, scaling: Scaling, device: torch.device, rotates: bool, stochastic: bool) -> str | None:
     draw = torch.Generator().manual_seed(0)
     for dtype in _DTYPES:
         x = torch.randn(150, 144, generator=draw, device="cpu", dtype=torch.float32)
@@ -158,7 +210,13 @@ def _tried(target: NumberFormat, scaling: Scaling, device: torch.device) -> str 
         x[80, 7], x[81, 100] = torch.inf, torch.nan
         x = x.to(device, dtype)
         for what, each in (("", x), (" of a transpose", x.t()), (" of finite numbers", x.nan_to_num(0.0, 3.0))):
-            expected, (found, _) = scale_to(each, target, scaling), rounded(each, target, scaling, 1)
+            if target == E2M1:
+                laid = F.pad(each, (0, -each.shape[1] % 32))
+                laid = rotated(laid.float()) if rotates else laid
+                expected = scale_to(laid, target, scaling, noise=noise_of(laid) if stochastic else None)
+                found = rounded_to_fours(each, scaling, 32, rotates=rotates, stochastic=stochastic)
+            else:
+                expected, (found, _) = scale_to(each, target, scaling), rounded(each, target, scaling, 1)
             if not same(found, expected, target):
                 return f"bytes or scales{what}, {dtype}, differ"
     return None
@@ -169,4 +227,9 @@ def same(one: Scaled, other: Scaled, target: NumberFormat) -> bool:
     wide = [each.values.float() * torch.isfinite(each.scale_of_each()) for each in (one, other)]
     wide = [each + 0.0 if target is INT8 else each for each in wide]  # where a zero of floating numbers has no sign yet
     scales = [each.scale.nan_to_num(-1.0) for each in (one, other)]
-    return torch.equal(*scales) and torch.equal(*(each.nan_to_num(0.0).view(torch.int32) for each in wide))
+    outer = [torch.ones(1) if each.outer is None else each.outer.nan_to_num(-1.0, -2.0) for each in (one, other)]
+    return (
+        torch.equal(*scales)
+        and torch.equal(*outer)
+        and torch.equal(*(each.nan_to_num(0.0).view(torch.int32) for each in wide))
+    )

@@ -77,7 +77,7 @@ class Sharding(Arrivals):
         self.finish()
         self._order.clear()  # a second pass gathers nothing ahead
         for group in self._groups:
-            group.arrived, group.whole, group.wanted, group.reduced = None, [], False, False
+            group.arrived, group.came, group.whole, group.wanted, group.reduced = None, [], [], False, False
 
     def finish(self) -> None:
         """Reduce what backward left, and free what waits."""
@@ -145,7 +145,7 @@ class Sharding(Arrivals):
         dtypes = [group.gathered] * len(places)
         message, sizes = pack([place[0] for place in places], dtypes, largest)
         received = self._empty(self._world_size * len(message), torch.uint8).view(self._world_size, -1)
-        unpack(received, sizes, places, dtypes, largest)
+        group.came = unpack(received, sizes, places, dtypes, largest)
 
     def _copy_out(self, group: _Travelling, *, forward: bool) -> None:
         if group.arrived is None:
@@ -153,9 +153,10 @@ class Sharding(Arrivals):
         if forward:
             self._waiting = None
         group.whole = [self._empty(size * self._world_size, group.gathered) for size in group.shards]
+        group.whole += [each for each in group.came if each is not None]  # of which layers multiply
         if forward:
             self._waiting = group.arrived
-        group.arrived = None
+        group.arrived, group.came = None, []
 
     def _reduce(self, group: _Travelling) -> None:
         """After the backward of `group`."""
@@ -209,7 +210,8 @@ class _Travelling:
         trains = [p.requires_grad for p in self.params]
         self.sizes = list(zip(rests, self.shards, trains, strict=True))
         self.arrived: torch.Tensor | None = None
-        self.whole: Sequence[torch.Tensor] = []
+        self.came: Sequence[torch.Tensor | None] = []
+        self.whole: list[torch.Tensor] = []
         self.wanted = self.reduced = False
 
 

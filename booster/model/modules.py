@@ -12,9 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from booster.number_formats import Scaled
+
 
 class LinearStandIn(nn.Linear):
     """Base of what takes the place of an `nn.Linear` and multiplies in another way; plugins divide it as one."""
+
+    arrived: Callable[[torch.Tensor], Scaled | None] | None = None
+    """Gives the weight that is passed to it in e4m3, m x n under one scale, where a plugin gathered it so and it is that still,
+    otherwise None. Plugins set it. Copies have none."""
+    is_wide = False
+    """Whether it multiplies as the `nn.Linear` that it stands for, since that was measured to be faster."""
 
 
 class PlacedModule(nn.Module):

@@ -55,7 +55,8 @@ class Scaling:
 class Scaled:
     """A matrix of m x n numbers in a format, and what to multiply them with.
 
-    values: in the torch dtype of the format, where it has one, else float32. scale: float32, of shape () for a tensor,
+    values: in the torch dtype of the format, where it has one, else float32, or bfloat16 from a kernel.
+    scale: float32, of shape () for a tensor,
     (m, 1) for rows, (blocks down, blocks across) for blocks. outer: of shape (), one more factor for all of it, or None.
     scaling: how they were made.
     """

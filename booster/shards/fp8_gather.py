@@ -9,9 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from booster.ground.torch_internals import dtype_in_gather, padded_length
+from booster.ground.torch_internals import (
+    dtype_in_gather,
+    free_when_resharded,
+    gathered,
+    joined_shards,
+    padded_length,
+    storage_key,
+    version,
+)
 from booster.model.dtensors import local_part
-from booster.number_formats import decode_tensorwise, encode_tensorwise
+from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
+from booster.number_formats.scaling import scale_of
 from booster.ranks.communicate import communication_device
 
 # torch 2.13 renamed the collective and warns about the old name.
@@ -60,13 +69,15 @@ class FP8Gather:
 
     records: of all parameters of the group, in its order; low: those of them that are sent in one byte a number. What arrives
     is in the dtype of the group, and what rounds it to e4m3 under one scale gets the bytes and the scale that it would have
-    got from the weight itself, see `decode_tensorwise`. Collectives: one all-gather, and see `WeightScales`.
+    got from the weight itself, see `decode_tensorwise`; the layer that multiplies with it takes both from `arrived`, and rounds
+    nothing. They are kept as long as the weight is gathered. Collectives: one all-gather, and see `WeightScales`.
     """
 
     def __init__(self, records: Sequence[Any], low: Collection[Any], scales: WeightScales) -> None:
         self.scales = scales
         self._records = list(records)
         self._low = [record for record in records if record in low]
+        self._arrived: dict[Any, tuple[Scaled, int]] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return memory for what is gathered, as torch's own gathers do."""
@@ -88,7 +99,38 @@ class FP8Gather:
         ranks = dist.get_world_size(group)
         received = message.new_empty(ranks * len(message))
         _all_gather(received, message, group=group)
-        unpack(received.view(ranks, -1), sizes, output_tensor.view(ranks, -1).split(lengths, dim=1), dtypes, largest)
+        places = output_tensor.view(ranks, -1).split(lengths, dim=1)
+        came = unpack(received.view(ranks, -1), sizes, places, dtypes, largest)
+        for record, each, dtype in zip(self._records, came, dtypes, strict=True):
+            if each is not None:
+                self._keep(record, each, low[record].to(each.device).to(dtype).float())
+
+    def arrived(self, record: Any, weight: torch.Tensor) -> Scaled | None:
+        """Return `weight`, m x n, as it arrived for `record`; None where it did not, or was written to or freed since.
+
+        What is written through `.data` while the model runs leaves no trace. None of a weight made in inference mode, either,
+        of which torch counts no writes.
+        """
+        made, writes = self._arrived.get(record, (None, 0))
+        if made is None or weight.is_inference() or version(weight) != writes or _lies(weight) != _lies(local_part(gathered(record))):
+            return None
+        if not made.values.untyped_storage().nbytes():
+            return None
+        if made.values.is_cuda:  # it was allocated on the stream that gathers
+            made.values.record_stream(torch.cuda.current_stream(made.values.device))
+        return made
+
+    def forget_arrived(self) -> None:
+        """Take note that gathered weights may have been written to, with or without a trace."""
+        self._arrived.clear()
+
+    def _keep(self, record: Any, came: torch.Tensor, largest: torch.Tensor) -> None:
+        values = joined_shards(record, came.view(torch.float8_e4m3fn))
+        free_when_resharded(record, values)
+        weight = gathered(record)
+        scale = scale_of(largest / E4M3.largest)
+        writes = 0 if weight is None or weight.is_inference() else version(local_part(weight))
+        self._arrived[record] = Scaled(values, scale, None, Scaling("tensor")), writes
 
     def as_gathered(self, record: Any, values: torch.Tensor) -> torch.Tensor:
         """Return `values`, a part of the weight of `record` in the dtype of the group, as it was gathered the last time."""
@@ -121,16 +163,24 @@ def unpack(
     places: Iterable[torch.Tensor],
     dtypes: Sequence[torch.dtype],
     largest: Sequence[torch.Tensor | None],
-) -> None:
+) -> list[torch.Tensor | None]:
     """Write what all ranks packed to `places`, one for each weight: (ranks, its length), of its dtype or in bytes.
 
-    received: uint8, a row for each rank, whose parts have `sizes` bytes.
+    received: uint8, a row for each rank, whose parts have `sizes` bytes. Returns of each weight that was sent in e4m3 its
+    bytes, (ranks, its length), in memory of their own.
     """
+    came: list[torch.Tensor | None] = []
     for part, place, dtype, size in zip(received.split(sizes, dim=1), places, dtypes, largest, strict=True):
-        part = part.contiguous()
+        part = part.clone(memory_format=torch.contiguous_format)
+        came.append(None if size is None else part)
         if size is not None:
             part = decode_tensorwise(part.view(torch.float8_e4m3fn), _in_dtype(size, place, dtype), dtype)
         place.copy_(part.view(place.dtype))
+    return came
+
+
+def _lies(x: torch.Tensor) -> tuple[Any, ...]:
+    return storage_key(x), x.storage_offset(), x.shape, x.stride()
 
 
 def _in_dtype(largest: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

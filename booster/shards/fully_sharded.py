@@ -192,11 +192,14 @@ class LeftGathered:
             if writes(list(map(_SHARDED, group.fsdp_params))) != before:
                 group.reshard()
                 continue
+            gather = gather_of(group)
+            if isinstance(gather, FP8Gather):
+                gather.forget_arrived()  # other ranks may hold what was written to
             for param in group.fsdp_params:
                 whole = gathered(param)
                 if whole is not None:
                     own = own_piece(param, local_part(whole.detach()))
-                    _adopt(local_part(param.sharded_param), own, param, gather_of(group))
+                    _adopt(local_part(param.sharded_param), own, param, gather)
 
 
 def _groups(module: nn.Module) -> list[Any]:

@@ -5,10 +5,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster import Booster
+from booster.ground.torch_internals import fsdp_groups, gather_of
 from booster.mixed_precision import FP8MixedPrecision
+from booster.mixed_precision.low_precision import linear, operands
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.shards import fp8_gather
 
@@ -172,6 +176,87 @@ def test_so_it_is_where_copies_are_sharded(ranks4):
     for counted in ranks4(compare, ["accumulated"], {"replicate_size": 2}):
         wide, low = counted["accumulated"]
         assert wide - low == saved_bytes("accumulated")
+
+
+# ---- what arrives is what layers multiply with
+
+ROWS = 24  # no weight has as many rows or columns
+# model, precision, plugin, weights that are gathered wide, forward and backward passes of a layer in a step and an evaluation
+HANDED = {
+    "trained": ({}, {}, {}, 0, 3),
+    "checkpointed": ({"checkpointed": True}, {}, {}, 0, 4),
+    "tied": ({"tied": True}, {"keep": "first"}, {}, 1, 3),
+    "frozen": ({"frozen": True}, {}, {}, 0, 3),
+    "half weights": ({}, {"weights": "bf16"}, {}, 0, 3),
+    "not resharded": ({}, {}, {"reshard_after_forward": False}, 0, 3),
+}
+
+
+class RoundedWeights:
+    """While entered, counts the weights that layers round."""
+
+    def __enter__(self):
+        self.count, right = 0, operands.rounded
+
+        def rounded(x, *how):
+            self.count += ROWS not in x.shape
+            return right(x, *how)
+
+        self.patch = pytest.MonkeyPatch()
+        for module in (operands, linear):
+            self.patch.setattr(module, "rounded", rounded)
+        return self
+
+    def __exit__(self, *raised):
+        self.patch.undo()
+
+
+def arrived_in(model):
+    """The bytes that are kept of gathered weights."""
+    gathers = [gather_of(group) for group in fsdp_groups(m for m in model.modules() if isinstance(m, FSDPModule))]
+    found = [made for each in gathers if isinstance(each, fp8_gather.FP8Gather) for made, _ in each._arrived.values()]
+    return sum(made.values.untyped_storage().nbytes() for made in found)
+
+
+def stepped_and_evaluated(model, booster, optimizer):
+    x, y = (each[:ROWS] for each in data(0))
+    loss = F.cross_entropy(model(x), y)
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model.eval()(x)
+    model.train()
+
+
+def handed(rank, world_size, cases, plugin=None):
+    for case in cases:
+        model_options, options, plugin_options, wide, passes = HANDED[case]
+        for gather_in_fp8 in (True, False):
+            made = TorchFSDPPlugin(**plugin_options) if plugin is None else HybridParallelPlugin(**plugin)
+            booster, model, optimizer = boosted(gather_in_fp8, made, model_options, **options)
+            layers = sum(isinstance(module, LowPrecisionLinear) for module in model.modules())
+            for _ in range(2):
+                with RoundedWeights() as rounded:
+                    stepped_and_evaluated(model, booster, optimizer)
+                if case != "frozen" or gather_in_fp8:
+                    assert rounded.count == passes * (wide if gather_in_fp8 else layers), case
+                assert arrived_in(model) == 0, "bytes are freed with the weights"
+
+
+def test_a_layer_rounds_no_weight_that_arrived_in_bytes(ranks2):
+    ranks2(handed, ["trained", "tied"])
+
+
+@pytest.mark.slow
+def test_so_it_is_in_all_passes_of_all_models(ranks2):
+    ranks2(handed, [case for case in HANDED if case not in ("trained", "tied")])
+
+
+@pytest.mark.slow
+def test_parts_of_tensor_parallelism_are_handed_over_too(ranks4):
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    ranks4(handed, ["trained"], {"tp_size": 2, "pp_size": 1, "zero_stage": 2, "tp_plan": plan})
 
 
 # ---- scales

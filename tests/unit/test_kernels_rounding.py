@@ -23,7 +23,8 @@ from booster.mixed_precision.low_precision.recipes import (
     nvfp4_recipe,
 )
 from booster.mixed_precision.low_precision.weights import RoundedWeights
-from booster.number_formats import E4M3, E5M2, INT8, Scaling, scale_to
+from booster.number_formats import E2M1, E4M3, E5M2, INT8, Scaling, noise_of, scale_to
+from booster.number_formats.rotation import rotated
 
 pytestmark = interpreted
 CPU = torch.device("cpu")
@@ -36,6 +37,7 @@ RECIPES = {
     "fp8 blocks": fp8_blocks_recipe(power_of_two_scales=False),
     "mxfp8": MXFP8,
     "nvfp4": nvfp4_recipe(stochastic_rounding=True, hadamard=True),
+    "nvfp4 nearest": nvfp4_recipe(stochastic_rounding=False, hadamard=False),
     "int8": INT8_RECIPE,
 }
 
@@ -119,6 +121,71 @@ def test_what_backward_reads_is_written_in_the_same_pass(rows):
     assert torch.equal(other.scale, expected.scale)
 
 
+# ---- in four bits ----
+
+FOURS = [
+    (over, rotates, stochastic)
+    for over in ((1, 16), (16, 16))
+    for rotates in (False, True)
+    for stochastic in (False, True)
+]
+
+
+def check_fours(x, over, rotates, stochastic, multiple=32):
+    scaling = Scaling(over, "e4m3")
+    laid = nn.functional.pad(x, (0, -x.shape[1] % multiple))
+    laid = rotated(laid.float()) if rotates else laid
+    expected = scale_to(laid, E2M1, scaling, noise=noise_of(laid) if stochastic else None)
+    got = matrices.rounded_to_fours(x, scaling, multiple, rotates=rotates, stochastic=stochastic)
+    assert got.values.dtype == torch.bfloat16
+    assert got.values.shape == expected.values.shape
+    assert got.scale.shape == expected.scale.shape
+    assert torch.equal(got.scale.nan_to_num(-1.0), expected.scale.nan_to_num(-1.0))
+    assert torch.equal(got.outer.nan_to_num(-1.0), expected.outer.nan_to_num(-1.0))
+    nan = expected.values.isnan()
+    assert torch.equal(got.values.isnan(), nan)
+    assert torch.equal(
+        *(torch.where(nan, 0.0, each.float()).view(torch.int32) for each in (got.values, expected.values))
+    )
+
+
+def hostile(rows=37, columns=70):
+    """Numbers of all magnitudes, blocks of zeros and of subnormal numbers."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 3, columns)
+    x[16:34, :32], x[3, 1], x[5] = 0.0, -0.0, 1e-41
+    return x
+
+
+@pytest.mark.parametrize(("over", "rotates", "stochastic"), FOURS, ids=str)
+def test_four_bits_of_odd_shapes_zeros_subnormal_numbers_infinities_and_nans(over, rotates, stochastic):
+    x = hostile()
+    bad = x.clone()
+    bad[20, 50] = torch.nan
+    for each in (x.bfloat16(), x.t(), bad.half(), bad.nan_to_num(-torch.inf).bfloat16()[::3, ::2], x[:1] * 2.0**-120):
+        check_fours(each, over, rotates, stochastic)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("over", "rotates", "stochastic"), FOURS, ids=str)
+def test_all_finite_numbers_of_bfloat16_in_four_bits(over, rotates, stochastic):
+    x = every_half()
+    x = torch.where(x.isfinite(), x, 0.0)
+    small = x * (x.abs() < 1)
+    for each in (x, x.t(), small, small[:, 64:128], torch.zeros(3, 5)):
+        check_fours(each, over, rotates, stochastic)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+def test_a_rotation_sums_in_order_whatever_the_number_of_rows(rows):
+    x = torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows)) * torch.logspace(-6, 6, 16)
+    x[0, 3:7] = 1e-43
+    signs = rotated(torch.eye(16)).sign()
+    total = torch.zeros(rows, 16)
+    for place in range(16):
+        total = total + (x * 0.25)[:, place, None] * signs[place]
+    assert torch.equal(rotated(x).view(torch.int32), total.view(torch.int32))
+
+
 # ---- in layers ----
 
 
@@ -138,11 +205,11 @@ def test_layers_compute_the_same_bits(name, tokens, dtype, taken, monkeypatch):
     layer = LowPrecisionLinear.of(nn.Linear(128, 256), RECIPES[name], kernels=False)
     x, g = torch.randn(tokens, 128).to(dtype), torch.randn(tokens, 256).to(dtype)
     rounded = []
-    monkeypatch.setattr(
-        matrices, "rounded", lambda *a, right=matrices.rounded, **k: rounded.append(a) or right(*a, **k)
-    )
+    for each in ("rounded", "rounded_to_fours"):
+        right = getattr(matrices, each)
+        monkeypatch.setattr(matrices, each, lambda *a, right=right, **k: rounded.append(a) or right(*a, **k))
     found = passes(layer, x, g)
-    assert len(rounded) == {"fp8": 4, "fp8 rowwise_with_gw_hp": 4, "nvfp4": 0}.get(name, 6)
+    assert len(rounded) == {"fp8": 4, "fp8 rowwise_with_gw_hp": 4}.get(name, 6)
     monkeypatch.setattr(matrices, "TAKEN_ON", ())
     assert all(torch.equal(a, b) for a, b in zip(found, passes(layer, x, g), strict=True))
 
@@ -336,5 +403,8 @@ def test_a_trial_without_a_fault_takes_the_kernels(monkeypatch):
     assert matrices.by_kernels(x, E4M3, Scaling("row", "power_of_two"))
     assert not matrices.by_kernels(x[:0], E4M3, Scaling("row", "power_of_two")), "nothing to round"
     assert not matrices.by_kernels(x, E4M3, Scaling((16, 16), "e4m3")), "a form that no kernel knows"
+    assert not matrices.by_kernels(x, E4M3, Scaling("row", "power_of_two"), stochastic=True), "nor this"
+    for over, rotates, stochastic in FOURS:
+        assert matrices.by_kernels(x, E2M1, Scaling(over, "e4m3"), rotates=rotates, stochastic=stochastic)
     assert not matrices.by_kernels(x.double(), E4M3, Scaling("row", "power_of_two"))
     matrices._differs.cache_clear()

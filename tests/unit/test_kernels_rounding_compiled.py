@@ -17,7 +17,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from booster.kernels import matrices, rounding
+from booster.kernels import four_bits, matrices, rounding
 from booster.number_formats import E4M3, E5M2, INT8
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
@@ -76,6 +76,16 @@ for there in (True, False):
     types, none = given("largest", "*fp32", there)
     compiled(f"note {there}", rounding.note, {"seen": "*i32", "count": "i32", "given": "*fp32", **types, "scale": "*fp32"},
              {"LARGEST": 448.0, "BLOCK": 256, **none})
+for signs in (-1, 0b1101000010110100):
+    for there in (True, False):
+        own, none = given("sums", "*i32", there)
+        sizes = {"SIGNS": signs, "DTYPE": 1, **dict(zip(("BM", "BN"), matrices.FOURS_TILE, strict=True)), **none}
+        compiled(f"look {signs} {there}", four_bits.look,
+                 {"x": "*bf16", "partials": "*i32", **own, **LIES, "splits": "i32"}, sizes)
+        for down in (1, 16):
+            types = {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"), "partials": "*i32"}
+            types |= {**own, **LIES, "filled": "i32", "parts": "i32"}
+            compiled(f"write_fours {signs} {there} {down}", four_bits.write_fours, types, {**sizes, "DOWN": down, "BLOCK": 256})
 print(json.dumps(found))
 """
 
@@ -88,6 +98,6 @@ def test_every_form_compiles_for_a_gpu_and_fuses_no_multiplication_with_an_addit
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 26
+    assert len(found) == 38
     assert [name for name, how in found.items() if how["fused"] or how["spills"]] == []
     assert max(how["shared"] for how in found.values()) <= 2**16

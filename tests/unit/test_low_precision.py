@@ -35,7 +35,6 @@ from booster.mixed_precision.half import HalfPrecision
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums, sums_int8_exactly
 from booster.mixed_precision.low_precision import kernels, self_check
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, emulate, multiplied, product
-from booster.mixed_precision.low_precision.operands import rotated
 from booster.mixed_precision.low_precision.recipes import (
     FP8_RECIPES,
     INT8_RECIPE,
@@ -46,6 +45,7 @@ from booster.mixed_precision.low_precision.recipes import (
 )
 from booster.mixed_precision.low_precision.strategy import LinearConversion
 from booster.number_formats import E2M1, Scaling, decode, round_to, scale_to
+from booster.number_formats.rotation import rotated
 
 RECIPES = {
     "fp8": FP8_RECIPES["tensorwise"],
@@ -272,7 +272,7 @@ def test_a_layer_computes_the_same_whatever_its_operands_are_held_in(name, road,
         assert (got[key] != expected[key]).float().mean() < 0.02 or not half
 
 
-def test_a_factor_that_is_not_finite_or_too_small_for_float32_is_none(monkeypatch):
+def test_a_factor_that_float32_does_not_hold_is_none(monkeypatch):
     on_road(monkeypatch, "CPU's", [])
     a = torch.ones(16, 16)
     for bad in (torch.inf, torch.nan):
@@ -284,6 +284,8 @@ def test_a_factor_that_is_not_finite_or_too_small_for_float32_is_none(monkeypatc
         a * 2.0**-60, a * 2.0**-60, RECIPES["fp8"].output, RECIPES["fp8"], dtype=torch.bfloat16, kernels=False
     )
     torch.testing.assert_close(tiny, torch.full((16, 16), 2.0**-116).bfloat16(), rtol=2.0**-7, atol=0)
+    huge = product(a * 2.0**80, a * 2.0**80, RECIPES["fp8"].output, RECIPES["fp8"], dtype=torch.bfloat16, kernels=False)
+    assert (huge == torch.inf).all()
 
 
 def test_what_a_cpu_does_with_a_factor_is_looked_at(monkeypatch):

@@ -16,7 +16,7 @@ from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into
 from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import both, rounded, turned
 from booster.mixed_precision.low_precision.recipes import Product, Recipe, Wide
-from booster.mixed_precision.low_precision.weights import RoundedWeight, RoundedWeights
+from booster.mixed_precision.low_precision.weights import GatheredWeight, RoundedWeight, RoundedWeights
 from booster.model.modules import LinearStandIn
 from booster.number_formats import Scaled
 
@@ -103,7 +103,8 @@ def _factor(scales: list[torch.Tensor], device: torch.device) -> float | None:
     ):
         return None
     factor = math.prod(each.item() for each in scales)
-    return None if factor < torch.finfo(torch.float32).tiny else factor
+    numbers = torch.finfo(torch.float32)
+    return None if factor < numbers.tiny or factor > numbers.max else factor
 
 
 class LowPrecisionLinear(LinearStandIn):
@@ -111,9 +112,9 @@ class LowPrecisionLinear(LinearStandIn):
 
     Inputs of any shape (..., in_features) in float32 or half; the output has autocast's dtype where that is on, else the
     input's. The bias is added in that dtype. Each operand is rounded once, but where a product sums over its other dimension
-    under other scales. Backward keeps the weight as it came, which costs nothing, and of the input what the weight gradient
-    reads of it: a byte a number and its scales; the input itself where the format has no byte, or that product is wide. Under
-    the compiler a weight is rounded in every pass.
+    under other scales; a weight that a plugin gathers in this form is not. Backward keeps the weight as it came, which costs
+    nothing, and of the input what the weight gradient reads of it: a byte a number and its scales; the input itself where the
+    format has no byte, or that product is wide. Under the compiler a weight is rounded in every pass.
     kernels: run the recipe's kernel; otherwise it is emulated.
     """
 
@@ -121,8 +122,6 @@ class LowPrecisionLinear(LinearStandIn):
     kernels: bool
     watchers: tuple[Watcher, ...] = ()
     """Told of products in training, those of forward passes that a backward may follow. Copies have none."""
-    is_wide: bool = False
-    """Whether it multiplies as the `nn.Linear` that it stands for, since that was measured to be faster."""
     weights: RoundedWeights | None = None
     """Where the rounded weight is kept for a group of micro-batches; None rounds it in every pass. Copies have none."""
 
@@ -141,7 +140,7 @@ class LowPrecisionLinear(LinearStandIn):
             {
                 name: value
                 for name, value in self.__dict__.items()
-                if name not in ("recipe", "kernels", "watchers", "weights", "is_wide")
+                if name not in ("recipe", "kernels", "watchers", "weights", "is_wide", "arrived")
             }
         )
         return linear
@@ -153,16 +152,20 @@ class LowPrecisionLinear(LinearStandIn):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
         keeps = torch.is_grad_enabled() and self.weight.requires_grad
-        recipe, known = self.recipe, None
-        if not (self.training and torch.is_grad_enabled()):
+        recipe, known, trains = self.recipe, None, self.training and torch.is_grad_enabled()
+        if not trains:
             recipe = recipe.unnoted()
-        elif not torch.compiler.is_compiling() and self.weights is not None:
+        if torch.compiler.is_compiling():
+            pass
+        elif self.arrived is not None:
+            known = GatheredWeight(self.weight, self.arrived)
+        elif trains and self.weights is not None:
             known = self.weights.of(self.weight)
         y = _Linear.apply(x.to(dtype), self.weight, recipe, self.kernels, watchers, keeps, known)
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("weights", "watchers")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("weights", "watchers", "arrived")}
 
     def extra_repr(self) -> str:
         how = "wide" if self.is_wide else f"recipe={self.recipe.name!r}{'' if self.kernels else ', emulated'}"
@@ -181,7 +184,7 @@ class _Linear(torch.autograd.Function):
         kernels: bool,
         watchers: tuple[Watcher, ...],
         keeps: bool,
-        known: RoundedWeight | None,
+        known: RoundedWeight | GatheredWeight | None,
     ) -> torch.Tensor:
         how, of_weight, low, kept = recipe.output, recipe.weight_gradient, None, None
         options: Any = {"dtype": x.dtype, "kernels": kernels}

@@ -9,21 +9,14 @@ import torch.nn.functional as F
 
 from booster.kernels import matrices
 from booster.mixed_precision.low_precision.recipes import Operand, Product, Recipe
-from booster.number_formats import Scaled, noise_of, scale_to
-
-ROTATION = 16
-# Drawn once, as in the paper: all layers and steps rotate alike, and both operands must.
-_SIGNS = (1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
-_ROTATION = [
-    [sign * (-1.0) ** (row & column).bit_count() / ROTATION**0.5 for column in range(ROTATION)]
-    for row, sign in enumerate(_SIGNS)
-]
+from booster.number_formats import E2M1, Scaled, noise_of, scale_to
+from booster.number_formats.rotation import rotated
 
 
 def rounded(x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
     """Return the matrix `x` as `how` reads it, which sums over its columns; row by row, whole numbers in bytes."""
     if _takes_kernels(x, operand, how):
-        return _by_kernels(x, operand, recipe)[0]
+        return _by_kernels(x, operand, how, recipe)[0]
     result = low(laid_out(x, how, recipe), operand)
     values = result.values if operand.format.dtype is None else result.values.to(operand.format.dtype)
     return replace(result, values=values.contiguous())
@@ -50,7 +43,7 @@ def both(
     pass."""
     alike = operand.scaling == turned_operand.scaling and operand.format == turned_operand.format
     if alike and _is_same_turned(x, turned_operand, turned_how, recipe) and _takes_kernels(x, operand, how):
-        made, other = _by_kernels(x, operand, recipe, turned=True)
+        made, other = _by_kernels(x, operand, how, recipe, turned=True)
         assert other is not None
         return made, other
     made = rounded(x, operand, how, recipe)
@@ -75,26 +68,20 @@ def filled(x: torch.Tensor, multiple: int) -> torch.Tensor:
     return F.pad(x, (0, -x.shape[1] % multiple)) if x.shape[1] % multiple else x
 
 
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` with every 16 neighbours of a row, some of their signs turned, through a Hadamard matrix.
-
-    The rotation is orthogonal, so it leaves `a @ b.t()` as it is, and it spreads an outlier over its block. The number of
-    columns must be a multiple of 16.
-    """
-    rotation = torch.tensor(_ROTATION, dtype=torch.float32, device=x.device)
-    return (x.reshape(-1, ROTATION) @ rotation).view(x.shape)
-
-
 # ---------------------------------------------------------------------- inside
 
 
 def _takes_kernels(x: torch.Tensor, operand: Operand, how: Product) -> bool:
-    return not (operand.stochastic or how.hadamard) and matrices.by_kernels(x, operand.format, operand.scaling)
+    options = {"rotates": how.hadamard, "stochastic": operand.stochastic}
+    return matrices.by_kernels(x, operand.format, operand.scaling, **options)
 
 
 def _by_kernels(
-    x: torch.Tensor, operand: Operand, recipe: Recipe, *, turned: bool = False
+    x: torch.Tensor, operand: Operand, how: Product, recipe: Recipe, *, turned: bool = False
 ) -> tuple[Scaled, Scaled | None]:
+    if operand.format == E2M1:
+        options = {"rotates": how.hadamard, "stochastic": operand.stochastic}
+        return matrices.rounded_to_fours(x, operand.scaling, recipe.multiple, **options), None
     delayed = operand.delayed
     return matrices.rounded(
         x,

@@ -52,7 +52,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `operands.rotated`.
+    """Both matrices of a product. hadamard: they are rotated before, along what is summed over, see `rotation.rotated`.
 
     fast_accumulation: the kernel of fp8 may leave sums in the accumulator of the tensor cores, see `FP8MixedPrecision`.
     """

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,34 @@ class RoundedWeight:
         return self._made[key]
 
 
+class GatheredWeight:
+    """One weight that a plugin gathered, as products read it: of the bytes that arrived, as long as they are there.
+
+    arrived: see `LinearStandIn.arrived`. Without bytes, as where the operand has other scales, the weight is rounded.
+    """
+
+    def __init__(self, weight: torch.Tensor, arrived: Callable[[torch.Tensor], Scaled | None]) -> None:
+        self.weight = weight
+        self._arrived = arrived
+
+    def rounded(self, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
+        """Return the weight as `how` reads it, see `operands.rounded`."""
+        came = self._as_it_came(operand, how)
+        if came is None:
+            return operands.rounded(self.weight, operand, how, recipe)
+        return replace(came, values=operands.filled(came.values, recipe.multiple))
+
+    def turned(self, operand: Operand, how: Product, recipe: Recipe) -> Scaled:
+        """Return its transpose, see `operands.turned`."""
+        return operands.turned(self.weight, operand, how, recipe, self._as_it_came(operand, how))
+
+    def _as_it_came(self, operand: Operand, how: Product) -> Scaled | None:
+        if how.hadamard or operand.stochastic or operand.delayed is not None:
+            return None
+        came = self._arrived(self.weight)
+        return came if came is not None and (came.scaling, came.values.dtype) == _form(operand) else None
+
+
 class RoundedWeights:
     """Rounded weights of the layers of one conversion, from the first forward pass of a group of micro-batches to `forget`."""
 
@@ -68,6 +97,10 @@ class RoundedWeights:
     def forget(self) -> None:
         """The group is over: weights may be others from now on, however they are written."""
         self._kept.clear()
+
+
+def _form(operand: Operand) -> tuple[Any, ...]:
+    return operand.scaling, operand.format.dtype
 
 
 def _state(weight: torch.Tensor) -> tuple[Any, ...]:

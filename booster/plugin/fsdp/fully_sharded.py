@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from booster.ground.torch_internals import (
     fsdp_groups,
     fsdp_params,
     fsdp_states,
+    gather_of,
     has_gradient_hooks,
     is_in_forward,
     is_view,
@@ -38,7 +40,7 @@ from booster.ground.torch_internals import (
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules, install_keep_fp32
 from booster.model.dtensors import around
 from booster.model.meta import check_meta, materialise
-from booster.model.modules import bare
+from booster.model.modules import LinearStandIn, bare
 from booster.plugin.fsdp.dtypes import show_computed_dtypes
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.shards.dtensor import check_own
@@ -252,6 +254,7 @@ def change_dtypes(
         set_dtypes(group.modules[0], _mixed_precision(policy, group, reduce_dtype))
     install_keep_fp32(model, policy)
     follow_policy(model, policy)
+    _hand_over(model, policy.fp8_weights, [group.modules[0] for group in groups])  # layers are others now
     return _show_dtypes(model, groups, policy)
 
 
@@ -277,6 +280,7 @@ def _gather_in_fp8(
     scales = WeightScales([record for _, _, low in for_each for record in low], ranks)
     for module, records, low in for_each:
         set_gather(module, FP8Gather(records, low, scales))
+    _hand_over(model, layers, [module for module, _, _ in for_each])
 
     def measure(*_: Any) -> None:
         with outside_inference():
@@ -284,6 +288,19 @@ def _gather_in_fp8(
 
     hook = torch.compiler.disable(measure)
     model.register_forward_pre_hook(hook, prepend=True)  # before fully_shard's own, which gathers
+
+
+def _hand_over(model: nn.Module, layers: Collection[str], sharded: Iterable[Any]) -> None:
+    """Have those of `layers` that multiply by themselves take the bytes of their weights that the groups of `sharded` get."""
+    gathers = {
+        id(record.sharded_param): partial(gather.arrived, record)
+        for group in fsdp_groups(sharded)
+        if isinstance(gather := gather_of(group), FP8Gather)
+        for record in group.fsdp_params
+    }
+    for layer in map(model.get_submodule, layers):
+        if isinstance(layer, LinearStandIn):
+            layer.arrived = gathers.get(id(layer.weight))
 
 
 def keep_whole(module: nn.Module, policy: DtypePolicy) -> None:
