@@ -25,6 +25,7 @@ from booster.ground import arguments
 from booster.interface.optimizer import OptimizerWrapper
 from booster.masters.masters import Masters
 from booster.masters.update import MasterApplication
+from booster.model.modules import LinearStandIn
 from booster.tensors.trees import form, leaves, map_tensors, tensors, with_leaves
 from booster.update.application import honours_grad_scale
 from booster.update.outcome import StepHistory, StepResult
@@ -32,7 +33,7 @@ from booster.update.outcome import StepHistory, StepResult
 _logger = logging.getLogger(__name__)
 _UPDATE = attrgetter("_update")
 _MOMENTUM = methodcaller("get", "momentum")
-_TRAINING, _WANTED = attrgetter("training"), attrgetter("requires_grad")
+_TRAINING, _WANTED, _WIDE = attrgetter("training"), attrgetter("requires_grad"), attrgetter("is_wide")
 _WORD = 8  # bytes, at a multiple of which numbers lie
 _TIMES = 3  # that a graph is given up in a row before a WARNING says that it brings nothing
 
@@ -49,8 +50,9 @@ class CapturedStep:
     """`train_step` as a graph for each kind of call; `Booster.capture` makes it.
 
     A kind of call is shapes, strides and dtypes of the batch and its numbers, which parameters train, modules in training or
-    not, where in a group of `accumulate` it is, and what gradients wait. The first call of a kind runs `train_step` itself,
-    the second is recorded, and those after it are replayed. recorder: None never records.
+    not, layers that multiply in low precision or wide, where in a group of `accumulate` it is, and what gradients wait. The
+    first call of a kind runs `train_step` itself, the second is recorded, and those after it are replayed. recorder: None never
+    records.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class CapturedStep:
         self._updates = [optimizer._update for optimizer in self._optimizers]
         modules = [module for root in self._roots for module in root.modules()]
         self._modules = [module for module in modules if "_parameters" in vars(module)]
+        self._stand_ins = [module for module in self._modules if isinstance(module, LinearStandIn)]
         self._cells = Cells(self._optimizers)
         applications = [update.decision.application for update in self._updates]
         self._draws = [
@@ -194,6 +197,7 @@ class CapturedStep:
         ]
         return (
             tuple(map(_TRAINING, self._modules)),
+            tuple(map(_WIDE, self._stand_ins)),  # which a load may change, where layers were measured
             tuple(map(_WANTED, params)),
             torch.is_grad_enabled(),
             self._passes.situation(self._optimizers),

@@ -2,11 +2,14 @@
 
 import dataclasses
 import logging
+from functools import partial
 
 import pytest
 import torch
+from recorded_graph import RecordedGraphs
 from torch import nn
 
+from benchmarks.waits import as_on_a_gpu
 from booster import Booster
 from booster.integrations.trained import Trained
 from booster.interface.model import choice_of
@@ -38,11 +41,15 @@ FAST, SLOW = 1e-6, 3e-6
 TIMES = {(32, 32): FAST, (32, 64): SLOW, (64, 64): FAST}
 
 
-def boosted(times, model=None, **options):
+def adamw(params):
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def boosted(times, model=None, make=adamw, **options):
     precision, stub = Int8MixedPrecision(convert="measured", tokens=40, **options), Stub(times)
     precision.conversion = dataclasses.replace(precision.conversion, timer=stub)
     booster, model = Booster("cpu", precision), net() if model is None else model
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    model, optimizer, *_ = booster.boost(model, make(model.parameters()))
     return booster, model, optimizer, stub
 
 
@@ -120,6 +127,36 @@ def test_a_run_that_resumes_multiplies_as_its_checkpoint_whatever_is_measured_no
     assert low(again[1]) == ["1", "3"]
     assert "layers multiply as in the checkpoint, where they were measured otherwise here" in caplog.text
     assert same(train(again, range(3, 6)), expected)
+
+
+def test_a_graph_is_not_replayed_for_layers_that_a_load_has_made_wide(tmp_path):
+    """SGD without momentum has no states that a load would put elsewhere. A recorder on a CPU stands for the graph."""
+    make = partial(torch.optim.SGD, lr=0.1)
+    other = boosted({**TIMES, (32, 64): FAST, (64, 64): SLOW}, make=make)
+    other[0].save(tmp_path, other[1], other[2])
+    found, graphs = [], RecordedGraphs()
+    with as_on_a_gpu():
+        for captured in (True, False):
+            booster, model, optimizer, _ = boosted(TIMES, make=make)
+
+            def step(x, booster=booster, model=model, optimizer=optimizer):
+                loss = model(x).square().mean()
+                booster.backward(loss, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+            run = booster._captured(step, (torch.randn(8, 16),), graphs, 8) if captured else step
+            losses = []
+            for number in range(8):
+                if number == 4:
+                    replays, before = graphs.num_replays, low(model)
+                    booster.load(tmp_path, model, optimizer)
+                    assert low(model) != before
+                losses.append(run(torch.randn(8, 16, generator=torch.Generator().manual_seed(number))).detach().clone())
+            found.append(losses)
+            assert not captured or 0 < replays < graphs.num_replays
+    assert same(*found)
 
 
 def test_a_checkpoint_of_another_precision_leaves_the_choice_and_says_so_and_a_load_that_fails_too(tmp_path, caplog):
