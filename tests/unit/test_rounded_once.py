@@ -1,6 +1,8 @@
 """Low-precision layers round each operand once, keep bytes for backward, and compute what products by themselves do."""
 
+import copy
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from booster.mixed_precision.low_precision.recipes import (
     fp8_blocks_recipe,
     nvfp4_recipe,
 )
+from booster.mixed_precision.low_precision.weights import RoundedWeights
 
 RECIPES = {
     "fp8": FP8_RECIPES["tensorwise"],
@@ -116,11 +119,94 @@ def test_a_random_layer_computes_what_products_that_round_by_themselves_do(seed)
     check(seed)
 
 
+class Twins(nn.Module):
+    """A layer, and maybe another of other biases that shares its weight; both are read in every pass."""
+
+    def __init__(self, layer, other):
+        super().__init__()
+        self.one = layer
+        self.other = other
+
+    def forward(self, x):
+        return self.one(x) if self.other is None else self.one(x) - 0.5 * self.other(x)
+
+
+def group(seed, *, keeps, compiled=False):
+    """Outputs and gradients of a random layer's groups of 1 to 4 micro-batches, with whatever is done between two of them.
+
+    keeps: whether the rounded weight is kept. compiled: run as the compiler's graph; see `check_group`. And what was drawn.
+    """
+    layer, x, g, how, said = drawn(seed)
+    draw = random.Random(f"group {seed}")
+    other = None
+    if draw.random() < 0.4:
+        other = copy.deepcopy(layer)
+        other.weight = layer.weight
+    model, kept, found = Twins(layer, other), RoundedWeights() if keeps else None, {}
+    for each in (layer, other):
+        if each is not None:
+            each.weights = kept
+    run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else model
+    micro, writes = draw.randint(1, 4), []
+    for step in range(2):
+        for number in range(micro):
+            write = draw.choice(("none", "none", "in place", "other memory"))
+            writes.append(write)
+            with torch.no_grad():
+                if write == "in place":
+                    layer.weight.mul_(-1.5)
+                elif write == "other memory":
+                    layer.weight.data = layer.weight.data * 0.75
+            tokens = (x.detach() * (1 + number)).requires_grad_(x.requires_grad)
+            if how in ("checkpoint", "reentrant") and not compiled and (how == "checkpoint" or tokens.requires_grad):
+                y = checkpoint(run, tokens, use_reentrant=how == "reentrant")
+            else:
+                y = run(tokens)
+            if y.requires_grad:
+                y.backward(g)
+            found[f"y {step} {number}"], found[f"x {step} {number}"] = y.detach(), tokens.grad
+        if keeps:
+            kept.forget()
+        with torch.no_grad():  # the step, as some write it
+            layer.weight.data.mul_(1.25)
+    found |= {name: param.grad for name, param in model.named_parameters()}
+    return found, f"{said}, {'tied, ' if other else ''}{micro} micro-batches, writes {writes}"
+
+
+def check_group(seed):
+    (kept, said), (anew, _) = group(seed, keeps=True), group(seed, keeps=False)
+    assert same(kept, anew), said
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("seed", range(12))
+def test_groups_of_micro_batches_keep_a_rounded_weight_and_change_no_bit(seed):
+    check_group(seed)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_2000_random_layers_do():
     for seed in range(60, 2060):
         check(seed)
+        check_group(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+def test_the_graphs_of_50_of_them_compute_the_same_bits():
+    """The compiler's graph, its operations run one by one: in float32, as a rehearsal on a CPU multiplies scales into sums of
+    bfloat16 where it is not compiled."""
+    for seed in range(60, 2060, 40):
+        torch.compiler.reset()
+        with mock.patch.object(linear, "multiplies_into_sums", return_value=False):
+            (compiled, said), (eager, _) = group(seed, keeps=True, compiled=True), group(seed, keeps=True)
+        assert same(compiled, eager), said
+    torch.compiler.reset()
 
 
 # ---- what is kept for backward ----
