@@ -112,9 +112,10 @@ class FP8Gather:
         of which torch counts no writes.
         """
         made, writes = self._arrived.get(record, (None, 0))
-        if made is None or weight.is_inference() or version(weight) != writes or _lies(weight) != _lies(local_part(gathered(record))):
+        if made is None or weight.is_inference() or version(weight) != writes:
             return None
-        if not made.values.untyped_storage().nbytes():
+        whole = gathered(record)
+        if whole is None or _lies(weight) != _lies(local_part(whole)) or not made.values.untyped_storage().nbytes():
             return None
         if made.values.is_cuda:  # it was allocated on the stream that gathers
             made.values.record_stream(torch.cuda.current_stream(made.values.device))

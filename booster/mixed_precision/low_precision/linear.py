@@ -152,7 +152,8 @@ class LowPrecisionLinear(LinearStandIn):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
         keeps = torch.is_grad_enabled() and self.weight.requires_grad
-        recipe, known, trains = self.recipe, None, self.training and torch.is_grad_enabled()
+        recipe, trains = self.recipe, self.training and torch.is_grad_enabled()
+        known: RoundedWeight | GatheredWeight | None = None
         if not trains:
             recipe = recipe.unnoted()
         if torch.compiler.is_compiling():
