@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from booster.ground.text import listed
 from booster.ground.torch_internals import of_same_version
 from booster.masters.bucket import Bucket
 from booster.masters.formats import Format, Split24, Stochastic
@@ -90,6 +91,8 @@ class Masters:
         self.hosts: dict[torch.device, HostMemory] = {}
         self._formats: dict[torch.dtype, Format] = {}
         self._layouts: dict[torch.Tensor, torch.Tensor] = {}  # memory order that buckets know; tensors without data
+        self.num_gone = 0
+        """How many of them were in no group of the optimizer when `adopt` ran last."""
         self.adopt(sources)
 
     # ------------------------------------------------------------------ parameters
@@ -112,10 +115,14 @@ class Masters:
             self._take_loaded(loaded)
         fresh: list[list[torch.Tensor]] = []
         half_alone = self.packing is None and not self.options.offload
+        self.num_gone = len(self._layouts)
         for group in self.optimizer.param_groups:
             found = []
             for p in group["params"]:
-                if p in self._layouts or (half_alone and p.dtype not in HALF_DTYPES):
+                if p in self._layouts:
+                    self.num_gone -= 1
+                    continue
+                if half_alone and p.dtype not in HALF_DTYPES:
                     continue
                 if self.is_stepped(p) and self.may_have(p):
                     found.append(p)
@@ -125,6 +132,16 @@ class Masters:
         state = self.optimizer.state
         states = {p: state.pop(p) for params in fresh for p in params if p in state}
         self.buckets += self._build(fresh, states, {} if sources is None else sources)
+
+    def refuse_gone(self) -> None:
+        """Raise RuntimeError for parameters that lie in buckets, and in no group of the optimizer any more."""
+        held = {param for group in self.optimizer.param_groups for param in group["params"]}
+        names = [self._names.get(p, f"a parameter of shape {tuple(p.shape)}") for p in self._layouts if p not in held]
+        raise RuntimeError(
+            f"{listed(names, 5)} {'was' if len(names) == 1 else 'were'} taken out of the groups of the optimizer after "
+            "boost(), but masters or states of it lie in one piece with those of others; put it back, and stop training it by "
+            "requires_grad_(False) and optimizer.zero_grad()"
+        )
 
     def take_weights_from(self, loaded: Callable[[], Weights]) -> None:
         """Have `loaded` give, once, float32 values that somebody loaded into half parameters."""
@@ -179,7 +196,8 @@ class Masters:
                     value = flat_like(local_part(values[piece.param]), local_part(piece.param))
                     value = value[piece.start : piece.stop].to(master)
                     torch.where(working == rounded(value, working.dtype), value, master, out=master)
-            bucket.save(masters, bucket.scratch())
+            with of_same_version([local_part(param) for param in bucket.params]):  # a forward pass may have used them
+                bucket.save(masters, bucket.scratch())
 
     def divide_by_gradients(self) -> list[Bucket]:
         """Divide buckets of which some parameters have a gradient and others none: torch leaves the latter alone. Returns those

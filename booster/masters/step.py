@@ -108,8 +108,12 @@ class MasterStep:
         return plain, buckets
 
     def follow_params(self) -> list[list[torch.Tensor]]:
-        """Give masters to parameters that have none yet, and lay states as parameters lie now. Returns `plain`."""
+        """Give masters to parameters that have none yet, and lay states as parameters lie now. Returns `plain`.
+
+        Raises RuntimeError where groups lack what has a master."""
         self.masters.adopt()
+        if self.masters.num_gone:
+            self.masters.refuse_gone()
         plain = self.plain()
         if any(plain):
             self._layouts.follow([param for params in plain for param in params], self.masters.optimizer.state)

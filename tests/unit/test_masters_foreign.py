@@ -235,3 +235,17 @@ def test_foreign_weights_are_found_alike_in_large_pieces_and_in_small_ones(dtype
         values = masters.clone()
         take_foreign(working, values, torch.empty_like(values))
         assert torch.equal(values.view(torch.int32), expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16, split", "fp16, fp32 masters"])
+def test_a_parameter_that_is_taken_out_of_its_group_is_not_stepped_on_in_silence(precision):
+    run = Run(precision)
+    run.step()
+    (group,) = run.optimizer.param_groups
+    before, bias = run.weights(), group["params"].pop()
+    with pytest.raises(RuntimeError, match=r"3\.bias was taken out of the groups of the optimizer.*put it back"):
+        run.step()
+    assert all(map(torch.equal, run.weights(), before)), "raised, but stepped"
+    group["params"].append(bias)
+    run.step()
+    assert not torch.equal(bias, before[-1])

@@ -565,3 +565,23 @@ def test_five_bytes_a_parameter_are_held_and_six_at_the_peak(precision):
     assert sizes["grad"] == 0
     assert sizes["held"] <= 5.2
     assert sizes["peak"] <= 6.0
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp32"])
+def test_weights_that_were_loaded_train_on_within_backward(precision):
+    weights = []
+    for release in (False, "exact"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        booster = Booster("cpu", precision, release_gradients=release)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        for step in range(3):
+            if step == 1:
+                state = {name: value.float() * 0.7 for name, value in model.state_dict().items()}
+                model.load_state_dict(state)
+            booster.backward(model(torch.ones(2, 8)).float().square().mean(), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *weights))
