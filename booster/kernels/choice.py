@@ -122,9 +122,10 @@ def _chosen(job: Job) -> str | None:
 def _refused_groups(job: Job) -> str | None:
     from booster.kernels.rules import rule_of
 
-    optimizer = job.optimizer
-    if rule_of(optimizer) is None:
-        return "its class has no rule among them"
+    optimizer, name = job.optimizer, type(job.optimizer).__name__
+    rule = rule_of(optimizer)
+    if rule is None:
+        return f"its class has no rule among them, unless booster.register_elementwise({name}, rule=...) gives it one"
     for group in optimizer.param_groups:
         for option in ("capturable", "differentiable"):
             if group.get(option):
@@ -132,7 +133,7 @@ def _refused_groups(job: Job) -> str | None:
         for name, value in group.items():
             if isinstance(value, torch.Tensor) and value.is_cuda and name not in ("lr", "initial_lr"):
                 return f"its {name} is a tensor on a device"
-    return None
+    return rule.refusal(optimizer)
 
 
 def _refused_weights(update: Update, job: Job) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.kernels.rules.rule import Rule
+from booster.kernels.rule import Rule
 from booster.kernels.update import KernelDecision, kernel_update
 from booster.loss_scaler import DynamicScale
 from booster.masters.bucket import Bucket

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
-from booster.kernels.rules.rule import Rule
+from booster.kernels.rule import Rule
 from booster.kernels.states import FULL as FULL_STATE
 from booster.kernels.states import WAYS, StateForm
 from booster.kernels.table import Stretch, beside, places_of

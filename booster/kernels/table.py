@@ -13,7 +13,7 @@ from booster.ground.device import DeviceCopies
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 from booster.kernels.compiled import CompiledKernels
 from booster.kernels.launches import BLOCK, COLUMNS, SCALARS, TILE, measure
-from booster.kernels.rules.rule import MOST_STATES
+from booster.kernels.rule import MOST_STATES
 from booster.kernels.states import ABSENT, StateForm
 from booster.kernels.weights import WeightForm
 from booster.masters.packed import Packed

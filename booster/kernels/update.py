@@ -24,7 +24,7 @@ from booster.ground.torch_internals import note_step, step_hooks
 from booster.kernels.compiled import CompiledKernels, current, kinds_of
 from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, clip_by, decide, norm_of, update
 from booster.kernels.released import KernelPass
-from booster.kernels.rules.rule import MOST_NUMBERS, MOST_STATES, Rule
+from booster.kernels.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
 from booster.kernels.table import Kind, Table, Tables
 from booster.loss_scaler import DeviceScale, LossScaler, NoScale

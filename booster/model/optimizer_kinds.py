@@ -95,7 +95,11 @@ KNOWN: Mapping[type[Optimizer], Known] = {
 }
 UNKNOWN = Known(kind="whole", counts=(), reads_all=False)
 
+RuleOf = Literal["lion"] | Callable[[type[Optimizer]], object]
+"""What tells how kernels step a class: the name of a rule that is there, or what makes one; see `booster/kernels/rules`."""
+
 _registered: dict[type[Optimizer], dict[str, Sign]] = {}
+_rules: dict[type[Optimizer], RuleOf] = {}
 _SIGNS = ("signed", "unsigned", "fp32")
 
 
@@ -122,7 +126,9 @@ def _adagrad_begins_late() -> bool:
     return True
 
 
-def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | None = None) -> type[Optimizer]:
+def register_elementwise(
+    cls: type[Optimizer], *, states: Mapping[str, Sign] | None = None, rule: RuleOf | None = None
+) -> type[Optimizer]:
     """Declare that `cls` treats every element of every parameter by itself; usable as a class decorator.
 
     The promise: splitting a parameter, or joining several of one group, leaves the update of each element as it was, and
@@ -131,6 +137,10 @@ def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | N
 
     states: of states that are kept in few bits (`states="8bit"`), by name: "signed"; "unsigned", which is never negative; or
     "fp32", which stays float32, as an average of weights should. Those not named, with None all, are found by trial steps.
+
+    rule: how Triton kernels step it on a GPU. "lion", for a class whose groups have lr, betas and a decoupled weight_decay, as
+    lion-pytorch's; or a function that is given `cls` and returns its `booster.kernels.rule.Rule`, called where kernels are
+    asked for, so that only there Triton is imported. With None kernels know no rule for it, and its own `step` is called.
     """
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise TypeError(
@@ -146,13 +156,26 @@ def register_elementwise(cls: type[Optimizer], *, states: Mapping[str, Sign] | N
                 f"states names a state by {arguments.described(name)}; names are strings, such as 'exp_avg'"
             )
         arguments.choice(f"states[{name!r}]", sign, _SIGNS)
+    if not (rule is None or rule == "lion" or (callable(rule) and not isinstance(rule, type))):
+        raise TypeError(
+            f"rule must be 'lion', a function that is given {cls.__name__} and returns a booster.kernels.rule.Rule, or None, "
+            f"got {arguments.described(rule)}"
+        )
     _registered[cls] = dict(states or {})
+    _rules.pop(cls, None)
+    if rule is not None:
+        _rules[cls] = rule
     return cls
 
 
 def declared_states(cls: type[Optimizer]) -> Mapping[str, Sign]:
     """Return what `register_elementwise` was told of the states of `cls`."""
     return _registered.get(cls, {})
+
+
+def declared_rule(cls: type[Optimizer]) -> RuleOf | None:
+    """Return what `register_elementwise` was told of how kernels step `cls`."""
+    return _rules.get(cls)
 
 
 def unknown(optimizer: Optimizer, would: str, otherwise: str) -> str:

@@ -20,7 +20,7 @@ def optimizers() -> dict:
     import schedulefree
     import timm.optim
 
-    booster.register_elementwise(lion_pytorch.Lion)  # a sign and an average, element by element
+    booster.register_elementwise(lion_pytorch.Lion, rule="lion")  # a sign and an average, element by element
     return {
         "schedule-free AdamW": lambda p: schedulefree.AdamWScheduleFree(p, lr=2e-2, warmup_steps=3),
         "Lion": lambda p: lion_pytorch.Lion(p, lr=3e-3, weight_decay=0.01),

@@ -215,6 +215,9 @@ RANGES: dict[str, Predicate] = {
     "fp16": one_of({}),
     "model": nothing,
     "register_elementwise(states)": one_of({}, {"exp_avg": "signed"}),
+    "register_elementwise(rule)": either(
+        one_of(None, "lion"), lambda value: callable(value) and type(value) is not type
+    ),
     "Booster.boost(model)": a(nn.Module),
     "Booster.estimate_memory(model)": a(nn.Module),
     "Booster.estimate_memory(optimizer)": a(Optimizer),

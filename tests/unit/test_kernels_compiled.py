@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
 from booster.kernels import launches, states, weights
 from booster.kernels.rules import lion, rule_of
-from booster.kernels.rules.rule import MOST_NUMBERS
+from booster.kernels.rule import MOST_NUMBERS
 from booster.kernels.arithmetic import BFLOAT16, FLOAT16, FLOAT32
 import torch
 

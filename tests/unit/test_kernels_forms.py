@@ -1,12 +1,9 @@
-"""Forms of weights and states in kernels, on every half number, to the bit; a rule and a form that are added."""
+"""Forms of weights and states in kernels, on every half number, to the bit."""
 
 import pytest
 import torch
-from interpreted import gradients, interpreted, step_on
-from torch import nn
-from torch.optim import Optimizer
+from interpreted import interpreted
 
-from booster import Booster
 from booster.masters.formats import (
     Kahan,
     Nearest,
@@ -129,44 +126,3 @@ def test_states_are_packed_and_unpacked_to_the_bit(way):
         # Torch's roots on a CPU are an ulp off, and are squared; those of kernels are IEEE's, as on a GPU.
         torch.testing.assert_close(out, wide, rtol=0 if way != "unsigned" else 1e-6, atol=0)
         values = wide
-
-
-class Lion(Optimizer):
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_((average * beta1 + p.grad * (1 - beta1)).sign_(), alpha=-group["lr"])
-                average.mul_(beta2).add_(p.grad, alpha=1 - beta2)
-
-
-def test_a_rule_is_one_file_and_an_added_one_serves_every_form(monkeypatch):
-    import booster
-    from booster.kernels import rules
-    from booster.kernels.rules.lion import lion_rule
-    from booster.mixed_precision import BF16NaiveMixedPrecision
-
-    monkeypatch.setattr(rules, "_RULES", dict(rules._RULES))
-    booster.register_elementwise(Lion, states={"exp_avg": "signed"})
-    rules.register_rule(lion_rule(Lion))
-    for precision in ("fp32", BF16NaiveMixedPrecision(master_weights="split"), BF16NaiveMixedPrecision(states="8bit")):
-        made = []
-        for fused in (False, "triton"):
-            torch.manual_seed(0)
-            net = nn.Linear(5, 9)
-            b = Booster("cpu", precision, fused_optimizer=fused, clip_grad_norm=1.0)
-            model, optimizer, *_ = b.boost(net, Lion(net.parameters()))
-            for number in range(3):
-                assert step_on(b, model, optimizer, gradients(list(model.parameters()), number)).applied
-            made.append([p.detach().float() for p in model.parameters()])
-        assert type(optimizer._update.decision).__name__ == "KernelDecision"
-        for own, other in zip(*made, strict=True):
-            torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)

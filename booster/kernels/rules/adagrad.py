@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch.optim import Adagrad
 
-from booster.kernels.rules.rule import Group, Rule
+from booster.kernels.rule import Group, Rule
 
 
 def _states(group: Group) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch.optim import Adam, AdamW
 
 from booster.kernels.arithmetic import power
-from booster.kernels.rules.rule import Group, Rule
+from booster.kernels.rule import Group, Rule
 
 
 def _states(group: Group) -> tuple[str, ...]:

@@ -1,13 +1,13 @@
 """Lion, of which torch has none: the rule of a class whose groups have lr, betas and weight_decay, decoupled.
 
-Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms". Registered by `register_rule(lion_rule(Lion))`.
+Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms". Taken by `register_elementwise(Lion, rule="lion")`.
 """
 
 import triton
 import triton.language as tl
 from torch.optim import Optimizer
 
-from booster.kernels.rules.rule import Group, Rule
+from booster.kernels.rule import Group, Rule
 
 
 def _states(group: Group) -> tuple[str, ...]:
@@ -16,6 +16,21 @@ def _states(group: Group) -> tuple[str, ...]:
 
 def _numbers(group: Group) -> tuple[float, ...]:
     return float(group["lr"]), *map(float, group["betas"]), float(group["weight_decay"])
+
+
+def _refuses(optimizer: Optimizer) -> str | None:
+    if getattr(optimizer, "decoupled_wd", False):
+        return (
+            "its decay is divided by the first lr (decoupled_weight_decay=True), which the rule of Lion does not know"
+        )
+    for group in optimizer.param_groups:
+        for name in ("lr", "betas", "weight_decay"):
+            if name not in group:
+                return f"its groups have no {name}, which the rule of Lion reads"
+        for name, value in group.items():
+            if value is True:
+                return f"it was built with {name}=True, which the rule of Lion does not know"
+    return None
 
 
 @triton.jit
@@ -35,4 +50,4 @@ def _body(w, g, m, s1, s2, keep, beta1, rise1, beta2, rise2, lr, h6, h7, FLAGS: 
 
 def lion_rule(kind: type[Optimizer]) -> Rule:
     """Return the rule of a class `kind` that keeps "exp_avg" and counts no steps, as lion_pytorch's Lion."""
-    return Rule(kind, _states, _numbers, _prepare, _body, counts=False)
+    return Rule(kind, _states, _numbers, _prepare, _body, counts=False, refuses=_refuses)
