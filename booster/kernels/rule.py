@@ -29,15 +29,17 @@ def nothing(optimizer: Optimizer) -> None:
 class Rule:
     """How optimizers of exactly the class `optimizer` update an element.
 
-    states: names of the states of a group's elements, three at most, in the order in which `body` has them. numbers: the
-    float64 row of a group, eight at most, "lr" the first of them. flags: what of a group is compiled into the kernel. counts:
-    whether a parameter's state has a "step", float32 and 0-dim as torch's. begins_by_torch: whether torch makes a first step,
-    since states do not begin at zero. refuses: why an optimizer of the class is none for the rule, as for an option that it
-    does not know; None: it is one.
-
+    optimizer: the class.
+    states: names of the states of a group's elements, three at most, in the order in which `body` has them.
+    numbers: the float64 row of a group, eight at most, "lr" the first of them.
     prepare: jit function of (row, step), a pointer to the row and the number of the step in float64, from 1; returns eight
-    float64 numbers, once for each parameter. body: jit function of (weight, gradient, s0, s1, s2, h0 to h7, FLAGS), all
-    float32; returns the new (weight, s0, s1, s2). Elements know nothing of each other.
+        float64 numbers, once for each parameter.
+    body: jit function of (weight, gradient, s0, s1, s2, h0 to h7, FLAGS), all float32; returns the new (weight, s0, s1, s2).
+        Elements know nothing of each other.
+    flags: what of a group is compiled into the kernel.
+    counts: whether a parameter's state has a "step", float32 and 0-dim as torch's.
+    begins_by_torch: whether torch makes a first step, since states do not begin at zero.
+    refuses: why an optimizer of the class is none for the rule, as for an option that it does not know; None: it is one.
     """
 
     optimizer: type[Optimizer]
