@@ -14,14 +14,17 @@ MOST_STATES = 3
 
 
 def no_flags(group: Group) -> tuple[bool, ...]:
+    """Nothing of a `group`."""
     return ()
 
 
 def never(group: Group) -> bool:
+    """In no `group`."""
     return False
 
 
 def nothing(optimizer: Optimizer) -> None:
+    """No `optimizer` is refused."""
     return None
 
 
