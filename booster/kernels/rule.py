@@ -25,7 +25,7 @@ def never(group: Group) -> bool:
 
 def nothing(optimizer: Optimizer) -> None:
     """No `optimizer` is refused."""
-    return None
+    return
 
 
 @dataclass(frozen=True)
