@@ -3,11 +3,12 @@
     python -m benchmarks.planted --seeds 3 4 5 --out docs/figures/planted.json
     python -m benchmarks.planted --table docs/figures/planted.json
 
-The first adds to the file the runs that it has not yet; the second prints the table of docs/quality.md.
+The first adds to the file the runs that it has not yet; the second prints the tables of docs/quality.md.
 
-Each flaw is a number that is huge and multiplied with zero, as channels of large models carry them: in a wide dtype it does
-nothing, and the numbers that share its scale in a low one are rounded to zero. Beside the autopilot run
-bfloat16, the low precision throughout, and a schedule that ends in bfloat16. Data are made by rules, not downloaded.
+Each flaw is a number that is huge and multiplied with zero, as channels of large models carry them: in a wide dtype it
+does nothing, and the numbers that share its scale in a low one are rounded to zero. Beside the autopilot run bfloat16,
+the low precision throughout, a schedule that ends in bfloat16, and one of autopilots that ends so. Data are made by
+rules, not downloaded.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch import nn
 from booster import Booster
 from booster.interface.model import pins_of
 from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
+from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
+from booster.mixed_precision.low_precision.recipes import Wide
 from booster.numerics.record.run import Run, read_run
 
 DIM, LENGTH, BATCH, VOCABULARY = 64, 16, 16, 32
@@ -110,6 +113,7 @@ class ViT(nn.Module):
         return x, kind
 
 
+FINISH = "finish"
 MODELS: dict[str, type[Any]] = {"gpt": GPT, "vit": ViT}
 
 
@@ -173,14 +177,28 @@ def low(**options: Any) -> NVFP4MixedPrecision:
     return NVFP4MixedPrecision(emulate=True, **options)
 
 
+def flown(**options: Any) -> Autopilot:
+    return Autopilot(low(**options), "bf16", every=EVERY)
+
+
 def precisions() -> dict[str, Callable[[], Any]]:
     """Ways to run: what each gives to Booster."""
     return {
         "bf16": lambda: "bf16",
         "low": low,
-        "autopilot": lambda: Autopilot(low(), "bf16", every=EVERY),
+        "autopilot": flown,
         "schedule": lambda: PrecisionSchedule({0: low(), 0.85: "bf16"}, total_steps=STEPS),
+        FINISH: lambda: PrecisionSchedule({0: flown(), 0.85: flown(forward="bf16"), 0.95: "bf16"}, total_steps=STEPS),
     }
+
+
+def wide_share(model: nn.Module, names: list[str]) -> float:
+    """How many of the products of the layers of these `names` are wide, which were low in the beginning."""
+    layers = [model.get_submodule(name) for name in names]
+    recipes = [each.recipe for each in layers if isinstance(each, LowPrecisionLinear)]
+    products = [how for each in recipes for how in (each.output, each.input_gradient, each.weight_gradient)]
+    low_ones = sum(not isinstance(how, Wide) for how in products)
+    return 1 - low_ones / (3 * len(names))
 
 
 def train(kind: str, flaw: str, precision: Any, seed: int, steps: int = STEPS) -> dict[str, Any]:
@@ -196,6 +214,7 @@ def train(kind: str, flaw: str, precision: Any, seed: int, steps: int = STEPS) -
     plant, _ = FLAWS[flaw]
     generator, losses, shares = torch.Generator().manual_seed(seed), [], []
     pilot: Any = pins_of(model)
+    names = [name for name, module in own.named_modules() if isinstance(module, LowPrecisionLinear)]
     with tempfile.TemporaryDirectory() as folder:
         with booster.record(folder, every=None):
             for step in range(steps):
@@ -209,7 +228,7 @@ def train(kind: str, flaw: str, precision: Any, seed: int, steps: int = STEPS) -
                     schedule.step()
                 losses.append(loss.item())
                 if pilot is not None:
-                    shares.append(pilot.share)
+                    shares.append(wide_share(own, names))
         run = read_run(folder)
     last = statistics.fmean(losses[-steps // 10 :])
     found: dict[str, Any] = {"loss": round(last, 4) if math.isfinite(last) else None}
@@ -243,6 +262,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
     A star is behind what was run before the last day that anything was.
     """
+    rows = [row for row in rows if row["way"] != FINISH]
     last = max(row["date"] for row in rows)
     lines = [
         "| run | bf16 | nvfp4 | autopilot | schedule | in the spread | wide, mean (most) | named |",
@@ -252,14 +272,37 @@ def table(rows: list[dict[str, Any]]) -> str:
         by_way = {
             way: [row for row in rows if (row["model"], row["flaw"], row["way"]) == (kind, flaw, way)]
             for way in precisions()
+            if way != FINISH
         }
         spread = [row["loss"] for row in by_way["bf16"]]
         flown = by_way["autopilot"]
         inside = sum(min(spread) <= row["loss"] <= max(spread) for row in flown)
         shares = f"{statistics.fmean(row['share'] for row in flown):.0%} ({max(row['most'] for row in flown):.0%})"
         named = sorted({name.removeprefix("blocks.") for row in flown for name in row["named"]})
-        cells = [f"{kind}, {flaw}", *(_spread(by_way[way], last) for way in precisions())]
+        cells = [f"{kind}, {flaw}", *(_spread(own, last) for own in by_way.values())]
         cells += [f"{inside} of {len(flown)}", shares, ", ".join(f"`{name}`" for name in named) or "none"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def finished(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/quality.md of runs by autopilots that end wide, beside bfloat16."""
+    last = max(row["date"] for row in rows)
+    lines = [
+        "| run | bf16 | autopilot, ending wide | in the spread | wide, mean | named |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, flaw in dict.fromkeys((row["model"], row["flaw"]) for row in rows if row["way"] == FINISH):
+        wide, own = (
+            [row for row in rows if (row["model"], row["flaw"], row["way"]) == (kind, flaw, way)]
+            for way in ("bf16", FINISH)
+        )
+        spread = [row["loss"] for row in wide]
+        inside = sum(min(spread) <= row["loss"] <= max(spread) for row in own)
+        named = sorted({name.removeprefix("blocks.") for row in own for name in row["named"]})
+        cells = [f"{kind}, {flaw}", _spread(wide, last), _spread(own, last), f"{inside} of {len(own)}"]
+        cells.append(f"{statistics.fmean(row['share'] for row in own):.0%}")
+        cells.append(", ".join(f"`{name}`" for name in named) or "none")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -279,7 +322,8 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print the table of this file and run nothing")
     given = parser.parse_args()
     if given.table:
-        print(table(json.loads(given.table.read_text())), end="")
+        rows = json.loads(given.table.read_text())
+        print(table(rows), finished(rows), sep="\n", end="")
         return
     logging.getLogger("booster").setLevel(logging.ERROR)
     torch.set_num_threads(1)

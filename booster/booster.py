@@ -26,17 +26,26 @@ from booster.facade.config import translate
 from booster.facade.course import PrecisionCourse
 from booster.facade.pipelined import execute
 from booster.facade.returned import Returned
-from booster.facade.switch import Switch, switch_all
+from booster.facade.switch import Boosting, Switch, switch_all
 from booster.ground import arguments
 from booster.ground.device import resolve_device
 from booster.ground.roll_call import PATIENCE, watch
 from booster.ground.torch_internals import leave_guards
-from booster.interface.model import CriterionWrapper, boosted_wrapper, keep_pins, leave_raw_calls, watch_raw_calls
+from booster.interface.model import (
+    CriterionWrapper,
+    ModelWrapper,
+    boosted_wrapper,
+    keep_pins,
+    leave_raw_calls,
+    pins_of,
+    watch_raw_calls,
+)
 from booster.interface.optimizer import OptimizerWrapper, gradients_of, update_of
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
 from booster.mixed_precision.low_precision.autopilot import Look, Pilot
-from booster.mixed_precision.low_precision.strategy import LowPrecision
+from booster.mixed_precision.low_precision.strategy import LinearConversion
+from booster.mixed_precision.schedule import Phase
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -136,8 +145,7 @@ class Booster:
         watch(patience)
         self.plugin.bind(self.device)
         self._course: PrecisionCourse | None = None
-        self._autopilot = mixed_precision if isinstance(mixed_precision, Autopilot) else None
-        self.precision = self._begin_in(mixed_precision)
+        self._phase = self._begin_in(mixed_precision)
         self._options = UpdateOptions(
             fused_optimizer=fused_optimizer,
             clip_grad_norm=clip_grad_norm,
@@ -145,7 +153,7 @@ class Booster:
             max_consecutive_skips=max_consecutive_skips,
             release_gradients=release_gradients,
         )
-        for precision in [self.precision] if self._course is None else self._course.phases.values():
+        for precision in [self.precision] if self._course is None else self._course.precisions:
             checks.check_release(self._options, precision, self.plugin)
         self._boosted = Boosted()
         self._accumulations = Accumulations()
@@ -163,6 +171,11 @@ class Booster:
             from booster.numerics.diagnosis.skips import SkipWatcher
 
             self._watcher = SkipWatcher(diagnose, self._replay, self.plugin.group, self.device)
+
+    @property
+    def precision(self) -> MixedPrecision:
+        """What is trained in now."""
+        return self._phase.precision
 
     @classmethod
     def from_config(
@@ -265,19 +278,17 @@ class Booster:
         ]
         self._boosted.add(model, boosted, boosted_criterion, wrappers, built)
         if self._course is not None:
-            for phase in self._course.phases.values():
-                if phase is not self.precision:
-                    self._switch_to(phase).check(self._boosted.boostings()[-1])  # what cannot be is refused now
+            for precision in self._course.precisions:
+                if precision is not self.precision:
+                    self._switch_to(precision).check(self._boosted.boostings()[-1])  # what cannot be is refused now
             boosted.register_forward_pre_hook(self._course)
             boosted.register_forward_hook(self._course)
-        if self._autopilot is not None:
+        if self._phase.plan is not None or (self._course is not None and self._course.has_autopilots):
             tell = functools.partial(self._tell, len(self._boosted.wrappers()) - 1)
-            recipe = cast(LowPrecision, self.precision).recipe
-            pilot = Pilot(self._autopilot, recipe, boosted.unwrap(), self.plugin.group, tell)
-            keep_pins(boosted, pilot)
+            pilot = Pilot(boosted.unwrap(), self.plugin.group, tell)
             for wrapper in wrappers[:1]:
                 update_of(wrapper).gradients.listen(pilot)
-                pilot.begin(wrapper.num_steps)
+            self._fly(self._boosted.boostings()[-1], pilot)
         if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
             watch_raw_calls(boosted, several_ranks=self.plugin.group is not None)
         if loader is not None:
@@ -459,7 +470,7 @@ class Booster:
                 "switch() beside a PrecisionSchedule, which would go back at its next forward pass; put the precision into the "
                 "schedule, or give Booster the first one alone"
             )
-        if self._autopilot is not None:
+        if self._phase.plan is not None:
             raise RuntimeError(
                 "switch() beside an Autopilot, which changes layers by itself; give Booster its precision instead"
             )
@@ -475,7 +486,7 @@ class Booster:
                 "keep_fp32='auto' has modules pinned during the run by what watches it from boost() on, so a switch can "
                 "neither begin nor end it; name the modules in keep_fp32"
             )
-        self._go_over(new, "switch()")
+        self._go_over(Phase(new), "switch()")
 
     def record(
         self,
@@ -675,7 +686,7 @@ class Booster:
         checks.check_model(model, self._boosted.models)
         arguments.function("criterion", criterion, "a function of output and target")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-        phases = [self.precision] if self._course is None else list(self._course.phases.values())
+        phases = [self.precision] if self._course is None else self._course.precisions
         placed: Any = {"plugin": self.plugin, "device": self.device, "options": self._options}
         each = (estimate_placed(model, optimizer, batch, criterion, precision=phase, **placed) for phase in phases)
         return max(each, key=lambda found: found.peak)
@@ -1024,21 +1035,23 @@ class Booster:
 
         return profiled(folder, self.device, skip=skip, steps=steps, shapes=shapes, memory=memory, stacks=stacks)
 
-    def _begin_in(self, given: str | MixedPrecision | PrecisionSchedule | Autopilot | None) -> MixedPrecision:
-        """Return the precision that the run begins in, by this Booster's options; a schedule becomes its course."""
-        if isinstance(given, Autopilot):
-            return given.made(lambda each: self._ready(make(each)))
+    def _begin_in(self, given: str | MixedPrecision | PrecisionSchedule | Autopilot | None) -> Phase:
+        """Return the phase that the run begins in, by this Booster's options; a schedule becomes its course."""
+
+        def made(precision: str | MixedPrecision | None) -> MixedPrecision:
+            return self._ready(make(precision))
+
         if not isinstance(given, PrecisionSchedule):
-            return self._ready(make(given))
+            return Phase.of(given, made)
         self._course = PrecisionCourse(
-            given.made(lambda each: self._ready(make(each))),
+            given.made(made),
             given.total_steps,
             optimizers=lambda: list(self._boosted.optimizers.values()),
             may_go=lambda: not self._accumulations.any_open,
             go=self._go_over,
             group=self.plugin.group,
         )
-        checks.check_phases(list(self._course.phases.values()), self.plugin)
+        checks.check_phases(self._course.precisions, self.plugin)
         return self._course.now
 
     def _ready(self, precision: MixedPrecision) -> MixedPrecision:
@@ -1056,13 +1069,30 @@ class Booster:
     def _switch_to(self, new: MixedPrecision) -> Switch:
         return Switch(self.precision, new, plugin=self.plugin, device=self.device, options=self._options)
 
-    def _go_over(self, new: MixedPrecision, why: str) -> None:
-        """Go over to `new` in all that was boosted; records say why."""
-        switch_all(self._switch_to(new), self._boosted.boostings(), self.plugin.group)
-        self.precision = new
-        self._checkpoints.note(precision=repr(new))
+    def _go_over(self, phase: Phase, why: str) -> None:
+        """Go over to `phase` in all that was boosted; records say why."""
+        boostings = self._boosted.boostings()
+        pilots = [pins_of(each.model) if isinstance(each.model, ModelWrapper) else None for each in boostings]
+        switch_all(self._switch_to(phase.precision), boostings, self.plugin.group)
+        self._phase = phase
+        for boosting, pilot in zip(boostings, pilots, strict=True):
+            if isinstance(pilot, Pilot):
+                self._fly(boosting, pilot)
+        self._checkpoints.note(precision=repr(phase.precision))
         if self._records is not None:
-            self._records.go_over(new, self._boosted.wrappers(), why)
+            self._records.go_over(phase.precision, self._boosted.wrappers(), repr(phase), why)
+
+    def _fly(self, boosting: Boosting, pilot: Pilot) -> None:
+        """Have `pilot` do in the model of `boosting` what the phase wants."""
+        if boosting.model is not None:
+            keep_pins(boosting.model, pilot)
+        precision, plan = self._phase
+        if plan is None:
+            pilot.rest()
+        else:
+            optimizer = next(iter(boosting.optimizers), None)
+            recipe = cast(LinearConversion, precision.conversion).recipe  # as its options say
+            pilot.fly(plan, recipe, None if optimizer is None else optimizer.num_steps)
 
     def _go_on(self, loaded: Loaded) -> Loaded:
         """Take up what `loaded` says of the run."""

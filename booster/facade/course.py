@@ -15,11 +15,13 @@ from booster.ground import arguments
 from booster.ground.torch_internals import graph_task
 from booster.interface.optimizer import OptimizerWrapper, update_of
 from booster.mixed_precision import MixedPrecision
-from booster.mixed_precision.schedule import due
+from booster.mixed_precision.schedule import Phase, due
 from booster.ranks.agreement import largest
 from booster.tensors.trees import tensors
 
 _logger = logging.getLogger(__name__)
+PATIENCE = 100
+"""So many steps of another optimizer without one of its own, and an optimizer no longer says where the run is."""
 
 
 class PrecisionCourse:
@@ -34,29 +36,39 @@ class PrecisionCourse:
 
     def __init__(
         self,
-        phases: Mapping[int, MixedPrecision],
+        phases: Mapping[int, Phase],
         total_steps: int | None,
         *,
         optimizers: Callable[[], Sequence[OptimizerWrapper]],
         may_go: Callable[[], bool],
-        go: Callable[[MixedPrecision, str], None],
+        go: Callable[[Phase, str], None],
         group: dist.ProcessGroup | None,
     ) -> None:
         self.phases, self._total_steps = phases, total_steps
         self.now = phases[0]
         self._optimizers, self._may_go, self._go, self._group = optimizers, may_go, go, group
         self._ahead: weakref.WeakKeyDictionary[OptimizerWrapper, int] = weakref.WeakKeyDictionary()
-        """Steps that the run had made before an optimizer began."""
+        """Steps that the run had made before an optimizer began, less its own of then."""
+        self._moved: weakref.WeakKeyDictionary[OptimizerWrapper, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """How many steps an optimizer had made when it was last seen to, and where the one was then that made most."""
+        self._at_rest: weakref.WeakSet[OptimizerWrapper] = weakref.WeakSet()
         self._waiting: list[
             tuple[weakref.ref[_Waiting], dict[int, int]]
         ] = []  # with steps made then, by id of the optimizer
         self._trained = -1  # steps made when a model in training mode last ran
+        why = "a PrecisionSchedule counts steps around each forward pass, and may change the model; compile without fullgraph"
+        self._outside = torch.compiler.disable(
+            self._around, reason=why
+        )  # which a compiler would make part of the model
 
     def __reduce__(self) -> Any:
         return _Idle, ()  # of copies and pickles of a model, which no Booster changes
 
     def __call__(self, module: nn.Module, args: Any, *output: Any) -> None:
         """A forward pre-hook of boosted models, and a forward hook."""
+        self._outside(module, *output)
+
+    def _around(self, module: nn.Module, *output: Any) -> None:
         if not torch.is_grad_enabled() or graph_task() != -1:  # evaluation, which ranks may do alone; a recomputation
             return
         if output:
@@ -70,13 +82,48 @@ class PrecisionCourse:
         self.follow()
 
     @property
+    def precisions(self) -> list[MixedPrecision]:
+        """Those of all phases, in order."""
+        return [phase.precision for phase in self.phases.values()]
+
+    @property
+    def has_autopilots(self) -> bool:
+        """Whether one flies in any phase."""
+        return any(phase.plan is not None for phase in self.phases.values())
+
+    @property
     def step(self) -> int:
-        """How many steps the run has made: those of the optimizer that made fewest, of those that have begun."""
+        """How many steps the run has made: those of the optimizer that made fewest, of those that have begun and are not at
+        rest. One that begins, or begins again, counts on from there."""
         counts = {each: each.num_steps for each in self._optimizers() if each.num_steps}
-        began = [count + self._ahead[each] for each, count in counts.items() if each in self._ahead]
+        awake = [each for each in counts if not self._rests(each, counts[each]) and each in self._ahead]
+        here = min((counts[each] + self._ahead[each] for each in awake), default=0)
         for each, count in counts.items():
-            self._ahead.setdefault(each, max(0, min(began) - count) if began else 0)
-        return min((count + self._ahead[each] for each, count in counts.items()), default=0)
+            if each not in self._ahead:
+                self._ahead[each] = max(0, here - count) if awake else 0
+                awake.append(each)
+        places = {each: counts[each] + self._ahead[each] for each in awake}
+        first = max(places.values(), default=0)
+        for each in places:
+            if self._moved.get(each, (0, 0))[0] != counts[each]:
+                self._moved[each] = counts[each], first
+            elif first - self._moved[each][1] >= PATIENCE:
+                self._at_rest.add(each)
+                _logger.warning(
+                    "%s of %d parameters has made no step while another optimizer made %d, so the PrecisionSchedule goes on "
+                    "without it; steps that it makes later count on from where the run is then",
+                    type(each.unwrap()).__name__,
+                    sum(len(group["params"]) for group in each.param_groups),
+                    first - self._moved[each][1],
+                )
+        return min((place for each, place in places.items() if each not in self._at_rest), default=0)
+
+    def _rests(self, each: OptimizerWrapper, count: int) -> bool:
+        """Whether an optimizer, which has made `count` steps, has been at rest and is so still."""
+        if each in self._at_rest and count != self._moved[each][0]:
+            self._at_rest.discard(each)
+            del self._ahead[each]
+        return each in self._at_rest
 
     def follow(self) -> None:
         """Go over to what is due, if anything is and nothing stands in the way; where it is, a collective."""
@@ -102,17 +149,27 @@ class PrecisionCourse:
             "starts": list(self.phases),
             "total_steps": self._total_steps,
             "ahead": [self._ahead.get(each) for each in optimizers],
+            "moved": [list(self._moved.get(each, ())) for each in optimizers],
+            "at_rest": [each in self._at_rest for each in optimizers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on as when `state` was taken; None: there was no schedule. One WARNING where its phases begin elsewhere."""
-        self._ahead.clear()
+        for known in (self._ahead, self._moved, self._at_rest):
+            known.clear()
         self._trained = -1
         if state is None:
             return
         for each, ahead in zip(self._optimizers(), state["ahead"], strict=False):
             if ahead is not None:
                 self._ahead[each] = arguments.count("ahead", ahead, least=0)
+        for each, moved in zip(self._optimizers(), state.get("moved", []), strict=False):
+            if moved:
+                count, there = (arguments.count("moved", number, least=0) for number in moved)
+                self._moved[each] = count, there
+        for each, rests in zip(self._optimizers(), state.get("at_rest", []), strict=False):
+            if rests:
+                self._at_rest.add(each)
         before, now = (
             f"after the steps {starts}, of total_steps={total}"
             for starts, total in (

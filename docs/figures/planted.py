@@ -1,4 +1,4 @@
-"""Runs with a planted flaw: last losses in bfloat16, in nvfp4, by an autopilot and by a schedule, from planted.json.
+"""Runs with a planted flaw: last losses in bfloat16, in nvfp4, by an autopilot, by a schedule and by both, from planted.json.
 
 python -m benchmarks.planted --out docs/figures/planted.json   # trains
 python docs/figures/planted.py
@@ -19,7 +19,7 @@ def planted(theme: Theme) -> Figure:
     models = list(dict.fromkeys(row["model"] for row in ROWS))
     flaws = list(dict.fromkeys(row["flaw"] for row in ROWS))
     ways = list(dict.fromkeys(row["way"] for row in ROWS))
-    colours = dict(zip(ways, (theme.grey, theme.orange, theme.blue, theme.green), strict=True))
+    colours = dict(zip(ways, (theme.grey, theme.orange, theme.blue, theme.green, theme.purple), strict=True))
     figure, grid = plt.subplots(
         len(models), len(flaws), figsize=(9, 4), sharex=True, sharey="row", layout="constrained", squeeze=False
     )

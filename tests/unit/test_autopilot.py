@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import planted
 from booster import Booster
 from booster.interface.model import pins_of
-from booster.mixed_precision import Autopilot, MXFP8MixedPrecision, NVFP4MixedPrecision
+from booster.mixed_precision import Autopilot, MXFP8MixedPrecision, NVFP4MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.autopilot import LIMIT
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import Wide
@@ -114,10 +114,29 @@ def test_weights_that_are_bad_spoil_two_products():
 
 def test_a_sound_run_stays_low():
     flight = Flight()
-    losses = flight.steps(0, 9)
+    flight.steps(0, 9)
     assert flight.wide() == set()
     assert flight.pilot.looks == 3
-    assert losses == Flight(precision=low()).steps(0, 9)  # looking changes nothing
+
+
+def test_an_autopilot_without_a_budget_looks_and_changes_nothing():
+    flight = Flight(planted.outlier, budget=0.0)
+    assert flight.steps(0, 9) == Flight(planted.outlier, low()).steps(0, 9)
+    assert flight.pilot.looks == 3
+
+
+def test_the_first_step_of_which_nothing_is_known_is_made_wide():
+    flight = Flight(every=8)
+    assert len(flight.wide()) == 3 * len(sizes(flight))
+    assert flight.steps(0, 1)[0] == pytest.approx(Flight(precision="bf16").steps(0, 1)[0], rel=1e-3)
+    assert flight.wide() == set()
+
+
+def test_what_is_suspected_is_wide_in_the_step_of_the_second_look():
+    flight = Flight(planted.outlier)
+    flight.steps(0, 1)
+    assert flight.pilot.names == []
+    assert flight.wide() == {("blocks.0.up", "forward"), ("blocks.1.up", "forward")}
 
 
 @pytest.mark.slow
@@ -199,7 +218,9 @@ def test_a_run_repeats_to_the_bit():
 def test_noise_is_that_of_the_product_beside_the_wide_one():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64))
-    booster = Booster("cpu", Autopilot(MXFP8MixedPrecision(emulate=True, compute_dtype=torch.float32), every=1))
+    booster = Booster(
+        "cpu", Autopilot(MXFP8MixedPrecision(emulate=True, compute_dtype=torch.float32), every=1, budget=0.0)
+    )
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
     kept = {}
     model[1].register_forward_hook(lambda _, args, y: kept.update(x=args[0].detach(), y=y.detach()))
@@ -329,7 +350,7 @@ def test_noise_that_grows_is_made_wide_before_it_spoils():
     planted_ones = {("blocks.0.up", "forward"), ("blocks.1.up", "forward")}
     flight = Flight(growing, every=8)
     flight.steps(0, 16)
-    assert flight.wide() == set()
+    assert flight.pilot.names == []
     before = dict(flight.pilot.noise)
     flight.steps(16, 17)
     assert {key for key, noise in flight.pilot.noise.items() if noise != before[key]} == planted_ones
@@ -378,9 +399,10 @@ def test_second_looks_are_counted(tmp_path, capsys):
     assert f"4 looks at 7 layers and 1 again, {share:.1%} of the" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_table_of_the_page_is_that_of_the_runs():
+@pytest.mark.parametrize("table", [planted.table, planted.finished])
+def test_the_tables_of_the_page_are_those_of_the_runs(table):
     docs = Path(__file__).parents[2] / "docs"
-    assert planted.table(json.loads((docs / "figures/planted.json").read_text())) in (docs / "quality.md").read_text()
+    assert table(json.loads((docs / "figures/planted.json").read_text())) in (docs / "quality.md").read_text()
 
 
 def test_compiled_layers_are_refused_by_name():
@@ -422,3 +444,139 @@ def test_a_copy_of_the_model_is_flown_by_nobody_and_can_be_pickled(tmp_path):
             assert pins_of(each) is None
             assert torch.equal(each(x), flight.model(x))
     assert all(layer.watchers for layer in flight.model.modules() if isinstance(layer, LowPrecisionLinear))
+
+
+def test_a_sample_is_the_share_that_was_written():
+    """0.55 of 20 layers are 11, which as a product of floats is a bit more."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(20)))
+    booster = Booster("cpu", Autopilot(NVFP4MixedPrecision(emulate=True, keep=()), every=1, sample=0.55))
+    model, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len({name for name, _ in pins_of(model)._looked_at}) == 11
+
+
+# ---------------------------------------------------------------------- as a phase of a schedule
+
+
+def finished():
+    """Flown, then with all forward products in bfloat16, then in bfloat16, and flown again."""
+    phases = {
+        0: Autopilot(low(), every=3),
+        4: Autopilot(NVFP4MixedPrecision(emulate=True, forward="bf16"), every=3),
+        6: "bf16",
+        8: Autopilot(low(), every=5),
+    }
+    return PrecisionSchedule(phases)
+
+
+SPOILT = [f"blocks.{block}.down" for block in (0, 1)]
+
+
+def test_the_next_autopilot_goes_on_with_what_the_last_one_decided():
+    flight = Flight(planted.bad_weights, finished())
+    both = {(name, role) for name in SPOILT for role in ("forward", "input_grad")}
+    flight.steps(0, 4)
+    assert flight.wide() == both
+    flight.steps(4, 5)
+    forward = {
+        (name, "forward") for name, layer in flight.model.named_modules() if isinstance(layer, LowPrecisionLinear)
+    }
+    assert flight.wide() == forward | {(name, "input_grad") for name in SPOILT}
+    assert flight.pilot.share == pytest.approx(2 / 21)
+    flight.steps(5, 7)
+    assert not any(isinstance(layer, LowPrecisionLinear) for layer in flight.model.modules())
+    assert flight.pilot.share == 0.0
+    assert flight.pilot.names == SPOILT
+
+
+def test_an_autopilot_that_begins_later_looks_at_its_first_step_which_is_wide(tmp_path):
+    flight = Flight(planted.outlier, PrecisionSchedule({0: "bf16", 2: Autopilot(low(), every=50)}))
+    with flight.booster.record(tmp_path):
+        flight.steps(0, 5)
+    run = read_run(tmp_path)
+    assert [(look.step, look.again) for look in run.looks] == [(3, False), (4, True)]
+    assert flight.wide() == {("blocks.0.up", "forward"), ("blocks.1.up", "forward")}
+    (switch,) = run.switches
+    assert switch.precision.startswith("Autopilot(NVFP4MixedPrecision(")
+    assert switch.why == "the schedule, after step 2"
+
+
+@pytest.fixture(scope="module")
+def whole_flight(tmp_path_factory):
+    """Checkpoints of a run through all phases, by steps made; its losses; and its state after so many steps."""
+    flight, folders, losses, states = Flight(planted.bad_weights, finished()), {}, [], {}
+    for step in range(12):
+        losses += flight.steps(step, step + 1)
+        states[step + 1] = copy.deepcopy(flight.state())
+        folders[step + 1] = tmp_path_factory.mktemp("flight")
+        flight.booster.save(folders[step + 1], flight.model, flight.optimizer)
+    return folders, losses, states
+
+
+@pytest.mark.parametrize("made", [1, 3, 4, 5, 7, 8, 9, 10])
+def test_a_run_that_is_resumed_in_any_phase_goes_on_to_the_bit(made, whole_flight):
+    folders, losses, states = whole_flight
+    resumed = Flight(planted.bad_weights, finished())
+    resumed.booster.load(folders[made], resumed.model, resumed.optimizer)
+    assert resumed.steps(made, made + 2) == losses[made : made + 2]
+    assert differences(resumed.state(), states[made + 2]) == []
+
+
+def test_a_run_goes_back_to_what_its_autopilot_knew(whole_flight):
+    """A checkpoint of an earlier phase, loaded when another one has begun."""
+    folders, losses, states = whole_flight
+    flight = Flight(planted.bad_weights, finished())
+    flight.booster.load(folders[7], flight.model, flight.optimizer)
+    flight.steps(7, 8)
+    flight.booster.load(folders[3], flight.model, flight.optimizer)
+    assert flight.steps(3, 5) == losses[3:5]
+    assert differences(flight.state(), states[5]) == []
+
+
+def test_layers_that_a_later_phase_alone_has_low_are_loaded_too(tmp_path):
+    def flight():
+        kept = NVFP4MixedPrecision(emulate=True, keep=("blocks.1", "head"))
+        return Flight(planted.outlier, PrecisionSchedule({0: Autopilot(kept, every=2), 2: Autopilot(low(), every=2)}))
+
+    whole, resumed = flight(), flight()
+    whole.steps(0, 5)
+    assert whole.pilot.names == ["blocks.0.up", "blocks.1.up"]
+    whole.booster.save(tmp_path, whole.model, whole.optimizer)
+    resumed.booster.load(tmp_path, resumed.model, resumed.optimizer)
+    assert resumed.steps(5, 7) == whole.steps(5, 7)
+    assert differences(resumed.state(), whole.state()) == []
+
+
+def test_a_model_that_is_boosted_in_a_later_phase_is_flown_from_then_on():
+    flight = Flight(planted.outlier, PrecisionSchedule({0: "bf16", 1: Autopilot(low(), every=2)}))
+    flight.steps(0, 2)
+    own = planted.ViT()
+    model, optimizer, *_ = flight.booster.boost(own, torch.optim.SGD(own.parameters(), lr=1e-3))
+    for step in range(2):
+        planted.outlier(own, step)
+        x, y = own.batch(torch.Generator().manual_seed(step))
+        flight.booster.backward(F.cross_entropy(model(x), y), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert pins_of(model).names == ["blocks.0.up", "blocks.1.up"]
+
+
+def test_the_estimate_of_a_schedule_of_autopilots_is_of_the_fullest_phase():
+    batch = (torch.zeros(16, 64), torch.zeros(16, dtype=torch.long))
+
+    def peak(precision):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return Booster("cpu", precision).estimate_memory(model, optimizer, batch, nn.CrossEntropyLoss()).peak
+
+    peaks = [peak("bf16_naive"), peak(low())]
+    assert peak(PrecisionSchedule({0: Autopilot(low()), 5: "bf16_naive"})) == max(peaks)
+    assert peaks[0] != peaks[1]
+
+
+def test_a_schedule_refuses_what_no_phase_can_be():
+    with pytest.raises(TypeError, match=r"phases\[0\].* the name of a precision, a MixedPrecision or an Autopilot"):
+        PrecisionSchedule({0: 3})
+    with pytest.raises(ValueError, match="is no low precision"):
+        Booster("cpu", PrecisionSchedule({0: Autopilot("bf16")}))
+    with pytest.raises(RuntimeError, match="beside a PrecisionSchedule"):
+        Flight(precision=finished()).booster.switch("bf16")

@@ -9,6 +9,7 @@ from switching import PRECISIONS, Job, Net, differences
 from torch import nn
 
 from booster import Booster
+from booster.facade import course
 from booster.mixed_precision import FP16ApexMixedPrecision, MixedPrecision, PrecisionSchedule
 from booster.numerics.record.run import read_run
 from booster.numerics.reports.page import page
@@ -315,3 +316,103 @@ def test_a_share_is_the_fraction_that_was_written(share, total, start):
 def test_a_share_of_which_no_step_is_left_is_refused():
     with pytest.raises(ValueError, match="which is none of its steps"):
         PrecisionSchedule({0: "fp32", 0.999: "bf16"}, total_steps=100)
+
+
+# ---------------------------------------------------------------------- an optimizer that steps no more
+
+
+def two(starts):
+    """A booster with two pairs of a model and its optimizer, each of which has made a step."""
+    booster, *first = small(PrecisionSchedule({0: "fp32", **dict.fromkeys(starts, "bf16_naive")}))
+    model = Net(nn.LayerNorm)
+    second = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
+    for pair in (first, second):
+        train(booster, *pair)
+    return booster, first, list(second)
+
+
+def test_an_optimizer_that_steps_no_more_holds_no_phase_and_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(course, "PATIENCE", 5)
+    booster, first, second = two([4])
+    for _ in range(5):
+        train(booster, *first)
+    assert first[0].out.weight.dtype == torch.float32
+    assert "no step while" not in caplog.text
+    for _ in range(2):
+        train(booster, *first)
+    assert {model.out.weight.dtype for model, _ in (first, second)} == {torch.bfloat16}
+    (told,) = [each.getMessage() for each in caplog.records if "no step while" in each.getMessage()]
+    assert told.startswith("SGD of 14 parameters has made no step while another optimizer made 5")
+
+
+def test_an_optimizer_that_steps_again_counts_on_from_where_the_run_is(monkeypatch):
+    monkeypatch.setattr(course, "PATIENCE", 3)
+    booster, first, second = two([12])
+    for _ in range(6):
+        train(booster, *first)
+    train(booster, *second)  # its second step, when the run has made seven
+    train(booster, *first)
+    steps = []
+    for _ in range(2):
+        steps.append(booster._course.step)
+        train(booster, *second)
+        train(booster, *first)
+    assert steps == [7, 8]
+
+
+def test_a_critic_that_makes_more_steps_than_its_generator_does_not_say_where_the_run_is():
+    booster, critic, generator = two([8])
+    for _ in range(5):
+        for _ in range(20):
+            train(booster, *critic)
+        train(booster, *generator)
+    assert booster._course.step == 6
+    assert generator[0].out.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_a_resumed_run_knows_which_optimizer_is_at_rest_and_since_when(steps, tmp_path, monkeypatch):
+    monkeypatch.setattr(course, "PATIENCE", 6)
+    booster, first, second = two([4])
+    for _ in range(steps):
+        train(booster, *first)
+    booster.save(tmp_path, [first[0], second[0]], [first[1], second[1]])
+    again, *others = two([4])
+    models, optimizers = zip(*others, strict=True)
+    again.load(tmp_path, list(models), list(optimizers))
+    for _ in range(5):
+        train(booster, *first)
+        train(again, *others[0])
+        assert others[0][0].out.weight.dtype == first[0].out.weight.dtype
+        assert again._course.step == booster._course.step
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler about itself
+def test_a_boosted_model_that_is_compiled_goes_over_as_one_that_is_not():
+    def losses(compiled):
+        booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 2: "bf16", 3: "bf16_naive"}))
+        run, found = torch.compile(model, backend="eager") if compiled else model, []
+        for number in range(4):
+            loss = run(torch.randn(4, 32, generator=torch.Generator().manual_seed(number))).square().mean()
+            found.append(loss.item())
+            booster.backward(loss, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, booster.precision, model.state_dict()
+
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    expected = losses(compiled=False)
+    torch.manual_seed(0)
+    found = losses(compiled=True)
+    assert found[0] == expected[0]
+    assert repr(found[1]) == repr(expected[1])
+    assert differences(found[2], expected[2]) == []
+
+
+def test_a_schedule_around_a_whole_graph_is_refused_by_name():
+    _, model, _ = small(PrecisionSchedule({0: "fp32", 2: "bf16"}))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="a PrecisionSchedule counts steps"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.randn(4, 32))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from booster.ground import arguments
+from booster.ground.shares import exact
 from booster.ground.torch_internals import is_compiled
 from booster.mixed_precision.base import MixedPrecision
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear, product
@@ -35,19 +36,20 @@ class Autopilot:
 
     low: the name or object of a low precision.
     high: what products are made in where they are wide.
-    every: optimizer steps between looks, of which the first step is one. In a look each product is made in the recipe and,
-        besides, wide, of the same matrices.
+    every: optimizer steps between looks, of which the first step is one. In a look each product is made in the recipe and
+        wide, of the same matrices.
     budget: the largest share of all products that may be wide, from 0 to 1.
     sample: the share of the layers that a look looks at, above 0; they take turns.
 
     The noise of a product is the norm of the difference, its signal that of the wide one; of a forward without what all tokens
     have in common. What exceeds the ordinary noise of the format, and grew since the last look at the product, is taken to grow
-    on as fast until the next. A product whose noise is above 1 / sqrt(3) of the signal (arXiv 2505.19115), or will then
-    be, is looked at once more in the next step, as a single batch may be noisy by chance: by the lesser noise of the two, if
-    that is above too, it is made wide from then on, the worst first where the budget does not do for all. Where noise was
-    below half of the bound in two looks in a row, it is low again. Ranks decide alike, on sums over all, stages of a pipeline
-    too. Checkpoints hold what was decided; the record, and an INFO line, say it. A look makes each product that it looks at
-    once more, and the record says what that took.
+    on as fast until the next. A product whose noise is above 1 / sqrt(3) of the signal (arXiv 2505.19115), or will then be, is
+    looked at once more in the next step, as a single batch may be noisy by chance: by the lesser noise of the two, if that is
+    above too, it is made wide from then on, the worst first where the budget does not do for all. That step goes on with the
+    wide product, and so does the first one of a run, of which nothing is known, unless the budget is 0. Where noise was below
+    half of the bound in two looks in a row, it is low again. Ranks decide alike, on sums over all, stages of a pipeline too.
+    Checkpoints hold what was decided; the record, and an INFO line, say it. A `PrecisionSchedule` may have it as a phase. A
+    look makes each product that it looks at once more, and the record says what that took.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class Autopilot:
         self.budget = arguments.number("budget", budget, least=0, most=1)
         self.sample = arguments.number("sample", sample, above=0.0, most=1)
 
-    def made(self, make: Callable[[str | MixedPrecision], MixedPrecision]) -> MixedPrecision:
+    def made(self, make: Callable[[str | MixedPrecision], MixedPrecision]) -> LowPrecision:
         """Return what `make` makes of `low`. Raises ValueError for the name of another precision."""
         precision = make(self.low)
         if not isinstance(precision, LowPrecision):
@@ -113,39 +115,70 @@ class Look(NamedTuple):
 
 
 class Pilot:
-    """Flies one boosted model by `plan`: listens to its optimizer, watches its layers, and changes their recipes.
+    """Listens to the optimizer of one boosted model, watches its layers, and changes their recipes: flies by a plan, or rests.
 
-    recipe: of the low precision. group: the ranks that decide together. told: is given what came of each look. names: layers
-    of which any product is wide.
-    Raises RuntimeError for layers that were compiled. A collective.
+    group: the ranks that decide together. told: is given what came of each look. names: layers of which any product is wide, or
+    was when it began to rest.
     """
 
     def __init__(
         self,
-        plan: Autopilot,
-        recipe: Recipe,
         model: nn.Module,
         group: dist.ProcessGroup | None,
         told: Callable[[Look], None] = lambda look: None,
     ) -> None:
-        self._plan, self._group, self._told, self._model = plan, group, told, model
-        self._layers = {name: each for name, each in model.named_modules() if isinstance(each, LowPrecisionLinear)}
-        self._all = all_names(tuple(self._layers), group)  # stages of a pipeline have others
-        self._check_compiled()
-        self._recipes = {name: layer.recipe for name, layer in self._layers.items()}
+        self._group, self._told, self._model = group, told, model
         self._wide: dict[tuple[str, str], int] = {}  # by layer and role, with how many calm looks in a row
-        # Bounds of recipes are twice what is expected.
-        self._ordinary = {role: bound / 2 for role, bound in zip(ROLES, recipe.bounds, strict=True)}
         self._suspected: dict[tuple[str, str], float] = {}  # with their noise, in the last step
+        self.noise: dict[tuple[str, str], float] = {}
+        """Noise over signal of each product, by layer and role, in the last look at it."""
         self._number = 0  # of the step that comes
-        self._looked_at: frozenset[tuple[str, str]] = frozenset()  # in that step
-        self._sums: dict[tuple[str, str], torch.Tensor] = {}  # squares of noise and of signal
-        self._operations = [0, 0]  # of the look, and of the step itself
         self.looks = 0
         self.ever: list[str] = []
         """Layers of which a product was ever made wide in this process, in order."""
-        self.noise: dict[tuple[str, str], float] = {}
-        """Noise over signal of each product, by layer and role, in the last look at it."""
+        self._leave()
+
+    def _leave(self) -> None:
+        self._plan: Autopilot | None = None
+        self._layers: dict[str, LowPrecisionLinear] = {}
+        self._recipes: dict[str, Recipe] = {}
+        self._all: tuple[str, ...] = ()
+        self._ordinary: dict[str, float] = {}
+        self._looked_at: frozenset[tuple[str, str]] = frozenset()  # in that step
+        self._tried: frozenset[tuple[str, str]] = frozenset()  # which are wide in it, since nobody knows better
+        self._first: int | None = None  # step of a flight that nothing is known before
+        self._sums: dict[tuple[str, str], torch.Tensor] = {}  # squares of noise and of signal
+        self._operations = [0, 0]  # of the look, and of the step itself
+
+    def fly(self, plan: Autopilot, recipe: Recipe, num_steps: int | None) -> None:
+        """Watch the layers that the model has now by `plan`, after so many steps; None: nobody steps it. What was wide before,
+        of products that these layers make by their recipe, is so again.
+
+        recipe: of the low precision. Raises RuntimeError for layers that were compiled. A collective.
+        """
+        self._leave()
+        self._plan = plan
+        self._layers = {
+            name: each for name, each in self._model.named_modules() if isinstance(each, LowPrecisionLinear)
+        }
+        self._all = all_names(tuple(self._layers), self._group)  # stages of a pipeline have others
+        self._check_compiled()
+        self._recipes = {name: layer.recipe for name, layer in self._layers.items()}
+        # Bounds of recipes are twice what is expected.
+        self._ordinary = {role: bound / 2 for role, bound in zip(ROLES, recipe.bounds, strict=True)}
+        made = {(name, role) for role in ROLES if isinstance(_of_role(recipe, role), Product) for name in self._all}
+        self._wide = {key: calm for key, calm in self._wide.items() if key in made}
+        self._suspected = {key: noise for key, noise in self._suspected.items() if key in made}
+        self.noise = {key: noise for key, noise in self.noise.items() if key in made}
+        self._fly(self._layers)
+        if num_steps is not None:
+            self._first = num_steps + 1 if self._knows_nothing else None
+            self.begin(num_steps)
+
+    def rest(self) -> None:
+        """Watch nothing, and keep in mind what was wide."""
+        self._leave()
+        self._suspected, self.noise = {}, {}  # which say nothing of later steps
 
     def __reduce__(self) -> Any:
         return _nobody, ()  # a copy of a boosted model stays as it is
@@ -159,8 +192,8 @@ class Pilot:
         self._watch(frozenset())
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
-        if self._looked_at and number == self._number:
-            self._decide(number)
+        if self._plan is not None and self._looked_at and number == self._number:
+            self._decide(number, self._plan)
         self.begin(number)
 
     # ---- what a checkpoint holds, as it does of modules pinned during the run
@@ -171,14 +204,16 @@ class Pilot:
 
     @property
     def share(self) -> float:
-        """How many of all products are wide."""
-        return len(self._wide) / max(1, len(ROLES) * len(self._all))
+        """How many of all products are wide that layers in low precision make."""
+        return len(self._wide) / (len(ROLES) * len(self._all)) if self._all else 0.0
 
     def note(self, name: str, step: int) -> bool:
         return False
 
     def missing(self, state: Mapping[str, Any]) -> list[str]:
-        return [name for name in state.get("names", []) if name not in self._all]
+        # Those of a phase that keeps fewer layers wide than the present one are not low here.
+        known = {*self._all, *(name for name, each in self._model.named_modules() if isinstance(each, nn.Linear))}
+        return [name for name in state.get("names", []) if name not in known]
 
     def state_dict(self) -> dict[str, Any]:
         """Which products are wide or will be, and how noisy all were, as plain containers."""
@@ -198,29 +233,49 @@ class Pilot:
         }
         self.noise = _from_rows(state.get("noise", []))
         self._suspected = _from_rows(state.get("suspected", []))
-        for name in self._layers:
-            self._fly(name)
+        self._fly(self._layers)
         if "next" in state:
-            self.begin(arguments.count("next", state["next"]) - 1)
+            number = arguments.count("next", state["next"], least=0)
+            self._first = number if self._knows_nothing else None
+            self.begin(number - 1)
 
     def begin(self, num_steps: int) -> None:
         """Look at the step that follows `num_steps` of them, if that is one to be looked at."""
         self._sums, self._operations = {}, [0, 0]
         self._number = num_steps + 1
         self._looked_at = self._turn(self._number)
+        self._try(self._looked_at if self._number == self._first else frozenset(self._suspected))
         self._watch(self._looked_at)
 
     # ---- inside
 
+    @property
+    def _knows_nothing(self) -> bool:
+        return not (self.noise or self._suspected)
+
+    def _try(self, products: frozenset[tuple[str, str]]) -> None:
+        """Have `products` wide in the step that comes, and those of the last step no longer."""
+        if self._plan is None or not self._plan.budget:
+            products = frozenset()
+        changed = {name for name, _ in products ^ self._tried} & self._layers.keys()
+        self._tried = products
+        self._fly(changed)
+
     def _turn(self, number: int) -> frozenset[tuple[str, str]]:
         """Return the products to look at in the step `number`: of the layers whose turn it is, and the suspected."""
+        if self._plan is None:
+            return frozenset()
         every = self._plan.every
-        if _is_whole(number, every):
-            many = math.ceil(self._plan.sample * len(self._all))
-            first = number // every * many
-            names = {self._all[place % len(self._all)] for place in range(first, first + many)}
+        if self._is_whole(number, every):
+            many = math.ceil(exact(self._plan.sample) * len(self._all))
+            start = number // every * many
+            names = {self._all[place % len(self._all)] for place in range(start, start + many)}
             return frozenset((name, role) for name in names for role in ROLES) | self._suspected.keys()
         return frozenset(self._suspected)
+
+    def _is_whole(self, number: int, every: int) -> bool:
+        """Whether step `number` is one that looks at the layers whose turn it is."""
+        return number == self._first or number % every == 0
 
     def _watch(self, products: frozenset[tuple[str, str]]) -> None:
         """Look at `products`, and count the operations of all; with none, neither."""
@@ -266,7 +321,7 @@ class Pilot:
         squares = torch.stack([error.double().square().sum(), wide.double().square().sum()])
         self._sums[key] = self._sums[key] + squares if key in self._sums else squares
 
-    def _decide(self, step: int) -> None:
+    def _decide(self, step: int, plan: Autopilot) -> None:
         seen = dict(self._noise())
         if not seen:
             return
@@ -280,7 +335,7 @@ class Pilot:
                 if self._wide[key] == _CALM:
                     del self._wide[key]
                     changes.append(Change(step, *key, False, seen[key], ahead[key]))
-        most = math.floor(self._plan.budget * len(ROLES) * len(self._all))
+        most = math.floor(exact(plan.budget) * len(ROLES) * len(self._all))
         above = sorted(
             (key for key in seen.keys() - self._wide if ahead[key] > LIMIT), key=lambda key: (-ahead[key], key)
         )
@@ -292,10 +347,9 @@ class Pilot:
         suspected = [key for key in above if key not in self._suspected][: most - len(self._wide)]
         self._suspected = {key: seen[key] for key in suspected}
         self.noise |= {key: noise for key, noise in seen.items() if key not in self._suspected}
-        for name in dict.fromkeys(change.name for change in changes if change.name in self._layers):
-            self._fly(name)
+        self._fly({change.name for change in changes} & self._layers.keys())
         for change in changes:
-            what = self._plan.high if change.wide else "low precision again"
+            what = plan.high if change.wide else "low precision again"
             _logger.info(
                 "autopilot: %s of %s in %s, noise %.2f of the signal, %.2f by the next look",
                 change.role,
@@ -306,8 +360,8 @@ class Pilot:
             )
         extra, own = self._operations
         layers = len({name for name, _ in self._looked_at} & self._layers.keys())
-        again = not _is_whole(step, self._plan.every)
-        self._told(Look(step, layers, extra / max(1, own) / self._plan.every, self.share, again, changes))
+        again = not self._is_whole(step, plan.every)
+        self._told(Look(step, layers, extra / max(1, own) / plan.every, self.share, again, changes))
 
     def _noise(self) -> Iterator[tuple[tuple[str, str], float]]:
         keys = [(name, role) for name in self._all for role in ROLES]
@@ -323,18 +377,18 @@ class Pilot:
                 ratio = math.sqrt(noise / signal) if signal else math.inf
                 yield key, ratio if math.isfinite(ratio) else math.inf
 
-    def _fly(self, name: str) -> None:
-        roles: list[Role] = [self._plan.high if (name, role) in self._wide else "recipe" for role in ROLES]
-        self._layers[name].recipe = self._recipes[name].in_roles(*roles)
+    def _fly(self, names: Iterable[str]) -> None:
+        """Have the layers of these `names` make in low precision what is not wide."""
+        if self._plan is None:
+            return
+        for name in names:
+            wide = [role for role in ROLES if (name, role) in self._wide or (name, role) in self._tried]
+            roles: list[Role] = [self._plan.high if role in wide else "recipe" for role in ROLES]
+            self._layers[name].recipe = self._recipes[name].in_roles(*roles)
 
 
 def _nobody() -> None:
     return None
-
-
-def _is_whole(number: int, every: int) -> bool:
-    """Whether step `number` is one that looks at the layers whose turn it is."""
-    return number == 1 or number % every == 0
 
 
 class _Looking(partial[None]):

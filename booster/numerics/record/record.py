@@ -93,7 +93,7 @@ class Record:
         for looking in self._looking:
             looking.attach(model)
 
-    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], why: str) -> None:
+    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str) -> None:
         """Write down that the run goes on in `precision`, and `why`; the layers of `models` that there are now are looked at.
 
         Waits for the device.
@@ -108,7 +108,7 @@ class Record:
         self.flush()
         known = [optimizer for each in self._optimizers if (optimizer := each()) is not None]
         step = max((optimizer.num_steps for optimizer in known), default=0)
-        self.write([{"kind": "switch", "step": step, "time": time.time(), "precision": repr(precision), "why": why}])
+        self.write([{"kind": "switch", "step": step, "time": time.time(), "precision": said, "why": why}])
 
     def write(self, lines: Sequence[Line]) -> None:
         """Write `lines`, where the record is open still, and end it where the disk refuses."""
@@ -414,12 +414,12 @@ class Records:
                 stack.enter_context(record.paused())
             yield
 
-    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], why: str) -> None:
-        """Write down in every open record that the run goes on in `precision`."""
+    def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str) -> None:
+        """Write down in every open record that the run goes on in `precision`, as `said`, and `why`."""
         self._precision = precision
         for record in self._open:
             if not record.closed:
-                record.go_over(precision, models, why)
+                record.go_over(precision, models, said, why)
 
     def open(
         self,
