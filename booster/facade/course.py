@@ -150,7 +150,6 @@ class PrecisionCourse:
             "total_steps": self._total_steps,
             "ahead": [self._ahead.get(each) for each in optimizers],
             "moved": [list(self._moved.get(each, ())) for each in optimizers],
-            "at_rest": [each in self._at_rest for each in optimizers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -167,9 +166,6 @@ class PrecisionCourse:
             if moved:
                 count, there = (arguments.count("moved", number, least=0) for number in moved)
                 self._moved[each] = count, there
-        for each, rests in zip(self._optimizers(), state.get("at_rest", []), strict=False):
-            if rests:
-                self._at_rest.add(each)
         before, now = (
             f"after the steps {starts}, of total_steps={total}"
             for starts, total in (
