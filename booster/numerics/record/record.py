@@ -94,7 +94,7 @@ class Record:
             looking.attach(model)
 
     def go_over(self, precision: MixedPrecision, models: Sequence[ModelWrapper], said: str, why: str) -> None:
-        """Write down that the run goes on in `precision`, and `why`; the layers of `models` that there are now are looked at.
+        """Write down that the run goes on in `precision`, as `said`, and `why`; the layers of `models` of now are looked at.
 
         Waits for the device.
         """
