@@ -121,8 +121,8 @@ def test_a_sound_run_stays_low():
 
 def test_an_autopilot_without_a_budget_looks_and_changes_nothing():
     flight = Flight(planted.outlier, budget=0.0)
-    assert flight.steps(0, 9) == Flight(planted.outlier, low()).steps(0, 9)
-    assert flight.pilot.looks == 3
+    assert flight.steps(0, 5) == Flight(planted.outlier, low()).steps(0, 5)
+    assert flight.pilot.looks == 2
 
 
 def test_the_first_step_of_which_nothing_is_known_is_made_wide():
@@ -485,7 +485,7 @@ def test_the_next_autopilot_goes_on_with_what_the_last_one_decided():
     flight.steps(5, 7)
     assert not any(isinstance(layer, LowPrecisionLinear) for layer in flight.model.modules())
     assert flight.pilot.share == 0.0
-    assert flight.pilot.names == SPOILT
+    assert sorted(flight.pilot.names) == SPOILT
 
 
 def test_an_autopilot_that_begins_later_looks_at_its_first_step_which_is_wide(tmp_path):
@@ -504,11 +504,13 @@ def test_an_autopilot_that_begins_later_looks_at_its_first_step_which_is_wide(tm
 def whole_flight(tmp_path_factory):
     """Checkpoints of a run through all phases, by steps made; its losses; and its state after so many steps."""
     flight, folders, losses, states = Flight(planted.bad_weights, finished()), {}, [], {}
-    for step in range(12):
-        losses += flight.steps(step, step + 1)
-        states[step + 1] = copy.deepcopy(flight.state())
-        folders[step + 1] = tmp_path_factory.mktemp("flight")
-        flight.booster.save(folders[step + 1], flight.model, flight.optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planted, "BATCH", 4)  # as in the tests
+        for step in range(12):
+            losses += flight.steps(step, step + 1)
+            states[step + 1] = copy.deepcopy(flight.state())
+            folders[step + 1] = tmp_path_factory.mktemp("flight")
+            flight.booster.save(folders[step + 1], flight.model, flight.optimizer)
     return folders, losses, states
 
 
