@@ -227,7 +227,8 @@ def same(one: Scaled, other: Scaled, target: NumberFormat) -> bool:
     wide = [each.values.float() * torch.isfinite(each.scale_of_each()) for each in (one, other)]
     wide = [each + 0.0 if target is INT8 else each for each in wide]  # where a zero of floating numbers has no sign yet
     scales = [each.scale.nan_to_num(-1.0) for each in (one, other)]
-    outer = [torch.ones(1) if each.outer is None else each.outer.nan_to_num(-1.0, -2.0) for each in (one, other)]
+    unit = torch.ones((), dtype=torch.float32, device=one.scale.device)
+    outer = [unit if each.outer is None else each.outer.nan_to_num(-1.0, -2.0) for each in (one, other)]
     return (
         torch.equal(*scales)
         and torch.equal(*outer)

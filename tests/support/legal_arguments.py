@@ -777,7 +777,6 @@ OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "watch_stdin": (nothing, ()),
     "module": (nothing, ()),
     "script": (nothing, ()),
-    "args": (lambda value: True, ()),
 }
 
 

@@ -185,16 +185,15 @@ def test_bad_options_of_booster_run_are_usage_errors_that_name_them(monkeypatch,
     for action in options._parser()._actions:
         if action.dest == "help":
             continue
-        assert action.dest in OPTIONS, (
-            f"say what is legal for --{action.dest} in OPTIONS of tests/support/legal_arguments.py"
-        )
-        legal, context = OPTIONS[action.dest]
+        name = action.dest if action.option_strings else action.metavar
+        assert name in OPTIONS, f"say what is legal for {name} in OPTIONS of tests/support/legal_arguments.py"
+        legal, context = OPTIONS[name]
         for text in TEXTS:
             if legal(text):
                 continue
             option = [f"{action.option_strings[-1]}={text}", "train.py"] if action.option_strings else [text]
             said = refused(["run", *context, *option], capsys, main)
-            named = said is not None and action.dest in said.replace("-", "_")
+            named = said is not None and name in said.replace("-", "_")
             kind = "clear" if named else "accepted" if said is None else "unclear"
             outcomes.note(kind, f"booster run {' '.join(option)!r}", (said or "")[-150:])
     judge(outcomes)

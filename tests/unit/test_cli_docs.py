@@ -1,4 +1,4 @@
-"""Every option of the command line is on the page of its command."""
+"""Every option of the command line is on the page of its command, or on that of all commands, which the page then names."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,10 @@ def test_every_option_of_a_command_is_on_its_page(command, capsys):
     spelled = options_in(capsys.readouterr().out) - {"help", "name_with_underscores", "name_with_hyphens"}
     page = (DOCS / f"{PAGES[command]}.md").read_text()
     assert f"booster {command}" in page
-    assert spelled - options_in(page) == set()
+    if spelled - options_in(page):
+        assert "reference/cli.md" in page
+        section = (DOCS / "reference/cli.md").read_text().partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+        assert spelled - options_in(page) - options_in(section) == set()
 
 
 def test_every_command_has_a_page():
