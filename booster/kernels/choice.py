@@ -72,7 +72,9 @@ def _kernel_update(update: Update, job: Job) -> Update:
     from booster.kernels.update import kernel_update
 
     rule: Any = rule_of(job.optimizer)
-    return kernel_update(job, rule, update.decision.application, update.kept)
+    decision = update.decision
+    counts_zeros = isinstance(decision, ReportingDecision) and decision.counts_zeros
+    return kernel_update(job, rule, decision.application, update.kept, counts_zeros=counts_zeros)
 
 
 def _tried(update: Update, job: Job, device: torch.device) -> str | None:
@@ -88,8 +90,8 @@ def _refusal(update: Update, job: Job, device: torch.device) -> str | None:
     """Return why `job` cannot be stepped by kernels, None if it can."""
     if type(update) is not Update or type(update.gradients) not in (Gradients, DeviceGradients):
         return f"its precision makes an update of its own, {type(update).__name__}"
-    if isinstance(update.decision, ReportingDecision):
-        return "zeros of gradients are counted, or steps are logged, on the host"
+    if isinstance(update.decision, ReportingDecision) and update.decision.verbose:
+        return "its steps are logged, by the host (verbose=True)"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     from booster.kernels.interpreted import IS_INTERPRETED

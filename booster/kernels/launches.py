@@ -30,8 +30,10 @@ def _partial(values):
 
 
 @triton.jit
-def measure(table, tiles, partials, COLUMNS: tl.constexpr, TILE: tl.constexpr):
-    """Write a partial sum of squares of the gradients for each tile, of this rank's share of them."""
+def measure(table, tiles, partials, zeros, COLUMNS: tl.constexpr, TILE: tl.constexpr):
+    """Write a partial sum of squares of the gradients for each tile, of this rank's share of them.
+
+    zeros: int32, how many elements of the tile are zero; None where nobody counts them."""
     program = tl.program_id(0)
     row = table + tl.load(tiles + 2 * program).to(tl.int64) * COLUMNS
     start = tl.load(tiles + 2 * program + 1).to(tl.int64) * TILE
@@ -48,6 +50,8 @@ def measure(table, tiles, partials, COLUMNS: tl.constexpr, TILE: tl.constexpr):
         else:
             values = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     tl.store(partials + program, _partial(values) / tl.load(row + 12).to(tl.float64))
+    if zeros is not None:
+        tl.store(zeros + program, tl.sum((mask & (values == 0.0)).to(tl.int32)))
 
 
 @triton.jit
@@ -108,9 +112,10 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
 
 
 @triton.jit(
-    do_not_specialize=["count", "num_clocks"],
+    do_not_specialize=["count", "num_zeros", "num_clocks"],
     do_not_specialize_on_alignment=[
         "partials",
+        "zeros",
         "found_in",
         "carried",
         "pending",
@@ -123,6 +128,8 @@ def _next_scale(scale, growth, hysteresis, found, options, out, words):
 def decide(
     partials,
     count,
+    zeros,
+    num_zeros,
     found_in,
     carried,
     pending,
@@ -147,14 +154,15 @@ def decide(
     """One program: whether the step is made, by what gradients are divided, the next loss scale, step counts and what rules
     make of them.
 
-    partials: sums of squares, float64; None where nobody looks. found_in: float32, not 0 where the step is skipped
-    whatever they say. carried, pending: what gradients are multiplied by, and the factor of clips that wait; None is 1.
-    options: float64, the norm to clip to, growth factor, backoff factor, growth interval, hysteresis, floor and largest
-    scale. scale, growth, hysteresis: of a `DeviceScale`, or None. seed: the scale of this step's loss, or None.
+    partials: sums of squares, float64; None where nobody looks. zeros: counts of them, int32; None likewise. found_in: float32,
+    not 0 where the step is skipped whatever they say. carried, pending: what gradients are multiplied by, and the factor of
+    clips that wait; None is 1. options: float64, the norm to clip to, growth factor, backoff factor, growth interval,
+    hysteresis, floor and largest scale. scale, growth, hysteresis: of a `DeviceScale`, or None. seed: the scale of this step's
+    loss, or None.
 
     numbers, out, words: one piece of memory as float64, float32 and int64. Numbers 0 and 1 are the norm of true gradients, and
     what gradients are divided by; out 4 and 5 the latter and found_inf; out 6 the next scale, 7 that of this step; words
-    4 and 5 its trackers.
+    4 and 5 its trackers, 6 how many elements of gradients are zero.
 
     clocks: int64, (address of a float32 count, row of numbers) for each; address 0 is no count.
     """
@@ -169,6 +177,12 @@ def decide(
             clip = tl.minimum(tl.load(options) / (norm + 1e-6), 1.0)
             factor = factor * tl.where(finite, clip, 1.0)
         tl.store(numbers, norm)
+    if zeros is not None:
+        total = tl.zeros([BLOCK], tl.int64)
+        for first in range(0, num_zeros, BLOCK):
+            offsets = first + tl.arange(0, BLOCK)
+            total += tl.load(zeros + offsets, offsets < num_zeros, 0).to(tl.int64)
+        tl.store(words + 6, tl.sum(total))
     if found_in is not None:
         found = tl.where(tl.load(found_in) != 0.0, 1, found)
     divisor = known / factor

@@ -177,14 +177,17 @@ class Table:
                     )
         self.rows = self._there(self._rows)
 
-    def measure(self) -> torch.Tensor:
-        """Launch what reads all gradients; returns sums of squares, float64, one for each tile. On the current device."""
+    def measure(self, *, counts_zeros: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch what reads all gradients; returns sums of squares, float64, one for each tile, and, where they are counted,
+        how many elements are zero, int32. On the current device."""
         partials = torch.empty(self.num_tiles, dtype=torch.float64, device=self.device)
+        zeros = torch.empty(self.num_tiles, dtype=torch.int32, device=self.device) if counts_zeros else None
         if self.num_tiles:
             constants = {"COLUMNS": COLUMNS, "TILE": TILE}
             self._copies.hold(self.rows, self.tiles)
-            self.compiled.launch(measure, None, self.num_tiles, (self.rows, self.tiles, partials), constants)
-        return partials
+            args = self.rows, self.tiles, partials, zeros
+            self.compiled.launch(measure, counts_zeros, self.num_tiles, args, constants)
+        return partials, zeros
 
     def squares_of_params(self, partials: torch.Tensor) -> dict[torch.Tensor, float]:
         """Return what `measure` found by parameter; waits for the device."""

@@ -35,6 +35,7 @@ from booster.masters.step import MasterStep
 from booster.masters.update import MasterApplication
 from booster.ranks import agreement
 from booster.tensors.flat import ALIGNMENT, lies_like
+from booster.tensors.grads import gradient_values
 from booster.update.application import Application, Told, laid_like
 from booster.update.choice import release_by
 from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms, device_of
@@ -48,6 +49,7 @@ _logger = logging.getLogger(__name__)
 _GRAD, _DTYPE, _LAYOUT = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 _PLACE = attrgetter("device")  # of a parameter, by which stretches go into tables
 _SPARSE, _GROUP = attrgetter("is_sparse"), attrgetter("group")  # of a gradient; of a bucket
+_VERSION = attrgetter("_version")  # of a gradient
 _ADDRESS, _CONTIGUOUS = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _CPU = torch.device("cpu")
 _UNSCALED, _HERE = NoScale(), nullcontext()
@@ -163,9 +165,9 @@ class KernelNorms(DeviceNorms):
 
     waits = True
 
-    def __init__(self, job: Job, covered: Covered) -> None:
+    def __init__(self, job: Job, covered: Covered, *, counts_zeros: bool = False) -> None:
         super().__init__(job)
-        self._covered = covered
+        self._covered, self._counts_zeros = covered, counts_zeros
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:
         tables = self._covered.ready(gradients.params()) if norm_type == 2.0 else None
@@ -178,18 +180,36 @@ class KernelNorms(DeviceNorms):
 
     def look(self, tables: Tables, carried: Any) -> _Measured:
         """Read the gradients in `tables`, which are multiplied by `carried`. On their device."""
-        partials = [tables.first.measure()]
-        sums = partials[0]
+        sums, zeros = tables.first.measure(counts_zeros=self._counts_zeros)
+        partials, counts = [sums], [zeros]
         if len(tables.each) > 1:
             totals = [_added_up(sums)]
             for table in tables.each[1:]:
                 with current(table.device):
-                    partials.append(table.measure())
-                    totals.append(_added_up(partials[-1]).to(tables.device))
+                    found, zeros = table.measure(counts_zeros=self._counts_zeros)
+                    totals.append(_added_up(found).to(tables.device))
+                partials.append(found)
+                counts.append(zeros)
             sums = torch.stack(totals)
         if self.shards.sharded:
             sums = agreement.shared(_added_up(sums), self.group, dist.ReduceOp.SUM).view(1)
-        return _Measured(tables, partials, sums, carried)
+        if not self._counts_zeros:
+            return _Measured(tables, partials, sums, carried)
+        return _Measured(tables, partials, sums, carried, _together(counts, tables.device), self._versions(tables))
+
+    def zeros(self, tables: Tables, read: _Measured | None) -> torch.Tensor | None:
+        """Return how many elements of the gradients in `tables` are zero, by tiles. read: a reading of them, which tells unless
+        they were written to since."""
+        if read is not None and read.versions == self._versions(tables):
+            return read.zeros
+        counts = []
+        for table in tables.each:
+            with current(table.device):
+                counts.append(table.measure(counts_zeros=True)[1])
+        return _together(counts, tables.device)
+
+    def _versions(self, tables: Tables) -> list[int]:
+        return list(map(_VERSION, map(_GRAD, tables.params)))
 
     def clipped(self, norm: torch.Tensor, max_norm: float, factor: Any) -> torch.Tensor:
         if norm.dtype != torch.float64 or not isinstance(max_norm, float):
@@ -205,9 +225,11 @@ class KernelDecision(DeviceDecision):
     """Decides and steps by kernels. Gradients are only read: after a step they carry the loss scale that they had, and no clip.
     What kernels do not know, `application` steps."""
 
-    def __init__(self, gradients: DeviceGradients, application: Application, covered: Covered) -> None:
+    def __init__(
+        self, gradients: DeviceGradients, application: Application, covered: Covered, *, counts_zeros: bool = False
+    ) -> None:
         super().__init__(gradients, application)
-        self.covered = covered
+        self.covered, self._counts_zeros = covered, counts_zeros
         self.steps = covered.steps
         self._parts: list[_Steps] = []  # of what is stepped together within a backward pass, in its order
         self.begin_gradual()
@@ -230,6 +252,7 @@ class KernelDecision(DeviceDecision):
         norms: Any = gradients.norms
         carried, pending, seed = gradients.scale, gradients.factor, gradients.loss_scale
         checks, joint, sums, found_in = gradients.checks, gradients.joint, None, None
+        fresh: _Measured | None = None
         alone = joint.found is None and len(joint.members) == 1
         if checks:
             last = gradients.read[-1] if len(gradients.read) == 1 and bound is None else None
@@ -241,8 +264,8 @@ class KernelDecision(DeviceDecision):
                 found_in = self.agreed()
             elif gradients.read != [fresh]:
                 found_in = gradients.found()
-        scaler = gradients.scaler
-        out = self.steps.run(tables, self.covered, scaler, sums, found_in, carried, pending, seed, bound, checks)
+        scaler, zeros = gradients.scaler, norms.zeros(tables, fresh) if self._counts_zeros else None
+        out = self.steps.run(tables, self.covered, scaler, sums, zeros, found_in, carried, pending, seed, bound, checks)
         if checks and alone:
             joint.decide(out.view(torch.float32)[_SKIPPED])
         numbers = out.view(torch.float64)
@@ -253,10 +276,12 @@ class KernelDecision(DeviceDecision):
         if scaler.enabled:
             self._follow_scale(out)
         note_step(gradients.optimizer)
-        if not checks:
+        if not checks and zeros is None:
             return StepResult(True, StepFields(loss_scale=1.0)), scale
-        decided = _Decided(out)
-        fields = _Fields(seed, norm, joint.report(), decided=decided, is_first=first)
+        decided, counted = _Decided(out), zeros is not None
+        if not checks:
+            return StepResult(True, _Fields(1.0, decided=decided, counted=counted)), scale
+        fields = _Fields(seed, norm, joint.report(), decided=decided, is_first=first, counted=counted)
         return StepResult(decided, fields, pending=fields.pending), scale
 
     def held_by(self, graph: list[Any]) -> AbstractContextManager[None]:
@@ -269,8 +294,26 @@ class KernelDecision(DeviceDecision):
 
     def begin_gradual(self) -> None:
         self._num_parts = 0
+        self._zeros_along: torch.Tensor | None = None
         self.found_along: torch.Tensor | None = None
         """Whether gradients that came so far are not finite, 0-dim; None: nobody looked."""
+
+    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
+        if self._counts_zeros:
+            zeros = self._zeros_of(params)
+            self._zeros_along = zeros if self._zeros_along is None else self._zeros_along + zeros
+
+    def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
+        if not self._counts_zeros:
+            return None
+        release = self.gradients.release
+        return self._zeros_along if release is not None and release.uncounted else self._zeros_of(params)
+
+    def _zeros_of(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Count zeros of what kernels do not measure, by operations of torch."""
+        values, device = gradient_values(params), self.gradients.norms.device  # type: ignore[attr-defined]
+        counts = [value.numel() - value.count_nonzero().to(device) for value in values]
+        return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
 
     def agree(self) -> bool:
         """Return whether the host knows that all who decide together skip this step: as a rule it does not ask."""
@@ -292,7 +335,7 @@ class KernelDecision(DeviceDecision):
         tables, gradients, found = self.covered.part(steps, list(params)), self.gradients, self.found_of_part
         if tables is None:
             return False
-        told = None, found, gradients.scale, gradients.factor, None, None, found is not None
+        told = None, None, found, gradients.scale, gradients.factor, None, None, found is not None
         with current(tables.device):
             steps.run(tables, self.covered, _UNSCALED, *told, is_part=True)
         return True
@@ -309,12 +352,16 @@ class KernelDecision(DeviceDecision):
             scaler.update(single[_SKIPPED])
 
 
-def kernel_update(job: Job, rule: Rule, application: Application, kept: KeptState) -> Update:
-    """Make an update that steps by kernels as `rule` says, and by `application` what they do not know."""
+def kernel_update(
+    job: Job, rule: Rule, application: Application, kept: KeptState, *, counts_zeros: bool = False
+) -> Update:
+    """Make an update that steps by kernels as `rule` says, and by `application` what they do not know.
+
+    counts_zeros: tell how many elements of gradients are zero."""
     masters = isinstance(application, MasterApplication)
     covered = CoveredMasters(job, rule, application.whole) if masters else Covered(job, rule)  # type: ignore[attr-defined]
-    gradients = DeviceGradients(job, KernelNorms(job, covered))
-    decision = KernelDecision(gradients, application, covered)
+    gradients = DeviceGradients(job, KernelNorms(job, covered, counts_zeros=counts_zeros))
+    decision = KernelDecision(gradients, application, covered, counts_zeros=counts_zeros)
     release_by(job, gradients, decision)
     return Update(gradients, decision, kept)
 
@@ -500,6 +547,7 @@ class _Steps:
         covered: Covered,
         scaler: LossScaler,
         sums: torch.Tensor | None,
+        zeros: torch.Tensor | None,
         found_in: torch.Tensor | None,
         carried: Any,
         pending: Any,
@@ -520,12 +568,12 @@ class _Steps:
         for table in tables.each:
             with _HERE if table is tables.first else current(table.device):
                 if table is not tables.first:
-                    scaler, seed = _UNSCALED, None
+                    scaler, seed, zeros = _UNSCALED, None, None
                     sums, found_in, carried, pending = (
                         None if given is None else given.to(table.device)
                         for given in (sums, found_in, carried, pending)
                     )
-                out = self._decide(table, scaler, sums, found_in, carried, pending, seed, bound)
+                out = self._decide(table, scaler, sums, zeros, found_in, carried, pending, seed, bound)
                 found = out if found is None else found
                 chances = self._chances(table, covered.dither)
                 for bucket, drawn in noise.items():
@@ -545,6 +593,7 @@ class _Steps:
         table: Table,
         scaler: LossScaler,
         sums: torch.Tensor | None,
+        zeros: torch.Tensor | None,
         found_in: torch.Tensor | None,
         carried: torch.Tensor | None,
         pending: torch.Tensor | None,
@@ -557,9 +606,10 @@ class _Steps:
         growth, hysteresis = (None, None) if scale is None else scale.trackers
         out = torch.empty(OUT, dtype=torch.int64, device=device)
         factor, seed = None if scale is None else scale.factor, seed if isinstance(seed, torch.Tensor) else None
-        maybe = sums, found_in, carried, pending, factor, growth, hysteresis, seed
+        maybe = sums, zeros, found_in, carried, pending, factor, growth, hysteresis, seed
         args = (
-            *(sums, 0 if sums is None else sums.numel(), found_in, carried, pending),
+            *(sums, 0 if sums is None else sums.numel(), zeros, 0 if zeros is None else zeros.numel()),
+            *(found_in, carried, pending),
             *(self.device_numbers("options", options, device), factor, growth, hysteresis, seed),
             *(out.view(torch.float64), out.view(torch.float32), out, table.clocks, table.num_clocks),
             *(self._rows(device), table.scalars),
@@ -619,10 +669,20 @@ class _Steps:
 
 class _Measured:
     """What one reading of the gradients found. sums: partial sums of squares, of all ranks where they hold shards.
-    carried: what gradients were multiplied by then."""
+    carried: what gradients were multiplied by then. zeros: how many elements of each tile are zero, of gradients of these
+    `versions`, where that is counted."""
 
-    def __init__(self, tables: Tables, partials: list[torch.Tensor], sums: torch.Tensor, carried: Any) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        partials: list[torch.Tensor],
+        sums: torch.Tensor,
+        carried: Any,
+        zeros: torch.Tensor | None = None,
+        versions: list[int] | None = None,
+    ) -> None:
         self._tables, self._partials, self.sums, self.carried = tables, partials, sums, carried
+        self.zeros, self.versions = zeros, versions
 
     def copied(self, copy: Copy) -> _Measured:
         """The same, of a copy of what names whose gradients are not finite."""
@@ -674,23 +734,31 @@ class _Decided(HostCopy):
 
 @dataclass(frozen=True, eq=False)
 class _Fields(DeviceFields):
-    """decided: has the loss scale where that lives on a device, and the norm where `is_first` says that it read it."""
+    """decided: has the loss scale where that lives on a device, the norm where `is_first` says that it read it, and the number
+    of zeros where they are `counted`."""
 
     decided: _Decided | None = None
     is_first: bool = False
+    counted: bool = False
 
     def __call__(self, applied: bool) -> StepFields:
         assert self.decided is not None
         there = self.decided.tensor()
         on_device = isinstance(self.loss_scale, torch.Tensor)
         scale = there.view(torch.float32)[7] if on_device else self.loss_scale
-        return DeviceFields(scale, there.view(torch.float64)[0] if self.is_first else self.grad_norm, self.report)(
-            applied
-        )
+        norm = there.view(torch.float64)[0] if self.is_first else self.grad_norm
+        return DeviceFields(scale, norm, self.report, there[6] if self.counted else None)(applied)
 
     def copied(self, copy: Copy) -> _Fields:
         assert self.decided is not None
-        return _Fields(**vars(super().copied(copy)), decided=self.decided.copied(copy), is_first=self.is_first)
+        read = {"decided": self.decided.copied(copy), "is_first": self.is_first, "counted": self.counted}
+        return _Fields(**vars(super().copied(copy)), **read)
+
+
+def _together(counts: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """Return counts of several devices on `device`."""
+    there = [each.to(device) for each in counts if each is not None]
+    return there[0] if len(there) == 1 else torch.cat(there)
 
 
 def _added_up(partials: torch.Tensor) -> torch.Tensor:

@@ -165,8 +165,8 @@ class ReportingDecision(HostDecision):
         self, gradients: Gradients, application: Application, *, count_zeros: bool = False, verbose: bool = False
     ) -> None:
         super().__init__(gradients, application)
-        self._count_zeros = count_zeros
-        self._verbose = verbose
+        self.counts_zeros = count_zeros
+        self.verbose = verbose
         self._zeros_released = 0
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
@@ -174,14 +174,14 @@ class ReportingDecision(HostDecision):
         before = gradients.scaler.scale
         released = gradients.release is not None and gradients.release.uncounted
         zeros = (
-            None if not self._count_zeros else self._zeros_released if released else _zeros_in(gradient_values(params))
+            None if not self.counts_zeros else self._zeros_released if released else _zeros_in(gradient_values(params))
         )
         result, scale = super().step(params)
         if result.applied:
             result = result.with_zeros(zeros)
-        if self._verbose and zeros is not None and result.applied:
+        if self.verbose and zeros is not None and result.applied:
             _logger.info("%d elements of the gradients were zero", zeros)
-        if self._verbose and gradients.scaler.scale != before:
+        if self.verbose and gradients.scaler.scale != before:
             _logger.info("loss scale %g -> %g after %s", before, gradients.scaler.scale, _outcome(result))
         return result, scale
 
@@ -189,7 +189,7 @@ class ReportingDecision(HostDecision):
         self._zeros_released = 0
 
     def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
-        if self._count_zeros:
+        if self.counts_zeros:
             self._zeros_released += _zeros_in(gradient_values(params))
 
 

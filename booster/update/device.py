@@ -177,10 +177,12 @@ class DeviceDecision(Decision):
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
         gradients, loss_scale = self.gradients, self.gradients.loss_scale
         carried, clip = 1.0 if gradients.scale is None else gradients.scale, gradients.clip
+        zeros = self.zeros_in(params)
         left: Any = partial(_carried_with, carried, clip)
         if not gradients.checks:
             divided = self._apply(params, AS_THEY_ARE)
-            return StepResult(True, StepFields(loss_scale=1.0)), 1.0 if divided else left
+            fields = StepFields(loss_scale=1.0) if zeros is None else DeviceFields(1.0, num_zeros=zeros)
+            return StepResult(True, fields), 1.0 if divided else left
         found = self.agreed()
         norm, report = gradients.norm, gradients.joint.report()
         if isinstance(clip, Clip):
@@ -193,8 +195,12 @@ class DeviceDecision(Decision):
             left = 1.0 if told.divides_by_one else partial(_left, found, carried, clip)
         if gradients.scaler.enabled:
             gradients.scaler.update(found)
-        fields = DeviceFields(loss_scale, norm, report)
+        fields = DeviceFields(loss_scale, norm, report, zeros)
         return StepResult(_Applied(found), fields, pending=fields.pending), left
+
+    def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return how many elements of the gradients of `params` are zero, 0-dim; None: nobody counts them."""
+        return None
 
     def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
         return self.application.step_on_device(self.gradients, params, told)

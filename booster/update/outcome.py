@@ -61,15 +61,19 @@ class SkipReport(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class DeviceFields:
-    """The fields of a step that a device decided, read when somebody asks. loss_scale, grad_norm: numbers, or 0-dim tensors."""
+    """The fields of a step that a device decided, read when somebody asks. loss_scale, grad_norm, num_zeros: numbers, or 0-dim
+    tensors."""
 
     loss_scale: Any
     grad_norm: Any = None
     report: SkipReport | None = None
+    num_zeros: Any = None
 
     def __call__(self, applied: bool) -> StepFields:
         norm = None if self.grad_norm is None else float(self.grad_norm)
         fields = StepFields(loss_scale=float(self.loss_scale), grad_norm=norm)
+        if applied and self.num_zeros is not None:
+            return fields._replace(num_zeros_in_grad=int(self.num_zeros))
         if applied or self.report is None:
             return fields
         reason, culprit = self.report()
@@ -83,10 +87,11 @@ class DeviceFields:
 
     def copied(self, copy: Copy) -> DeviceFields:
         """The same, of `copy` of each tensor."""
-        loss_scale, grad_norm = (
-            copy(value) if isinstance(value, torch.Tensor) else value for value in (self.loss_scale, self.grad_norm)
+        loss_scale, grad_norm, num_zeros = (
+            copy(value) if isinstance(value, torch.Tensor) else value
+            for value in (self.loss_scale, self.grad_norm, self.num_zeros)
         )
-        return DeviceFields(loss_scale, grad_norm, None if self.report is None else self.report.copied(copy))
+        return DeviceFields(loss_scale, grad_norm, None if self.report is None else self.report.copied(copy), num_zeros)
 
 
 class StepResult:

@@ -36,17 +36,19 @@ def compiled(name, kernel, types, constants):
 
 param = torch.nn.Parameter(torch.zeros(1))
 rules = [rule_of(kind([param], lr=0.1)) for kind in (SGD, AdamW, RMSprop, Adagrad)] + [lion.lion_rule(SGD)]
-compiled("measure", launches.measure, {"table": "*i64", "tiles": "*i32", "partials": "*fp64"},
-         {"COLUMNS": launches.COLUMNS, "TILE": launches.TILE})
+sizes = {"COLUMNS": launches.COLUMNS, "TILE": launches.TILE}
+read = {"table": "*i64", "tiles": "*i32", "partials": "*fp64"}
+compiled("measure", launches.measure, read, {**sizes, "zeros": None})
+compiled("measure zeros", launches.measure, {**read, "zeros": "*i32"}, sizes)
 compiled("add_up", launches.add_up, {"partials": "*fp64", "count": "i32", "total": "*fp64"}, {"BLOCK": launches.BLOCK})
 factors = {"carried": "*fp64", "pending": "*fp64"}
 compiled("norm_of", launches.norm_of, {"sums": "*fp64", "count": "i32", **factors, "norm": "*fp64"}, {"BLOCK": launches.BLOCK})
 compiled("clip_by", launches.clip_by, dict.fromkeys(("norm", "bound", "pending", "factor"), "*fp64"), {})
-names = "partials count found_in carried pending options scale growth hysteresis seed"
+names = "partials count zeros num_zeros found_in carried pending options scale growth hysteresis seed"
 names += " numbers out words clocks num_clocks rows scalars"
-types = "*fp64 i32 *fp32 *fp32 *fp64 *fp64 *fp32 *i64 *i64 *fp32 *fp64 *fp32 *i64 *i64 i32 *fp64 *fp32"
+types = "*fp64 i32 *i32 i32 *fp32 *fp32 *fp64 *fp64 *fp32 *i64 *i64 *fp32 *fp64 *fp32 *i64 *i64 i32 *fp64 *fp32"
 whole = dict(zip(names.split(), types.split(), strict=True))
-maybe = {"partials", "found_in", "carried", "pending", "scale", "growth", "hysteresis", "seed"}
+maybe = {"partials", "zeros", "found_in", "carried", "pending", "scale", "growth", "hysteresis", "seed"}
 for rule in rules:
     constants = {"PREPARE": rule.prepare, "NUMBERS": MOST_NUMBERS, "SCALARS": launches.SCALARS, "BLOCK": launches.BLOCK}
     compiled(f"decide {rule.body.__module__}", launches.decide, whole, {**constants, "CLIP": True})
@@ -85,5 +87,5 @@ def test_every_kernel_compiles_for_a_gpu_and_fuses_no_multiplication_with_an_add
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 64
+    assert len(found) == 65
     assert [name for name, fused in found.items() if fused] == []
