@@ -54,8 +54,9 @@ slow: $(TEST)/.installed
 
 kernels: $(TEST)/.triton
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) $(ARGS) $(wildcard tests/unit/test_kernels*.py tests/distributed/test_kernels*.py)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) $(ARGS) tests/unit/test_launches.py tests/unit/test_gpu_benchmark.py
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --kernels -m "not slow" $(ARGS) tests/unit/test_naive_model.py tests/unit/test_naive_strategy.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --timeout 1800 $(ARGS) tests/unit/test_launches.py tests/unit/test_gpu_benchmark.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --kernels --timeout 1800 -m "not slow" $(ARGS) tests/unit/test_naive_model.py tests/unit/test_naive_strategy.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --kernels --timeout 1800 -m "not slow" $(ARGS) tests/unit/test_packed_states.py tests/unit/test_masters_resume.py
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest $(ARGS) tests/unit/test_kernels_compiled.py
 
 integrations: $(TEST)/.integrations
