@@ -751,8 +751,9 @@ class _Fields(DeviceFields):
 
     def copied(self, copy: Copy) -> _Fields:
         assert self.decided is not None
-        read = {"decided": self.decided.copied(copy), "is_first": self.is_first, "counted": self.counted}
-        return _Fields(**vars(super().copied(copy)), **read)
+        plain, decided = super().copied(copy), self.decided.copied(copy)
+        fields = plain.loss_scale, plain.grad_norm, plain.report, plain.num_zeros
+        return _Fields(*fields, decided, self.is_first, self.counted)
 
 
 def _together(counts: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
