@@ -89,3 +89,9 @@ def test_every_example_of_extending_is_linked() -> None:
 def _anchors(page: str) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_each_entry_of_the_changelog_stands_there_once() -> None:
+    entries = re.findall(r"^- \*\*(.+?)\*\*", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert entries
+    assert sorted(entries) == sorted(set(entries))
