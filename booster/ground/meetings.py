@@ -24,7 +24,7 @@ class Meetings:
     def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._store, self._name = store, name
-        self._count = f"{name}/called"
+        self._count, self._gone = f"{name}/called", f"{name}/gone"
 
     def begin(self) -> int:
         """Return the number of the last meeting that was called, for one who was not there yet."""
@@ -80,6 +80,16 @@ class Meetings:
         """Let go of what was said in the meeting `number`, if there was one."""
         self._store.delete_key(self._key(number))
         self._store.delete_key(self._whole(number))
+
+    def leave(self) -> None:
+        """Say that this rank asks nothing more."""
+        if self._store.add(self._gone, 1) == self.size:
+            self._store.set(f"{self._gone}/all", "")
+
+    def wait_for_others_to_leave(self, patience: timedelta) -> None:
+        """Return when all ranks have left, or after `patience`. This rank has left before."""
+        with suppress(RuntimeError):
+            self._store.wait([f"{self._gone}/all"], patience)
 
     def _key(self, number: int) -> str:
         return f"{self._name}/{number}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
 _INTERVAL = 1.0  # seconds between looks
 _ANSWERS = 3  # looks that the others have to answer
+_FAREWELL = timedelta(seconds=5)  # that the rank which serves the store stays for the others at its end
 _LONGEST = 10_000  # characters of a place, an error or a call
 
 _PACKAGE, _TORCH, _STANDARD = (
@@ -67,6 +69,9 @@ class RollCall(threading.Thread):
     Nothing is noted in a step: what is read is the stack, once a second. As often the store is asked whether any rank asks:
     then all meet there, and those that wait conclude from what is said. Ranks that begin to wait at the same time are in the
     same meeting, so that a look costs O(W) requests of W ranks in all.
+
+    At its end each rank takes its leave in the store, and the one whose process serves it waits for the others, `_FAREWELL` at
+    most: torch warns of a request that a store does not answer with a page of its stack.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: float | None) -> None:
@@ -104,6 +109,7 @@ class RollCall(threading.Thread):
                 if not dist.is_initialized() or default_store() is not self._watched:
                     break
                 self.look()
+            self._leave()
         except (
             RuntimeError,
             ValueError,
@@ -131,6 +137,12 @@ class RollCall(threading.Thread):
         if last > self._number:
             self._meetings.say(last, word)
             self._number, self._looks, self._has_spoken, self._asks = last, 0, True, waits
+
+    def _leave(self) -> None:
+        self._meetings.leave()
+        is_served_here = self._meetings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if is_served_here and _is_tcp(self._watched) and not hasattr(sys, "last_type"):
+            self._meetings.wait_for_others_to_leave(_FAREWELL)
 
     def _begin(self) -> None:
         self._number = self._meetings.begin()  # a group that met in this store before may have asked
@@ -194,6 +206,13 @@ class RollCall(threading.Thread):
             sorted({*absent, *silent}),
             "; ".join(told),
         )
+
+
+def _is_tcp(store: dist.Store) -> bool:
+    """Say whether one process serves `store` to the others, which lose it when that one ends."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)
 
 
 def _answer(told: Any) -> dict[str, Any] | None:

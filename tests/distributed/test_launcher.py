@@ -401,6 +401,8 @@ def test_ssh_that_fails_is_told_from_a_failing_script(tmp_path, cluster):
 def test_tasks_of_srun_and_mpirun_meet(tmp_path, call, names):
     text = f"from booster.launch import *\nhost, port = '127.0.0.1', {free_port()}\n"
     text += TRAIN.replace("launch_from_torch()", call).replace("import launch_from_torch", "import *")
+    # Rank 0 serves the store, and rank 1 still looks into it when rank 0 is through.
+    text += "if dist.get_rank() == 1:\n    import time\n    time.sleep(3)\n"
     # Nobody closes the group for a script that the launcher of a cluster started.
     text += "from booster.ranks.coordinator import DistCoordinator\nDistCoordinator().destroy()\n"
     write(tmp_path, "train.py", text)
