@@ -30,6 +30,37 @@ def test_links_of_a_page_lead_to_files_and_headings_that_exist(path: Path) -> No
         assert not anchor or anchor in _anchors(file.read_text()), f"{_name(path)} links to {target}"
 
 
+def test_the_script_of_colossalai_runs_with_the_lines_that_its_page_changes(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "migration" / "colossalai.md").read_text()
+    before, told = re.findall(r"^```python\n(.*?)^```\n(.*?)^\|", page, re.MULTILINE | re.DOTALL)[0]
+    told = re.sub(r"\s+", " ", told)
+    lines = before.splitlines()
+    for old, new in {
+        "import colossalai": "import booster",
+        "from colossalai.booster import Booster": "from booster import Booster",
+        "from colossalai.booster.plugin import TorchDDPPlugin": "from booster.plugin import TorchDDPPlugin",
+        "colossalai.launch_from_torch()": "booster.launch_from_torch()",
+        "    loader.sampler.set_epoch(epoch)": "",
+        "        x, y = x.cuda(), y.cuda()": "",
+    }.items():
+        assert f"`{new}`" in told or (not new and any(name in old and name in told for name in ("set_epoch", ".cuda()")))
+        lines[lines.index(old)] = new
+    assert "colossalai" not in "\n".join(lines)
+    result = run_page("\n".join(["```python", BEFORE_THE_SCRIPT, *lines, "```"]), tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+# What that script has from lines before it; on one process its loader is not divided, and needs no launcher.
+BEFORE_THE_SCRIPT = """
+import torch
+
+dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 4, (64,)))
+model, criterion = torch.nn.Linear(8, 4), torch.nn.CrossEntropyLoss()
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+"""
+
+
 def test_a_block_that_fails_is_reported_with_its_line_in_the_page(tmp_path: Path) -> None:
     result = run_page("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nx / 0\n```\n", tmp_path)
     assert result.returncode == 1

@@ -14,7 +14,7 @@ from pages import ROOT
 
 from booster import Booster, StepResult
 from booster.interface.optimizer import OptimizerWrapper
-from booster.mixed_precision import FP16TorchMixedPrecision
+from booster.mixed_precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 DOCS = ROOT / "docs"
 # Where names are public: what these export is in the reference.
@@ -70,6 +70,16 @@ def test_pages_for_users_are_read_in_eight_minutes() -> None:
     menu = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n  - Reference:")[0]
     pages = [ROOT / "README.md", *(DOCS / name for name in re.findall(r": ([\w./-]+\.md)$", menu, re.MULTILINE))]
     assert {path.name: words for path in pages if (words := len(path.read_text().split())) > 1800} == {}
+
+
+def test_lines_of_code_are_whole_beside_both_menus() -> None:
+    """100 characters, for which docs/site/site.css makes room; a few calls with five results have some more."""
+    long = []
+    for path in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        if path != cli_page.PAGE:
+            blocks = re.findall(r"^```\w+\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+            long += [line for block in blocks for line in block.splitlines() if len(line) > 104]
+    assert [line for line in long if "}[dtype], fused_optimizer=False)" not in line] == []  # of a script of others
 
 
 @pytest.mark.parametrize("page", SPOKEN, ids=lambda path: path.stem)
@@ -136,6 +146,17 @@ def test_the_guide_of_options_names_every_option_of_fp16() -> None:
     text = (DOCS / "guides/options.md").read_text()
     names = inspect.signature(FP16TorchMixedPrecision).parameters
     assert [name for name in names if f"`{name}" not in text and f"## {name}" not in text] == []
+
+
+def test_the_guide_of_half_weights_and_the_reference_it_points_to_name_every_option() -> None:
+    text = (DOCS / "guides/half_weights.md").read_text()
+    (section,) = re.findall(r"^## All options\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    names, described = inspect.signature(FP16NaiveMixedPrecision).parameters, inspect.getdoc(FP16NaiveMixedPrecision)
+    assert "(../reference/precisions.md)" in section
+    assert described is not None
+    assert [name for name in names if f"`{name}" not in text and not re.search(rf"\b{name}\b", described)] == []
+    told = set(re.findall(r"`(\w+)(?:=\w+)?`", section)) - {"zero_grad", "BF16NaiveMixedPrecision"}
+    assert told - {FP16NaiveMixedPrecision.__name__} <= names.keys()
 
 
 @pytest.mark.parametrize("command", cli_page.commands(), ids=" ".join)
