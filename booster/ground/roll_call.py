@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import math
-import os
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from booster.ground.foreign_files import printable
 from booster.ground.meetings import Meetings
-from booster.ground.torch_internals import default_store
+from booster.ground.torch_internals import agent_serves_store, default_store
 
 PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
@@ -140,7 +139,7 @@ class RollCall(threading.Thread):
 
     def _leave(self) -> None:
         self._meetings.leave()
-        is_served_here = self._meetings.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_served_here = self._meetings.rank == 0 and not agent_serves_store()
         if is_served_here and _is_tcp(self._watched) and not hasattr(sys, "last_type"):
             self._meetings.wait_for_others_to_leave(_FAREWELL)
 

@@ -188,6 +188,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def agent_serves_store() -> bool:
+    """Say whether the launcher, such as `booster run` or torchrun, serves the store of the ranks, and not rank 0."""
+    return sys.modules[dist.rendezvous.__module__]._torchelastic_use_agent_store()
+
+
 def gather_whole(tensor: Any) -> torch.Tensor:
     """Return the whole of the DTensor `tensor`, on every rank: a collective.
 
@@ -778,6 +783,9 @@ NAMES: Mapping[str, Callable[[], Any]] = {
     "Tensor._values": lambda: torch.Tensor._values,
     "Tensor._is_view": lambda: torch.Tensor._is_view,
     "torch.distributed.distributed_c10d._get_default_store": lambda: dist.distributed_c10d._get_default_store,
+    "rendezvous._torchelastic_use_agent_store": lambda: (
+        sys.modules[dist.rendezvous.__module__]._torchelastic_use_agent_store
+    ),
     "torch.distributed._compute_bucket_assignment_by_size": lambda: dist._compute_bucket_assignment_by_size,
     "Tensor._version": lambda: torch.Tensor._version,
     "torch.autograd._unsafe_preserve_version_counter": lambda: torch.autograd._unsafe_preserve_version_counter,
