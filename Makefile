@@ -36,21 +36,22 @@ compare: $(DEMO)/.installed
 	$(DEMO)/bin/booster run --nproc_per_node $(NPROC) examples/vit/train.py --compare fp32,bf16,fp16,bf16_naive $(ARGS)
 
 # Files of tests are dealt to WORKERS processes: more than cores, since ranks and launched jobs wait for each other much of the
-# time. In the order of their names, so that those on ranks come first; by number of tests the longest would come last.
-DEALT := --dist loadfile --no-loadscope-reorder
-
+# time. They are forks of one that has collected, see tests/support/forks.py.
 test: $(TEST)/.installed
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m "not slow" -n $(WORKERS) $(DEALT) $(ARGS)
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m "not slow" --forks $(WORKERS) $(ARGS)
 
 # Parallel mode gives every process that is measured a file of its own; `combine` adds them up. The report is printed also
-# when tests fail, and the tests' own exit code is what make sees.
+# when tests fail, and the tests' own exit code is what make sees. Forks end without a word to what measures them, so each
+# worker is started here; files come in the order of their names, those on ranks first.
+DEALT := --dist loadfile --no-loadscope-reorder
+
 coverage: $(TEST)/.installed
 	$(TEST)/bin/python -m coverage erase
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m coverage run --parallel-mode -m pytest -m "not slow" -n $(WORKERS) $(DEALT) $(ARGS); code=$$?; \
 	$(TEST)/bin/python -m coverage combine --quiet; $(TEST)/bin/python -m coverage report; exit $$code
 
 slow: $(TEST)/.installed
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow -n $(WORKERS) $(DEALT) $(ARGS)
+	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow --forks $(WORKERS) $(ARGS)
 
 kernels: $(TEST)/.triton
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) $(ARGS) $(wildcard tests/unit/test_kernels*.py tests/distributed/test_kernels*.py)
@@ -91,7 +92,6 @@ figures: $(DOCS)/.installed
 lint: $(TEST)/.installed
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
-	$(TEST)/bin/mypy booster
 	$(TEST)/bin/python tests/support/typed.py
 	$(TEST)/bin/python tests/support/room_lines.py
 

@@ -22,6 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Workers of pytest-xdist are told 80 columns, and what they start with them; tests of a narrow terminal say so themselves.
 os.environ.pop("COLUMNS", None)
 
+import forks
 import pytest
 import torch
 from pool import RankPool
@@ -30,6 +31,14 @@ from booster.kernels import choice
 
 torch.set_num_threads(1)
 PARTED = pytest.StashKey[bool]()
+IMPORTED = pytest.StashKey[list[Any]]()
+# What tests of many files import, beside what all are collected with. Imported once, where all are run in forks.
+BEFORE_FORKS = (
+    "timm",
+    "transformers.modeling_utils",
+    "transformers.models.llama.modeling_llama",
+    "torch._inductor.compile_fx",
+)
 
 if torch.cuda.is_available():
     # Torch's compiler imports inductor when it is reset where there is a GPU, and warns that parts of itself are deprecated.
@@ -40,8 +49,19 @@ if torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--matrix-out", metavar="FILE", help="write which precisions passed on which parallelism, as JSON")
+    parser.addoption(
+        "--forks", type=int, metavar="N", help="run the tests in N forks of the process that collected them"
+    )
     parser.addoption("--kernels", action="store_true", help="step by Triton kernels wherever they can, interpreted")
     parser.addoption("--resume-out", metavar="FILE", help="write the same of interrupted and resumed runs")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """A process that has looked for GPUs is of no use to forks of it: where there are any, pytest-xdist starts the workers."""
+    if config.getoption("--forks") and (torch.cuda.is_available() or not hasattr(os, "fork")):
+        config.option.numprocesses, config.option.forks = config.option.forks, None
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,6 +102,25 @@ def pytest_collection_finish() -> None:
     """What was imported and collected stays until the end: no later search for unreachable objects walks through it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    count, config = session.config.getoption("--forks"), session.config
+    if (
+        not count
+        or config.option.collectonly
+        or session.testsfailed
+        and not config.option.continue_on_collection_errors
+    ):
+        return None
+    if config.args == config.getini("testpaths"):
+        fragments = config.stash.setdefault(IMPORTED, [])
+        for name in BEFORE_FORKS:
+            if find_spec(name.partition(".")[0]) is not None:
+                _import_quietly(name, fragments)
+    forks.run(session, count)
+    return True
 
 
 def _make_slow(crossed: list[pytest.Function]) -> None:
@@ -146,6 +185,12 @@ def _import_beside_torchvision(name: str, fragments: list[Any]) -> ModuleType:
     return import_module(name)
 
 
+def _import_quietly(name: str, fragments: list[Any]) -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their import-time warnings are not ours to fix
+        return _import_beside_torchvision(name, fragments)
+
+
 def _loggers() -> list[logging.Logger]:
     """The root logger, and those of this library that somebody asked for."""
     named = [each for name, each in logging.root.manager.loggerDict.items() if name.partition(".")[0] == "booster"]
@@ -167,12 +212,7 @@ def import_package() -> Callable[[str], ModuleType]:
     """Import timm, transformers or torchvision by name; skips where the package is not installed."""
     fragments: list[Any] = []
 
-    def load(name: str) -> ModuleType:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # their import-time warnings are not ours to fix
-            return _import_beside_torchvision(name, fragments)
-
-    return load
+    return lambda name: _import_quietly(name, fragments)
 
 
 @pytest.fixture(scope="session")
