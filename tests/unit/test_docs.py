@@ -43,7 +43,9 @@ def test_the_script_of_colossalai_runs_with_the_lines_that_its_page_changes(tmp_
         "    loader.sampler.set_epoch(epoch)": "",
         "        x, y = x.cuda(), y.cuda()": "",
     }.items():
-        assert f"`{new}`" in told or (not new and any(name in old and name in told for name in ("set_epoch", ".cuda()")))
+        assert f"`{new}`" in told or (
+            not new and any(name in old and name in told for name in ("set_epoch", ".cuda()"))
+        )
         lines[lines.index(old)] = new
     assert "colossalai" not in "\n".join(lines)
     result = run_page("\n".join(["```python", BEFORE_THE_SCRIPT, *lines, "```"]), tmp_path)
