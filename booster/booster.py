@@ -425,8 +425,7 @@ class Booster:
         """
         optimizers = checks.check_boosted_optimizers(optimizer, "accumulate")
         num_micro_batches, num_tokens = checks.checked_group(num_micro_batches, num_tokens)
-        if self._course is not None:
-            self._course.follow()
+        self._follow()
         placed = self._boosted.own(model, "accumulate").module
         size = self.plugin.data_parallel_size
         # Ranks average their gradients, while tokens count over all of them.
@@ -448,8 +447,7 @@ class Booster:
         """
         optimizers = None if optimizer is None else checks.check_boosted_optimizers(optimizer, "no_sync")
         boosted = self._boosted.own(model, "no_sync")
-        if self._course is not None:
-            self._course.follow()
+        self._follow()
         entry = Unsynchronised(boosted, optimizers, self.plugin.no_sync(boosted.module))
         return self._accumulations.unsynchronised(entry)
 
@@ -628,6 +626,7 @@ class Booster:
             device=self.device,
             recorder=recorder,
             max_graphs=max_graphs,
+            follow=self._follow,
         )
 
     @property
@@ -1081,6 +1080,13 @@ class Booster:
         self._checkpoints.note(precision=repr(phase.precision))
         if self._records is not None:
             self._records.go_over(phase.precision, self._boosted.wrappers(), repr(phase), why)
+
+    def _follow(self) -> bool:
+        """Go over to the precision that is due, of which a schedule may say that it is another one; returns whether it did."""
+        before = self._phase
+        if self._course is not None:
+            self._course.follow()
+        return self._phase is not before
 
     def _fly(self, boosting: Boosting, pilot: Pilot) -> None:
         """Have `pilot` do in the model of `boosting` what the phase wants."""

@@ -52,7 +52,7 @@ class CapturedStep:
     A kind of call is shapes, strides and dtypes of the batch and its numbers, which parameters train, modules in training or
     not, layers that multiply in low precision or wide, where in a group of `accumulate` it is, and what gradients wait. The
     first call of a kind runs `train_step` itself, the second is recorded, and those after it are replayed. recorder: None never
-    records.
+    records. follow: goes over to the precision that is due, which a forward pass does that is not replayed.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class CapturedStep:
         device: torch.device,
         recorder: Recorder | None,
         max_graphs: int,
+        follow: Callable[[], object],
     ) -> None:
         self._train_step = train_step
         self._roots = list(modules)
@@ -72,7 +73,7 @@ class CapturedStep:
         self._passes = passes
         self._device = device
         self._recorder = recorder
-        self._max_graphs = max_graphs
+        self._max_graphs, self._go_over = max_graphs, follow
         self._rates = Rates(self._optimizers, device)
         self._given_up = 0
         self._told: set[str] = set()
@@ -103,6 +104,7 @@ class CapturedStep:
         """Make the next step, on `batch`: what `train_step` returns, its tensors without a graph of autograd, as copies."""
         if self._recorder is None:
             return _detached(self._train_step(*batch))
+        self._go_over()
         if not all(map(is_, map(_UPDATE, self._optimizers), self._updates)):
             self._begin()  # the precision was switched
         why = self._unfit()

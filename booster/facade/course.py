@@ -154,7 +154,7 @@ class PrecisionCourse:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on as when `state` was taken; None: there was no schedule. One WARNING where its phases begin elsewhere."""
-        for known in (self._ahead, self._moved, self._at_rest):
+        for known in (self._ahead, self._moved, self._at_rest, self._waiting):
             known.clear()
         self._trained = -1
         if state is None:
@@ -196,8 +196,9 @@ class PrecisionCourse:
             self._waiting.append((weakref.ref(waiting), {id(each): each.num_steps for each in self._optimizers()}))
 
     def _waits(self) -> bool:
-        """Whether a graph waits for a backward pass, and not in vain: some optimizer has made no step since."""
-        optimizers = [each for each in self._optimizers() if each.num_steps]
+        """Whether a graph waits for a backward pass, and not in vain: some optimizer that is not at rest has made no step
+        since."""
+        optimizers = [each for each in self._optimizers() if each.num_steps and each not in self._at_rest]
         return any(
             _is_open(found) and any(each.num_steps == then.get(id(each), 0) for each in optimizers)
             for found, then in self._waiting

@@ -34,7 +34,12 @@ from booster.capture.rates import AHEAD
 from booster.capture.refusals import check
 from booster.ground.device import HostCopy
 from booster.loss_scaler import DynamicScale
-from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from booster.mixed_precision import (
+    BF16NaiveMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+    PrecisionSchedule,
+)
 from booster.nn.lr_scheduler import CosineAnnealingWarmupLR
 from booster.update.device import _Applied
 
@@ -974,6 +979,16 @@ def test_another_precision_that_is_switched_to_is_followed_or_refused():
     run.booster.switch(BF16NaiveMixedPrecision(log_num_zeros_in_grad=True))
     with pytest.raises(RuntimeError, match="the host decides on its steps"):
         run.step(*batch(0))
+
+
+def test_a_schedule_of_precisions_goes_over_between_replays(monkeypatch):
+    phases = {0: FP16TorchMixedPrecision(**SCALE), 9: "bf16_naive", 18: "bf16"}
+    monkeypatch.setitem(PRECISIONS, "scheduled", lambda: PrecisionSchedule(phases))
+    scheduled = functools.partial(trained, precision="scheduled")
+    run, found = scheduled(True)
+    assert_same(found, scheduled(False)[1])
+    assert run.graphs.num_recordings == 3
+    assert repr(run.booster.precision) == repr(Booster("cpu", "bf16").precision)
 
 
 def test_a_schedule_of_momentum_runs_without_a_graph_to_the_same_bits_and_says_so(caplog, monkeypatch):

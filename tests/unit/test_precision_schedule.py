@@ -244,6 +244,19 @@ def test_an_output_that_is_kept_and_never_used_holds_no_phase():
     assert model.out.weight.dtype == torch.bfloat16
 
 
+def test_an_output_of_before_a_load_holds_no_phase(tmp_path):
+    booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 2: "bf16_naive"}))
+    train(booster, model, optimizer)
+    booster.save(tmp_path, model, optimizer)
+    train(booster, model, optimizer)
+    kept = model(torch.randn(4, 32))  # after the second step, at which the loaded run goes over, too
+    booster.load(tmp_path, model, optimizer)
+    for dtype in (torch.float32, torch.bfloat16):
+        train(booster, model, optimizer)
+        assert model.out.weight.dtype == dtype
+    assert kept.requires_grad
+
+
 def test_a_recomputation_within_a_backward_pass_goes_nowhere():
     booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
     for dtype in (torch.float32, torch.bfloat16):
@@ -343,6 +356,16 @@ def test_an_optimizer_that_steps_no_more_holds_no_phase_and_is_named(monkeypatch
     assert {model.out.weight.dtype for model, _ in (first, second)} == {torch.bfloat16}
     (told,) = [each.getMessage() for each in caplog.records if "no step while" in each.getMessage()]
     assert told.startswith("SGD of 14 parameters has made no step while another optimizer made 5")
+
+
+def test_an_output_of_what_steps_no_more_holds_no_phase(monkeypatch):
+    monkeypatch.setattr(course, "PATIENCE", 5)
+    booster, first, second = two([4])
+    kept = second[0](torch.randn(4, 32))
+    for _ in range(7):
+        train(booster, *first)
+    assert kept.requires_grad
+    assert first[0].out.weight.dtype == torch.bfloat16
 
 
 def test_an_optimizer_that_steps_again_counts_on_from_where_the_run_is(monkeypatch):
