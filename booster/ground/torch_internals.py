@@ -357,6 +357,15 @@ def compiler_is_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def outside_of_graphs(
+    function: Callable[[torch.Tensor], torch.Tensor], why: str
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return `function` as one that no compiler traces. Of what is being compiled: the graph ends here, or with fullgraph=True
+    the compilation, which says `why`."""
+    torch._dynamo.graph_break(msg=why)
+    return torch.compiler.disable(function, reason=why)
+
+
 def compile_graph() -> Callable[..., Any]:
     """Return inductor's `compile(graph, example_inputs)`; imports it, which torch.compile does anyway."""
     import torch._inductor

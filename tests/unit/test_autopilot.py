@@ -416,6 +416,59 @@ def test_compiled_layers_are_refused_by_name():
         Booster("cpu", Autopilot(low())).boost(own, torch.optim.SGD(own.parameters(), lr=0.1))
 
 
+class Compiled:
+    """Four linear layers under an autopilot, the second of them spoilt, run through torch.compile or not."""
+
+    def __init__(self, *, compiled, **options):
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        self.own, self.graphs = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), 0
+        self.booster = Booster("cpu", Autopilot(low(), every=4))
+        optimizer = torch.optim.SGD(self.own.parameters(), lr=1e-2)
+        self.model, self.optimizer, *_ = self.booster.boost(self.own, optimizer)
+        self.run = torch.compile(self.model, backend=self._counted, **options) if compiled else self.model
+
+    def _counted(self, graph, example_inputs):
+        self.graphs += 1
+        return graph
+
+    def steps(self, count):
+        """Losses, and how many graphs had been compiled after each step."""
+        losses, graphs = [], []
+        for step in range(count):
+            with torch.no_grad():
+                self.own[0].bias[::16], self.own[1].weight[:, ::16] = 300.0, 0.0
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step))
+            loss = (self.run(x) - 1).square().mean()
+            self.booster.backward(loss, self.optimizer)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+            graphs.append(self.graphs)
+        return losses, graphs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's compiler about itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_boosted_model_that_is_compiled_is_flown_as_one_that_is_not():
+    plain, compiled = Compiled(compiled=False), Compiled(compiled=True)
+    expected, _ = plain.steps(9)
+    found, graphs = compiled.steps(9)
+    assert found == expected
+    assert pins_of(compiled.model).state_dict() == pins_of(plain.model).state_dict()
+    assert pins_of(compiled.model).names == ["1"]
+    # Those of a step that is looked at, and those of one that is not, in which a layer has other products than the rest.
+    assert graphs[2:] == [graphs[2]] * 7
+    assert graphs[0] < graphs[2] <= 8
+
+
+def test_an_autopilot_in_a_whole_graph_is_refused_by_name():
+    flight = Compiled(compiled=True, fullgraph=True)
+    with pytest.raises(Exception, match="an Autopilot or a record looks at products of linear layers in some steps"):
+        flight.steps(1)
+
+
 def test_what_is_no_autopilot_is_refused():
     with pytest.raises(TypeError, match="low"):
         Autopilot(3)
@@ -546,6 +599,42 @@ def test_layers_that_a_later_phase_alone_has_low_are_loaded_too(tmp_path):
     resumed.booster.load(tmp_path, resumed.model, resumed.optimizer)
     assert resumed.steps(5, 7) == whole.steps(5, 7)
     assert differences(resumed.state(), whole.state()) == []
+
+
+def test_a_later_phase_with_a_smaller_budget_keeps_the_worst_products_wide_alone():
+    phases = {0: Autopilot(low(), every=2), 3: Autopilot(low(), every=2, budget=0.1)}
+    flight = Flight(planted.bad_weights, PrecisionSchedule(phases))
+    flight.steps(0, 3)
+    assert flight.wide() == {(name, role) for name in SPOILT for role in ("forward", "input_grad")}
+    for step in range(3, 7):
+        flight.steps(step, step + 1)
+        assert flight.wide() == {(name, "input_grad") for name in SPOILT}  # 2 of 21
+
+
+def test_a_checkpoint_of_a_larger_budget_is_loaded_within_this_one(tmp_path):
+    flight, smaller = (Flight(planted.bad_weights, every=2, budget=budget) for budget in (0.5, 0.1))
+    flight.steps(0, 3)
+    flight.booster.save(tmp_path, flight.model, flight.optimizer)
+    smaller.booster.load(tmp_path, smaller.model, smaller.optimizer)
+    assert smaller.wide() == {(name, "input_grad") for name in SPOILT}
+    assert smaller.pilot.share <= 0.1
+
+
+def test_a_run_that_was_saved_without_an_autopilot_is_looked_at_in_its_first_step_here(tmp_path):
+    plain, flight = Flight(planted.outlier, low()), Flight(planted.outlier, every=50)
+    plain.steps(0, 2)
+    plain.booster.save(tmp_path, plain.model, plain.optimizer)
+    flight.booster.load(tmp_path, flight.model, flight.optimizer)
+    flight.steps(2, 4)
+    assert flight.wide() == {("blocks.0.up", "forward"), ("blocks.1.up", "forward")}
+
+
+def test_what_an_autopilot_chose_is_told_where_none_flies(tmp_path, caplog):
+    flight, plain = Flight(planted.outlier, every=2), Flight(planted.outlier, low())
+    flight.steps(0, 3)
+    flight.booster.save(tmp_path, flight.model, flight.optimizer)
+    plain.booster.load(tmp_path, plain.model, plain.optimizer)
+    assert "modules ['blocks.0.up', 'blocks.1.up'] had products in a wide dtype, as an Autopilot chose" in caplog.text
 
 
 def test_a_model_that_is_boosted_in_a_later_phase_is_flown_from_then_on():

@@ -154,6 +154,16 @@ class _Entry:
         return entry is not None and dtype_of(entry) in HALF_DTYPES and current.dtype == dtype_of(entry)
 
 
+_PINNED = (
+    "were pinned to float32",
+    "pass keep_fp32='auto' to have them so, or name them in keep_fp32",
+)
+_PILOTED = (
+    "had products in a wide dtype, as an Autopilot chose",
+    "give Booster an Autopilot to have them so, or name them in keep= of the precision",
+)
+
+
 class PinnedModules(Part):
     """Modules that were pinned to float32 during the run; other precisions, and checkpoints of earlier versions, have none."""
 
@@ -166,12 +176,13 @@ class PinnedModules(Part):
         for name, model in self.objects.models.items():
             state, pins = found.saved.tree.get("pins", {}).get(name, {}), pins_of(model)
             if pins is None and state.get("names"):
+                what, again = _PILOTED if "products" in state else _PINNED
                 found.saved.notes.append(
-                    f"models {name!r}: modules {state['names']} were pinned to float32 in the run that was saved, and are not "
-                    "here; pass keep_fp32='auto' to have them so, or name them in keep_fp32"
+                    f"models {name!r}: modules {state['names']} {what} in the run that was saved, and are not here; {again}"
                 )
             elif pins is not None and (missing := pins.missing(state)):
-                yield f"models {name!r}: it has no modules {missing}, which were pinned to float32"
+                what, _ = _PILOTED if "products" in state else _PINNED
+                yield f"models {name!r}: it has no modules {missing}, which {what}"
 
     def prepare(self, found: Found) -> None:
         said = found.saved.tree.get("pins", {})

@@ -49,7 +49,8 @@ class Autopilot:
     wide product, and so does the first one of a run, of which nothing is known, unless the budget is 0. Where noise was below
     half of the bound in two looks in a row, it is low again. Ranks decide alike, on sums over all, stages of a pipeline too.
     Checkpoints hold what was decided; the record, and an INFO line, say it. A `PrecisionSchedule` may have it as a phase. A
-    look makes each product that it looks at once more, and the record says what that took.
+    look makes each product that it looks at once more, and the record says what that took. torch.compile around a boosted model
+    leaves out what a look looks at, and follows what it decides.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Pilot:
         self._wide = {key: calm for key, calm in self._wide.items() if key in made}
         self._suspected = {key: noise for key, noise in self._suspected.items() if key in made}
         self.noise = {key: noise for key, noise in self.noise.items() if key in made}
+        self._keep_within(plan)
         self._fly(self._layers)
         if num_steps is not None:
             self._first = num_steps + 1 if self._knows_nothing else None
@@ -192,7 +194,9 @@ class Pilot:
         self._watch(frozenset())
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
-        if self._plan is not None and self._looked_at and number == self._number:
+        if (
+            self._plan is not None and self._looked_at
+        ):  # whatever number a load of the optimizer alone made of this step
             self._decide(number, self._plan)
         self.begin(number)
 
@@ -233,6 +237,8 @@ class Pilot:
         }
         self.noise = _from_rows(state.get("noise", []))
         self._suspected = _from_rows(state.get("suspected", []))
+        if self._plan is not None:
+            self._keep_within(self._plan)
         self._fly(self._layers)
         if "next" in state:
             number = arguments.count("next", state["next"], least=0)
@@ -335,7 +341,7 @@ class Pilot:
                 if self._wide[key] == _CALM:
                     del self._wide[key]
                     changes.append(Change(step, *key, False, seen[key], ahead[key]))
-        most = math.floor(exact(plan.budget) * len(ROLES) * len(self._all))
+        most = self._most(plan)
         above = sorted(
             (key for key in seen.keys() - self._wide if ahead[key] > LIMIT), key=lambda key: (-ahead[key], key)
         )
@@ -360,8 +366,23 @@ class Pilot:
             )
         extra, own = self._operations
         layers = len({name for name, _ in self._looked_at} & self._layers.keys())
-        again = not self._is_whole(step, plan.every)
+        again = not self._is_whole(self._number, plan.every)
         self._told(Look(step, layers, extra / max(1, own) / plan.every, self.share, again, changes))
+
+    def _most(self, plan: Autopilot) -> int:
+        """How many products the budget of `plan` lets be wide."""
+        return math.floor(exact(plan.budget) * len(ROLES) * len(self._all))
+
+    def _keep_within(self, plan: Autopilot) -> None:
+        """Have no more products wide than `plan` lets, which another one may have made so: the worst of them."""
+        worst = sorted(self._wide, key=lambda key: (-self.noise.get(key, math.inf), key))
+        for name, role in worst[self._most(plan) :]:
+            del self._wide[name, role]
+            _logger.info(
+                "autopilot: %s of %s in low precision again, as budget=%s lets no more be wide", role, name, plan.budget
+            )
+        most = self._most(plan) - len(self._wide)
+        self._suspected = dict([*self._suspected.items()][:most])
 
     def _noise(self) -> Iterator[tuple[tuple[str, str], float]]:
         keys = [(name, role) for name in self._all for role in ROLES]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from booster.ground.torch_internals import is_fake_kind
+from booster.ground.torch_internals import is_fake_kind, outside_of_graphs
 from booster.mixed_precision.hardware import gives_float32_sums, multiplies_into_sums
 from booster.mixed_precision.low_precision.kernels import multiply
 from booster.mixed_precision.low_precision.operands import both, rounded, turned
@@ -148,6 +148,12 @@ class LowPrecisionLinear(LinearStandIn):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_wide:
             return super().forward(x)
+        if self.watchers and torch.compiler.is_compiling() and self.training and torch.is_grad_enabled():
+            why = "an Autopilot or a record looks at products of linear layers in some steps; compile without fullgraph"
+            return outside_of_graphs(self._multiplied, why)(x)
+        return self._multiplied(x)
+
+    def _multiplied(self, x: torch.Tensor) -> torch.Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         watchers = self.watchers if self.training and torch.is_grad_enabled() else ()
