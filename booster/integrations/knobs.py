@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule, make
+from booster.mixed_precision.schedule import Phase
 from booster.plugin import Plugin, SingleDevice, TorchDDPPlugin
 
 _DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -20,25 +21,35 @@ _DDP = {  # of TrainingArguments: of TorchDDPPlugin
 }
 
 
-def precision_of(given: str | MixedPrecision | None, args: Any) -> MixedPrecision:
+Given = str | MixedPrecision | PrecisionSchedule | Autopilot
+
+
+def precision_of(given: Given | None, args: Any) -> MixedPrecision | PrecisionSchedule | Autopilot:
     """Return the precision that `mixed_precision` and the flags of `args` say together; raises ValueError where they differ."""
-    if isinstance(given, PrecisionSchedule | Autopilot):
-        raise ValueError(
-            f"mixed_precision={given!r} changes during the run, and checkpoints of a Trainer would not keep where it is; give "
-            "the Trainer one precision, or write the loop yourself, with Booster(mixed_precision=...)"
-        )
     flags = [name for name in ("fp16", "bf16") if getattr(args, name, False)]
     if len(flags) > 1:
         raise ValueError("fp16=True and bf16=True are both set; leave one of them False")
-    precision = make(given if given is not None or not flags else flags[0])
+    precision: MixedPrecision | PrecisionSchedule | Autopilot
+    if isinstance(given, PrecisionSchedule | Autopilot):
+        precision = given
+    else:
+        precision = make(given if given is not None or not flags else flags[0])
     if flags and type(precision) is not type(make(flags[0])):
         raise ValueError(
             f"mixed_precision={given!r} and {flags[0]}=True of {type(args).__name__} contradict each other; set "
             f"{flags[0]}=False, as mixed_precision says the precision, or leave mixed_precision out"
         )
-    if getattr(args, "tf32", None) is False and getattr(precision, "products", None) == "tf32":
+    if getattr(args, "tf32", None) is False and any(
+        getattr(each, "products", None) == "tf32" for each in phases_of(precision)
+    ):
         raise ValueError(f"mixed_precision={given!r} and tf32=False contradict each other; leave tf32 out")
     return precision
+
+
+def phases_of(given: MixedPrecision | PrecisionSchedule | Autopilot) -> list[MixedPrecision]:
+    """Return the precisions that a run is in, one after another."""
+    made = given.made(make).values() if isinstance(given, PrecisionSchedule) else [Phase.of(given, make)]
+    return [phase.precision for phase in made]
 
 
 def plugin_of(given: Plugin | None, args: Any, *, num_processes: int, checkpointed: bool) -> Plugin:
@@ -67,9 +78,10 @@ def plugin_of(given: Plugin | None, args: Any, *, num_processes: int, checkpoint
     return given
 
 
-def check_arguments(args: Any, precision: MixedPrecision, accelerator: Any, model: Any) -> None:
+def check_arguments(args: Any, phases: Iterable[MixedPrecision], accelerator: Any, model: Any) -> None:
     """Raise ValueError that names every argument which a boosted Trainer cannot honour, with what to do instead."""
-    refused = [*_of_others(args, accelerator, model), *_of_numbers(args, precision), *_of_optimizers(args)]
+    of_numbers = (each for precision in phases for each in _of_numbers(args, precision))
+    refused = dict.fromkeys([*_of_others(args, accelerator, model), *of_numbers, *_of_optimizers(args)])
     if refused:
         raise ValueError(f"a boosted Trainer cannot honour {'; '.join(refused)}")
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from booster.booster import Booster
 from booster.integrations.region_hooks import RegionHooks
-from booster.interface.model import ModelWrapper, choice_of, histories_of, leave_raw_calls
+from booster.interface.model import ModelWrapper, choice_of, histories_of, leave_raw_calls, pins_of
 from booster.interface.optimizer import OptimizerWrapper
 from booster.model.dtensors import is_dtensor, is_part
 from booster.model.modules import bare
@@ -138,6 +138,8 @@ class Trained:
         own, others = Path(checkpoint) / OPTIMIZER, Path(checkpoint) / _OF_TRAINER
         if own.is_dir():
             self.booster.load(own, None, optimizer, extra=self._beside_weights())
+            if self.booster._follow():  # a precision that may have masters, which the one before had no place for
+                self.booster.load(own, None, optimizer, extra=self._beside_weights())
         elif others.is_file():
             optimizer.load_state_dict(torch.load(others, map_location="cpu", weights_only=True))
         else:
@@ -145,9 +147,9 @@ class Trained:
         return True
 
     def _beside_weights(self) -> dict[str, Any]:
-        """What a run has in its model and no weight holds, by name: what delayed scales follow from, and chosen layers."""
+        """What a run has in its model and no weight holds, by name: such as what delayed scales follow from."""
         model = cast(ModelWrapper, self.model)
-        kept = {"scales": histories_of(model), "chosen": choice_of(model)}
+        kept = {"scales": histories_of(model), "chosen": choice_of(model), "autopilot": pins_of(model)}
         return {name: each for name, each in kept.items() if each is not None}
 
     def load_weights(self, checkpoint: str | os.PathLike[str]) -> None:

@@ -23,9 +23,8 @@ from booster.booster import Booster
 from booster.ground import arguments
 from booster.integrations.accelerator import accelerator_around
 from booster.integrations.callbacks import unscales_gradients
-from booster.integrations.knobs import check_arguments, plugin_of, precision_of
+from booster.integrations.knobs import Given, check_arguments, phases_of, plugin_of, precision_of
 from booster.integrations.trained import Trained
-from booster.mixed_precision import MixedPrecision
 from booster.plugin import Plugin
 
 if TYPE_CHECKING:
@@ -41,14 +40,16 @@ _SCHEDULER = "scheduler.pt"
 def boosted_trainer(trainer: T) -> T:
     """Make a class like `trainer`, transformers' Trainer or a subclass, that trains under a Booster.
 
-    It takes the arguments of `trainer`, and two more, by keyword. mixed_precision: a name, a `MixedPrecision`, or None for
-    what `fp16` and `bf16` of the arguments say, float32 if they say nothing. plugin: a `Plugin`, made after the
+    It takes the arguments of `trainer`, and two more, by keyword. mixed_precision: a name, a `MixedPrecision`, a
+    `PrecisionSchedule`, an `Autopilot`, or None for what `fp16` and `bf16` of the arguments say, float32 if they say nothing;
+    total_steps of a schedule is the Trainer's number of optimizer steps. plugin: a `Plugin`, made after the
     TrainingArguments, which start the process group; None for DistributedDataParallel on several ranks.
 
     It raises ValueError, when it is made, for arguments that contradict these two or that it cannot honour, and names them.
     Logs hold besides `loss_scale`, `skipped_steps`, and in `culprit` the parameters whose gradients made the last skip.
     Checkpoints hold the weights that the forward reads, half ones where the precision stores them half, and in the folder
-    `booster_optimizer` states, masters and loss scale. Raises TypeError where `trainer` is no Trainer.
+    `booster_optimizer` states, masters, loss scale, and where a schedule or an autopilot is. Raises TypeError where `trainer`
+    is no Trainer.
     """
     import transformers
 
@@ -76,7 +77,7 @@ def _boosted_class(trainer: Any) -> Any:
         def __init__(
             self,
             *args: Any,
-            mixed_precision: str | MixedPrecision | None = None,
+            mixed_precision: Given | None = None,
             plugin: Plugin | None = None,
             **kwargs: Any,
         ) -> None:
@@ -151,7 +152,7 @@ def _boosted_class(trainer: Any) -> Any:
 
 def _booster_for(args: Any, mixed_precision: Any, plugin: Any, accelerator: Any, model: Any) -> Booster:
     precision = precision_of(mixed_precision, args)
-    check_arguments(args, precision, accelerator, model)
+    check_arguments(args, phases_of(precision), accelerator, model)
     checkpointed = any(getattr(args, name, False) for name in ("gradient_checkpointing", "activation_checkpointing"))
     placed = plugin_of(plugin, args, num_processes=accelerator.num_processes, checkpointed=checkpointed)
     return Booster(args.device, precision, placed)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from trainers import Rows, arguments, llama, logged
 
-from booster.mixed_precision import Autopilot, PrecisionSchedule
+from booster.interface.model import pins_of
+from booster.mixed_precision import Autopilot, NVFP4MixedPrecision, PrecisionSchedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PRECISIONS = ["fp32", "bf16", "fp16", "bf16_naive", "fp16_naive"]
@@ -205,6 +206,66 @@ def test_every_other_precision_trains_resumes_to_the_bit_and_leaves_a_checkpoint
         assert opened[key].dtype == half
 
 
+def low(**options):
+    return NVFP4MixedPrecision(emulate=True, keep=(), **options)
+
+
+CHANGING = {
+    "a schedule": lambda: PrecisionSchedule({0: "fp32", 0.25: "bf16", 0.5: "fp16", 0.75: "bf16_naive"}, total_steps=8),
+    "an autopilot": lambda: Autopilot(low(), every=2),
+    "a schedule of autopilots": lambda: PrecisionSchedule(
+        {0: Autopilot(low(), every=2), 4: Autopilot(low(forward="bf16"), every=2), 6: "bf16"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("made", [1, 3, 5, 7])
+def test_a_precision_that_changes_is_where_it_was_when_a_run_is_resumed(tmp_path, name, made, whole_runs):
+    whole, folder = whole_runs(name)
+    checkpoint = str(folder / f"checkpoint-{made}")
+    resumed = trained(tmp_path, precision=CHANGING[name](), model=llama(9), resume=checkpoint, max_steps=8)
+    assert logged(resumed) == logged(whole)
+    assert repr(resumed.booster.precision) == repr(whole.booster.precision)
+    ours, theirs = resumed.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert piloted(resumed) == piloted(whole)
+
+
+def piloted(trainer):
+    pilot = pins_of(trainer.trained_by_booster.model)
+    return pilot and pilot.state_dict()
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    """By name of what changes, a run that was not interrupted, and where its checkpoints are."""
+
+    @functools.cache
+    def run(name):
+        folder = tmp_path_factory.mktemp("whole")
+        return trained(folder, precision=CHANGING[name](), max_steps=8, save_strategy="steps", save_steps=1), folder
+
+    return run
+
+
+def test_a_precision_that_changes_is_a_loop_of_ones_own(tmp_path, whole_runs):
+    """Phases begin after those optimizer steps, evaluation between them changes nothing, and checkpoints open."""
+    import transformers
+
+    whole, folder = whole_runs("a schedule")
+    evaluated = trained(
+        tmp_path, precision=CHANGING["a schedule"](), max_steps=8, then={"eval_dataset": Rows(6)}, eval_strategy="steps",
+        eval_steps=1,
+    )  # fmt: skip
+    assert logged(evaluated) == logged(whole)
+    for made, dtype in ((6, torch.float32), (8, torch.bfloat16)):
+        opened = transformers.AutoModelForCausalLM.from_pretrained(folder / f"checkpoint-{made}", dtype="auto")
+        assert opened.dtype == dtype
+    scales = logged(whole, "loss_scale")
+    assert [step for step in sorted(scales) if scales[step] > 1] == [5, 6]
+
+
 def test_a_checkpoint_of_the_plain_trainer_is_gone_on_with(tmp_path):
     whole = trained(tmp_path, plain=True, save_strategy="steps", save_steps=5)
     resumed = trained(tmp_path, model=llama(seed=9), resume=str(tmp_path / "checkpoint-5"))
@@ -374,8 +435,13 @@ REFUSED = {
     "an optimizer within backward": ({"optim": "lomo"}, None, "optim='lomo'"),
     "a layerwise optimizer": ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["q"]}, None, "layerwise"),
     "an unknown precision": ({}, "fp17", "mixed_precision='fp17' is unknown"),
-    "a schedule": ({}, PrecisionSchedule({0: "fp32", 2: "bf16"}, total_steps=4), "changes during the run"),
-    "an autopilot": ({}, Autopilot(low="nvfp4", high="bf16"), "changes during the run"),
+    "a schedule beside a flag": ({"bf16": True}, PrecisionSchedule({0: "fp32", 2: "bf16"}), "contradict each other"),
+    "an autopilot beside a flag": ({"fp16": True}, Autopilot(low="nvfp4", high="bf16"), "contradict each other"),
+    "what one phase cannot": (
+        {"tf32": False},
+        PrecisionSchedule({0: "fp32", 2: "tf32"}),
+        "and tf32=False contradict",
+    ),
     "tf32 that is switched off": ({"tf32": False}, "tf32", "mixed_precision='tf32' and tf32=False"),
 }
 
@@ -408,9 +474,9 @@ def test_arguments_that_need_another_machine_are_refused_too(tmp_path):
         args = copy.copy(trainer.args)
         setattr(args, name, value)
         with pytest.raises(ValueError, match="cannot honour"):
-            check_arguments(args, make("fp16"), trainer.accelerator, trainer.model)
+            check_arguments(args, [make("fp16")], trainer.accelerator, trainer.model)
     with pytest.raises(ValueError, match="keep_fp32='auto'"):
-        check_arguments(trainer.args, FP16TorchMixedPrecision(keep_fp32="auto"), trainer.accelerator, trainer.model)
+        check_arguments(trainer.args, [FP16TorchMixedPrecision(keep_fp32="auto")], trainer.accelerator, trainer.model)
     args = copy.copy(trainer.args)
     args.ddp_bucket_cap_mb = 5
     with pytest.raises(ValueError, match="ddp_bucket_cap_mb"):
@@ -437,8 +503,8 @@ def test_all_that_checkpoints_hold_is_kept_by_those_of_a_trainer_or_refused():
     from booster.checkpoint.parts import PARTS
 
     by_transformers = {"Modules", "Stateful", "Random"}
-    by_booster = {"Optimizers", "Scales", "Chosen"}  # of integrations/trained.py
-    refused = {"PinnedModules", "Carried"}
+    by_booster = {"Optimizers", "Scales", "Chosen", "PinnedModules"}  # of integrations/trained.py
+    refused = {"Carried"}
     assert {part.__name__ for part in PARTS} == by_transformers | by_booster | refused
 
 
