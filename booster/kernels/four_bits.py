@@ -46,7 +46,7 @@ def _power(x, LEAST: tl.constexpr):
     return tl.maximum(number_of(bits_of(x) & 0x7F800000), LEAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def look(x, partials, sums, rows, columns, row_stride, column_stride, splits, SIGNS: tl.constexpr, DTYPE: tl.constexpr,
          BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Write the largest magnitude of each part of a matrix, as bits, and into `sums`, if it is there, the sum of all bits."""
@@ -68,7 +68,7 @@ def look(x, partials, sums, rows, columns, row_stride, column_stride, splits, SI
         tl.store(sums + program, tl.sum(sum_, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def write_fours(x, values, scales, outer, partials, sums, rows, columns, filled, row_stride, column_stride, parts,
                 SIGNS: tl.constexpr, DOWN: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip

@@ -59,7 +59,7 @@ def _codes(x, MANTISSA: tl.constexpr, OFFSET: tl.constexpr, SUBNORMAL: tl.conste
     return tl.where(size > 0x7F800000, 0x7F, codes) | ((bits >> 24) & 0x80)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["given"])
 def largest_of(x, partials, given, rows, columns, row_stride, column_stride, splits, KIND: tl.constexpr,
                DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Write the largest magnitude of each part of a matrix: a part has BM rows, or one, and a share of the columns.
@@ -85,7 +85,7 @@ def largest_of(x, partials, given, rows, columns, row_stride, column_stride, spl
         tl.store(partials + (program % splits) * rows + row, largest, row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["given"])
 def write(x, values, turned, scales, partials, given, seen, rows, columns, filled, turned_filled, row_stride,
           column_stride, splits, KIND: tl.constexpr, POWER: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
           MANTISSA: tl.constexpr, OFFSET: tl.constexpr, SUBNORMAL: tl.constexpr, NORMAL: tl.constexpr,
@@ -144,7 +144,7 @@ def write(x, values, turned, scales, partials, given, seen, rows, columns, fille
         tl.store(turned + places, codes, (row[:, None] < turned_filled) & (column[None, :] < columns))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["given", "largest"])
 def note(seen, count, given, largest, scale, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     """Note in `largest`, if anywhere, what `write` has seen, unless it is not finite, and write the scale that it took."""
     here = _largest(seen, count, BLOCK)

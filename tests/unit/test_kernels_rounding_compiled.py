@@ -12,8 +12,8 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton; `make kernels` runs it"),
     pytest.mark.timeout(900),
 ]
-COMPILE = """
-import json, sys
+COMPILE = r"""
+import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -23,11 +23,16 @@ from booster.number_formats import E4M3, E5M2, INT8
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 found = {}
 
+# What takes subnormal numbers for zero, or divides or takes a reciprocal roughly; only whole parts, of magnitudes, may.
+ROUGH = re.compile(r"^\s*(?!cvt\.rmi)[a-z][\w.]*\.(?:ftz|approx|full)\b", re.M)
+
 def compiled(name, kernel, types, constants, warps=4):
     signature = {**types, **dict.fromkeys(constants, "constexpr")}
     options = {"enable_fp_fusion": False, "num_warps": warps}
     made = triton.compile(ASTSource(kernel, signature, constants), TARGET, options=options)
-    found[name] = {"fused": "fma." in made.asm["ptx"], "shared": made.metadata.shared, "spills": "st.local" in made.asm["ptx"]}
+    ptx = made.asm["ptx"]
+    found[name] = {"fused": "fma." in ptx, "spills": "st.local" in ptx, "rough": bool(ROUGH.search(ptx)),
+                   "shared": made.metadata.shared}
 
 POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16"}
 LIES = dict.fromkeys("rows columns row_stride column_stride".split(), "i32")
@@ -86,7 +91,24 @@ for signs in (-1, 0b1101000010110100):
             types = {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"), "partials": "*i32"}
             types |= {**own, **LIES, "filled": "i32", "parts": "i32"}
             compiled(f"write_fours {signs} {there} {down}", four_bits.write_fours, types, {**sizes, "DOWN": down, "BLOCK": 256})
-print(json.dumps(found))
+# Whole numbers that are 1 are constants of a kernel, unless it says otherwise; those of its own making are none.
+ONES = {**dict.fromkeys(LIES, 1), "DTYPE": 1, "BM": 64, "BN": 128}
+compiled("largest_of, ones", rounding.largest_of, {"x": "*bf16", "partials": "*i32", "splits": "i32"},
+         {**ONES, "given": None, "KIND": rounding.ROW})
+compiled("write, ones", rounding.write,
+         {"x": "*bf16", "values": "*i8", "scales": "*fp32", "partials": "*i32", "splits": "i32"},
+         {**ONES, **dict.fromkeys(("turned", "given", "seen")), "filled": 1, "turned_filled": 1, "KIND": rounding.ROW,
+          "POWER": True, "DOWN": 1, "ACROSS": 1, "BLOCK": 256, **matrices.form_of(E4M3)})
+ONES |= {"SIGNS": 5, **dict(zip(("BM", "BN"), matrices.FOURS_TILE, strict=True))}
+compiled("look, ones", four_bits.look, {"x": "*bf16", "partials": "*i32", "sums": "*i32", "splits": "i32"}, ONES)
+compiled("write_fours, ones", four_bits.write_fours,
+         {"x": "*bf16", "values": "*bf16", **dict.fromkeys(("scales", "outer"), "*fp32"),
+          **dict.fromkeys(("partials", "sums"), "*i32"), **dict.fromkeys(("filled", "parts"), "i32")},
+         {**ONES, "DOWN": 1, "BLOCK": 256})
+kernels = rounding.largest_of, rounding.write, rounding.note, four_bits.look, four_bits.write_fours
+always = {each.__name__: [p.name for p in each.params if p.do_not_specialize] for each in kernels}
+anywhere = {each.__name__: [p.name for p in each.params if p.do_not_specialize_on_alignment] for each in kernels}
+print(json.dumps([found, always, anywhere]))
 """
 
 
@@ -97,7 +119,12 @@ def test_every_form_compiles_for_a_gpu_and_fuses_no_multiplication_with_an_addit
         [sys.executable, "-c", COMPILE, str(capability)], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 38
-    assert [name for name, how in found.items() if how["fused"] or how["spills"]] == []
+    found, always, anywhere = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 42
+    assert [name for name, how in found.items() if how["fused"] or how["spills"] or how["rough"]] == []
+    # Counts that change with the batch, and places among the scales of all layers, make no kernel anew.
+    counts = {"largest_of": "splits", "write": "splits", "note": "count", "look": "splits", "write_fours": "parts"}
+    assert always == {name: [count] for name, count in counts.items()}
+    scales = {"largest_of": ["given"], "write": ["given"], "note": ["given", "largest"]}
+    assert anywhere == {name: scales.get(name, []) for name in counts}
     assert max(how["shared"] for how in found.values()) <= 2**16
