@@ -210,6 +210,7 @@ HALF_ROADS = ["GPU's", "CPU's"]
 def on_road(monkeypatch, road, seen):
     """Have `emulate` take a road of these, or None, whatever this machine is; `seen` gets the dtypes of what is multiplied."""
     right, scaled = torch.mm, torch.addmm
+    fast = multiplies_into_sums()  # looked at before torch.addmm is another, by which it would ask itself
 
     def mm(a, b, *, out_dtype):
         seen.extend((a.dtype, b.dtype))
@@ -217,11 +218,7 @@ def on_road(monkeypatch, road, seen):
 
     def addmm(c, a, b, *, beta, alpha):
         seen.extend((a.dtype, b.dtype))
-        return (
-            scaled(c, a, b, beta=beta, alpha=alpha)
-            if multiplies_into_sums()
-            else (alpha * (a.float() @ b.float())).bfloat16()
-        )
+        return scaled(c, a, b, beta=beta, alpha=alpha) if fast else (alpha * (a.float() @ b.float())).bfloat16()
 
     where = "booster.mixed_precision.low_precision.linear"
     monkeypatch.setattr(f"{where}.gives_float32_sums", lambda device: road == "GPU's")
