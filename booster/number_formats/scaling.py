@@ -20,6 +20,8 @@ ScaleKind = Literal["float32", "power_of_two", "e4m3"]
 
 _E4M3_IN_BFLOAT16 = 0x87F0 - 0x10000  # where sign, exponent and mantissa are, as int16
 _VECTOR = 32  # what torch reduces shorter rows of on a CPU, it takes number by number
+DIVIDES_ON: tuple[str, ...] = ("cpu",)
+"""Types of devices on which torch divides float32 numbers by a Python number as IEEE says."""
 _TINY = 2.0**-126  # a scale below it is subnormal, and many devices take that for zero
 
 
@@ -126,10 +128,10 @@ def scale_to(
         return Scaled(values, scale, None, scaling)
     parts = _in_blocks(x.contiguous().float(), over) if isinstance(over, tuple) else x.float()
     size = _sizes(parts, over)
-    largest = size / target.largest
+    largest = share_of(size, target)
     outer = None
     if scaling.scale == "e4m3":
-        outer = (_sizes(size, "tensor") / target.largest / E4M3.largest).clamp(min=_TINY)
+        outer = share_of(share_of(_sizes(size, "tensor"), target), E4M3).clamp(min=_TINY)
         scale = round_to(largest / outer, E4M3).clamp(min=E4M3.smallest)
     elif scaling.scale == "power_of_two":
         scale = power_of_two_above(largest)
@@ -144,6 +146,17 @@ def scale_to(
     if low is not None:
         values = values.to(low)  # what scales are not rounded down for does not round beyond the largest number
     return Scaled(_in_rows(values, x.shape), scale, outer, scaling)
+
+
+def share_of(largest: torch.Tensor, target: NumberFormat) -> torch.Tensor:
+    """Return `largest` / `target.largest`, float32, rounded once on any device.
+
+    CUDA divides by a Python number by multiplying with its reciprocal, and so does Inductor there: often an ulp off. In float64
+    that is near enough, as no float32 number over one of these lies so close to the middle of two.
+    """
+    if largest.device.type in DIVIDES_ON:
+        return largest / target.largest
+    return (largest.double() / target.largest).float()
 
 
 def scale_of(x: torch.Tensor) -> torch.Tensor:
@@ -214,7 +227,7 @@ def encode_blocks(x: torch.Tensor) -> torch.Tensor:
     """
     blocks = F.pad(x.float(), (0, -len(x) % BLOCK)).view(-1, BLOCK)
     finite = torch.isfinite(blocks)
-    scale = power_of_two_above(largest_under(blocks.where(finite, 0.0), "row") / E4M3.largest)
+    scale = power_of_two_above(share_of(largest_under(blocks.where(finite, 0.0), "row"), E4M3))
     packed = torch.empty(len(blocks), BLOCK_BYTES, dtype=torch.uint8, device=x.device)
     # inf by way of NaN, because torch casts it to the largest number since some version, and to NaN before.
     packed[:, :BLOCK] = (blocks / scale).where(finite, torch.nan).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -233,7 +246,7 @@ def encode_tensorwise(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
 
     x: any shape, maybe a part of that tensor. largest: float32, of shape (); where it is inf or NaN all becomes NaN.
     """
-    return (x.float() / scale_of(largest / E4M3.largest)).clamp(E4M3.lowest, E4M3.largest).to(torch.float8_e4m3fn)
+    return (x.float() / scale_of(share_of(largest, E4M3))).clamp(E4M3.lowest, E4M3.largest).to(torch.float8_e4m3fn)
 
 
 def decode_tensorwise(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -244,4 +257,4 @@ def decode_tensorwise(values: torch.Tensor, largest: torch.Tensor, dtype: torch.
     numbers, but such an s is no quotient by 448.
     dtype: float32, or bfloat16 where it holds `largest`; `largest` above 2**-110, below which products with a scale underflow.
     """
-    return values.float().mul_(scale_of(largest / E4M3.largest)).to(dtype)
+    return values.float().mul_(scale_of(share_of(largest, E4M3))).to(dtype)

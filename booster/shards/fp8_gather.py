@@ -20,7 +20,7 @@ from booster.ground.torch_internals import (
 )
 from booster.model.dtensors import local_part
 from booster.number_formats import E4M3, Scaled, Scaling, decode_tensorwise, encode_tensorwise
-from booster.number_formats.scaling import scale_of
+from booster.number_formats.scaling import scale_of, share_of
 from booster.ranks.communicate import communication_device
 
 # torch 2.13 renamed the collective and warns about the old name.
@@ -129,7 +129,7 @@ class FP8Gather:
         values = joined_shards(record, came.view(torch.float8_e4m3fn))
         free_when_resharded(record, values)
         weight = gathered(record)
-        scale = scale_of(largest / E4M3.largest)
+        scale = scale_of(share_of(largest, E4M3))
         writes = 0 if weight is None or weight.is_inference() else version(local_part(weight))
         self._arrived[record] = Scaled(values, scale, None, Scaling("tensor")), writes
 

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from booster.number_formats import (
     E2M1,
@@ -24,6 +25,8 @@ from booster.number_formats import (
     round_to,
     scale_to,
 )
+from booster.number_formats import scaling as scaling_file
+from booster.number_formats.scaling import share_of
 
 ORACLE = {
     "e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -388,6 +391,35 @@ def test_a_scale_times_448_gives_the_same_scale_again_for_every_mantissa():
     largest = torch.arange(1 << 23, dtype=torch.int32).add_(127 << 23).view(torch.float32)
     scale = largest / 448
     assert torch.equal(scale * 448 / 448, scale)
+
+
+class DividesAsCUDA(TorchDispatchMode):
+    """A Python number divides by its reciprocal, as in torch's kernels for CUDA and in what Inductor makes for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            return args[0] * (torch.ones((), dtype=args[0].dtype) / torch.tensor(args[1], dtype=args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("target", [E4M3, E5M2, INT8, E2M1], ids=str)
+def test_scales_are_the_same_where_dividing_by_a_number_multiplies_with_its_reciprocal(target, monkeypatch):
+    """All mantissas of float32, and subnormal numbers."""
+    mantissas = (torch.arange(2**23, dtype=torch.int32) + 0x3F800000).view(torch.float32)
+    tiny = torch.arange(1, 2**12, dtype=torch.int32).view(torch.float32)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    scalings = [Scaling((1, 16), "e4m3")] if target is E2M1 else [Scaling("tensor"), Scaling("row"), Scaling((1, 32))]
+    expected = [scale_to(x, target, scaling) for scaling in scalings]
+    monkeypatch.setattr(scaling_file, "DIVIDES_ON", ())
+    with DividesAsCUDA():
+        got = [scale_to(x, target, scaling) for scaling in scalings]
+        found = share_of(mantissas, target), share_of(tiny, target)
+        naive = mantissas / target.largest
+    assert torch.equal(found[0], mantissas / target.largest)
+    torch.testing.assert_close(found[1], tiny / target.largest, rtol=0, atol=2.0**-149)  # scales are 2**-126 and more
+    assert (naive != found[0]).float().mean() > 0.01, "which an ulp shows"
+    assert all(torch.equal(one.scale, other.scale) for one, other in zip(got, expected, strict=True))
+    assert all(torch.equal(one.values.float(), other.values.float()) for one, other in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
