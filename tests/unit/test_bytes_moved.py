@@ -8,8 +8,9 @@ from torch._inductor.async_compile import AsyncCompile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from booster.mixed_precision.low_precision import operands
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
-from booster.mixed_precision.low_precision.recipes import FP8_RECIPES
+from booster.mixed_precision.low_precision.recipes import FP8_RECIPES, DelayedScale
 from booster.mixed_precision.low_precision.weights import RoundedWeights
 
 
@@ -61,3 +62,37 @@ def test_a_layer_moves_the_bytes_of_the_table(way, monkeypatch):
             run(x).backward(g.detach())
     numbers = tokens * inputs + inputs * outputs + tokens * outputs
     assert moved.bytes == pytest.approx(MOVED[way] * numbers, abs=500)  # of scalars
+
+
+class EnoughSeenError(Exception):
+    pass
+
+
+# Of an operand that is written by rows and turned, bytes of each number: read for the largest; read, and written by rows;
+# turned from there. Where the host knows that a scale is there, one kernel finds the largest and rounds.
+ROUNDED = {"its own": (2, 3, 2), "delayed, not known": (2, 3, 2), "delayed, known": (3, 2)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler about itself
+@pytest.mark.parametrize("scale", ROUNDED)
+def test_a_graph_that_knows_a_delayed_scale_reads_an_operand_once_less(scale):
+    """As Inductor fuses for a GPU; what it would write for Triton is not written."""
+    torch.compiler.reset()
+    recipe, x = FP8_RECIPES["tensorwise"], torch.zeros(512, 1024, dtype=torch.bfloat16)
+    if scale != "its own":
+        each = [DelayedScale(torch.ones(()), torch.zeros(()), scale == "delayed, known") for _ in range(3)]
+        recipe = recipe.delayed(*each)
+    seen, how, other = [], recipe.output, recipe.weight_gradient
+
+    def note(nodes):
+        seen.extend(round(each.get_read_write_buffers_sizes() / x.numel()) for each in nodes)
+        raise EnoughSeenError
+
+    def both(x):
+        made, turned = operands.both(x, how.left, how, other.right, other, recipe)
+        return made.values, made.scale, turned.values
+
+    with config.patch(cpu_backend="triton", force_disable_caches=True, _post_fusion_custom_pass=note):
+        with pytest.raises(Exception, match="EnoughSeenError"):
+            torch.compile(both, fullgraph=True, dynamic=False)(x)
+    assert tuple(each for each in seen if each) == ROUNDED[scale]

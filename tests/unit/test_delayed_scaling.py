@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from booster import Booster
 from booster.interface.model import histories_of
 from booster.mixed_precision import Autopilot, DelayedScaling, FP8MixedPrecision
+from booster.mixed_precision.low_precision import linear
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 
 LAYERS = ["1", "2.up", "2.down"]
@@ -165,6 +167,16 @@ def test_what_is_not_finite_is_seen_and_does_not_count(bad):
     assert all(torch.isfinite(param).all() for param in end.values())
 
 
+def test_a_step_that_shows_nothing_counts_as_the_one_before():
+    booster, model, optimizer = run = boosted(DelayedScaling(amax_history_len=1))
+    train(run, range(2))
+    before = scales(model)
+    booster.backward(model(batch(2)).square().mean() * 0.0, optimizer)  # gradients of outputs are zeros
+    optimizer.step()
+    assert torch.equal(scales(model)[:, 2], before[:, 2])
+    assert not torch.equal(scales(model)[:, 0], before[:, 0])
+
+
 def test_a_run_resumes_to_the_bit(tmp_path):
     through = boosted(DelayedScaling(amax_history_len=4))
     train(through, range(6))
@@ -239,6 +251,38 @@ def test_what_does_not_go_with_it_is_refused():
         booster.switch("bf16")
     assert "delayed_scaling=True" in repr(FP8MixedPrecision(delayed_scaling=True))
     assert "margin=2" in repr(FP8MixedPrecision(delayed_scaling=DelayedScaling(margin=2)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch's compiler about itself
+def test_a_graph_is_made_anew_once_scales_are_known_and_computes_what_eager_layers_do(tmp_path):
+    """Its operations run one by one. A rehearsal on a CPU multiplies scales into sums where it is not compiled."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled():
+        return boosted(model=torch.compile(net(), backend=backend, dynamic=False, fullgraph=True))
+
+    with mock.patch.object(linear, "multiplies_into_sums", return_value=False):
+        eager, run = boosted(), compiled()
+        tried = len(graphs)  # `boost` looks at a layer of each shape
+        for number in range(4):
+            if number == 2:  # all of an operand is not finite, in either graph
+                eager[1](batch(0) * torch.nan), run[1](batch(0) * torch.nan)
+            expected, got = (train(each, [number]) for each in (eager, run))
+            assert all(torch.equal(got[name], expected[name]) for name in expected)
+            assert len(graphs) - tried == (1 if number == 0 else 2)
+        run[0].save(tmp_path, run[1], run[2])
+        again = compiled()
+        again[0].load(tmp_path, again[1], again[2])
+        resumed = [how.delayed.known for layer in layers(again[1]).values() for how in (layer.recipe.output.left,)]
+        assert resumed == [True] * 3
+        again[0].load(tmp_path, again[1], again[2])
+        histories_of(again[1]).load_state_dict({})
+        assert not layers(again[1])["1"].recipe.output.left.delayed.known, "what begins anew knows nothing"
 
 
 @pytest.mark.slow

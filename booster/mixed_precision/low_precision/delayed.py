@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from booster.ground import arguments
+from booster.ground.torch_internals import compiler_is_loaded
 from booster.mixed_precision.low_precision.linear import LowPrecisionLinear
 from booster.mixed_precision.low_precision.recipes import DelayedScale
 from booster.number_formats import E4M3, E5M2
@@ -40,7 +41,11 @@ class ScaleHistories:
     """The largest magnitudes in the layers of one model, and the scales of the step that follow from them.
 
     Listens to the optimizer's steps: after each, ranks agree on the largest magnitudes of it, in one collective for all layers,
-    and every scale is made anew. A magnitude that is not finite does not count. Gives `layers` recipes of their own.
+    and every scale is made anew. A magnitude that is not finite does not count; a step that shows none but zeros, or none at
+    all, counts as the one before. Gives `layers` recipes of their own.
+
+    Where something may be compiled, the host is told which scales are known, after the steps 1, 2, 4, 8 and so on until all
+    are: for those the compiler makes a second graph, which reads a matrix once.
 
     layers: by name. On ranks of `group` they may be others, as in a pipeline. device: where they are.
     """
@@ -58,10 +63,12 @@ class ScaleHistories:
         self._scale = torch.zeros_like(self._amax)
         self._history = self._amax.new_zeros(plan.amax_history_len, *self._amax.shape)
         self._largest = self._amax.new_tensor([E4M3.largest, E4M3.largest, E5M2.largest])
+        self._steps, self._scales = 0, dict[tuple[int, int], DelayedScale]()
         for row, name in enumerate(self.names):
             if name in layers:
-                matrices = (DelayedScale(self._scale[row, i], self._amax[row, i]) for i in range(_MATRICES))
+                matrices = [DelayedScale(self._scale[row, i], self._amax[row, i]) for i in range(_MATRICES)]
                 layers[name].recipe = layers[name].recipe.delayed(*matrices)
+                self._scales.update(((row, i), matrix) for i, matrix in enumerate(matrices))
 
     # ---- what a listener of steps does
 
@@ -77,10 +84,14 @@ class ScaleHistories:
             there = self._amax.to(communication_device(self._amax.device, self._group))
             dist.all_reduce(there, dist.ReduceOp.MAX, group=self._group)
             self._amax.copy_(there)
+        newest = torch.where(self._amax > 0, self._amax, self._history[0])
         self._history.copy_(self._history.roll(1, 0))
-        self._history[0].copy_(self._amax)
+        self._history[0].copy_(newest)
         self._amax.zero_()
         self._rescale()
+        self._steps += 1
+        if self._steps & (self._steps - 1) == 0:
+            self._tell()
 
     # ---- what a checkpoint holds
 
@@ -99,8 +110,25 @@ class ScaleHistories:
             history = state["history"][: len(self._history), [places[self.names[row]] for row in known]]
             self._history[: len(history), known] = history.to(self._history)
         self._rescale()
+        self._steps = 0
+        for scale in self._scales.values():
+            scale.known = False
+        self._tell()
 
     # ---- inside
+
+    def _tell(self) -> None:
+        """Tell the host which scales are known for good: whose newest magnitude is not zero. Waits for the device."""
+        unknown = {place: scale for place, scale in self._scales.items() if not scale.known}
+        if (
+            not unknown
+            or not compiler_is_loaded()
+            or (self._scale.is_cuda and torch.cuda.is_current_stream_capturing())
+        ):
+            return
+        known = (self._history[0] > 0).tolist()
+        for (row, i), scale in unknown.items():
+            scale.known = known[row][i]
 
     def _rescale(self) -> None:
         largest = self._history.amax(0)

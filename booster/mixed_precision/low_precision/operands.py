@@ -53,8 +53,10 @@ def both(
 def low(x: torch.Tensor, operand: Operand) -> Scaled:
     """Return the matrix `x` in the format of `operand`."""
     noise = noise_of(x) if operand.stochastic else None
-    scale = None if operand.delayed is None else operand.delayed.of(x, operand.format)
-    return scale_to(x, operand.format, operand.scaling, noise=noise, scale=scale)
+    if operand.delayed is None:
+        return scale_to(x, operand.format, operand.scaling, noise=noise)
+    taken, meant = operand.delayed.of(x, operand.format)
+    return replace(scale_to(x, operand.format, operand.scaling, scale=taken), scale=meant)
 
 
 def laid_out(x: torch.Tensor, how: Product, recipe: Recipe) -> torch.Tensor:

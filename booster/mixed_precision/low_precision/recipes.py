@@ -14,29 +14,35 @@ from typing import Literal
 import torch
 
 from booster.number_formats import E2M1, E4M3, E5M2, INT8, NumberFormat, ScaleKind, Scaling, largest_under
-from booster.number_formats.scaling import scale_of
+from booster.number_formats.scaling import scale_of, share_of
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DelayedScale:
     """The scale of one matrix of one layer that earlier steps left, and what it notes for later ones.
 
     scale: float32, of shape (); 0 where nothing is known yet, and its own scale is taken. largest: likewise, the largest
-    magnitude of this step so far; None notes none.
+    magnitude of this step so far; None notes none. known: whether the host has been told that `scale` is above 0, where it
+    stays. No number changes by that, but a graph then asks for no scale of the matrix itself, which would be a pass before
+    the one that rounds.
     """
 
     scale: torch.Tensor
     largest: torch.Tensor | None
+    known: bool = False
 
     @torch.no_grad()
-    def of(self, x: torch.Tensor, target: NumberFormat) -> torch.Tensor:
-        """Return the scale to round `x` to `target` with, and note its largest magnitude; NaN where that is not finite."""
+    def of(self, x: torch.Tensor, target: NumberFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scale to round `x` to `target` with, and the same, or NaN where `x` is not finite, to multiply with; note
+        the largest magnitude of `x`."""
         here = largest_under(x, "tensor").float()
         finite = torch.isfinite(here)
         if self.largest is not None:
             self.largest.copy_(torch.maximum(self.largest, torch.where(finite, here, 0.0)))
-        own = scale_of(here / target.largest)
-        return torch.where(finite & (self.scale > 0), self.scale, own)
+        taken = self.scale
+        if not self.known:
+            taken = torch.where(self.scale > 0, self.scale, scale_of(share_of(here, target)))
+        return taken, torch.where(finite, taken, torch.nan)
 
 
 @dataclass(frozen=True)
