@@ -131,10 +131,10 @@ class Twins(nn.Module):
         return self.one(x) if self.other is None else self.one(x) - 0.5 * self.other(x)
 
 
-def group(seed, *, keeps, compiled=False):
+def group(seed, *, keeps, backend=None):
     """Outputs and gradients of a random layer's groups of 1 to 4 micro-batches, with whatever is done between two of them.
 
-    keeps: whether the rounded weight is kept. compiled: run as the compiler's graph; see `check_group`. And what was drawn.
+    keeps: whether the rounded weight is kept. backend: of the compiler, if its graphs run. And what was drawn.
     """
     layer, x, g, how, said = drawn(seed)
     draw = random.Random(f"group {seed}")
@@ -146,7 +146,7 @@ def group(seed, *, keeps, compiled=False):
     for each in (layer, other):
         if each is not None:
             each.weights = kept
-    run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False) if compiled else model
+    run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     micro, writes = draw.randint(1, 4), []
     for step in range(2):
         for number in range(micro):
@@ -158,7 +158,7 @@ def group(seed, *, keeps, compiled=False):
                 elif write == "other memory":
                     layer.weight.data = layer.weight.data * 0.75
             tokens = (x.detach() * (1 + number)).requires_grad_(x.requires_grad)
-            if how in ("checkpoint", "reentrant") and not compiled and (how == "checkpoint" or tokens.requires_grad):
+            if how == "checkpoint" or (how == "reentrant" and tokens.requires_grad):
                 y = checkpoint(run, tokens, use_reentrant=how == "reentrant")
             else:
                 y = run(tokens)
@@ -204,7 +204,35 @@ def test_the_graphs_of_50_of_them_compute_the_same_bits():
     for seed in range(60, 2060, 40):
         torch.compiler.reset()
         with mock.patch.object(linear, "multiplies_into_sums", return_value=False):
-            (compiled, said), (eager, _) = group(seed, keeps=True, compiled=True), group(seed, keeps=True)
+            (compiled, said), (eager, _) = group(seed, keeps=True, backend="aot_eager"), group(seed, keeps=True)
+        assert same(compiled, eager), said
+    torch.compiler.reset()
+
+
+# Of the first 2,000: all recipes, wide products, one row, odd shapes, tied, frozen, checkpointed, 1 to 4 micro-batches.
+BY_INDUCTOR = range(60, 2060, 125)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad", "ignore::DeprecationWarning", "ignore::UserWarning"
+)
+def test_what_inductor_makes_of_some_of_them_computes_the_same_bits():
+    """But for gradients of biases, which are sums in another order. Halves are rounded as written; a C++ compiler runs."""
+    from torch._inductor import config  # which takes seconds
+
+    for seed in BY_INDUCTOR:
+        torch.compiler.reset()
+        with mock.patch.object(linear, "multiplies_into_sums", return_value=False):
+            with config.patch(emulate_precision_casts=True):
+                compiled, said = group(seed, keeps=True, backend="inductor")
+            eager, _ = group(seed, keeps=True)
+        biases = [key for key in eager if key.endswith("bias") and eager[key] is not None]
+        for key in biases:
+            unit = torch.finfo(eager[key].dtype).eps
+            one, other = compiled.pop(key).nan_to_num(7.0), eager.pop(key).nan_to_num(7.0)
+            torch.testing.assert_close(one, other, rtol=8 * unit, atol=64 * unit, msg=said)
         assert same(compiled, eager), said
     torch.compiler.reset()
 
