@@ -26,6 +26,7 @@ import forks
 import pytest
 import torch
 from pool import RankPool
+from quick_interpreter import quicken
 
 from booster.kernels import choice
 
@@ -66,6 +67,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _part_workers(config)
+    quicken()
     if not config.getoption("--kernels"):
         return
     if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":

@@ -15,14 +15,18 @@ class CompiledKernels:
     def __init__(self) -> None:
         self._compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
-    def launch(self, kernel: Any, key: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        """Launch `kernel` on `args`, which are its first parameters; `constants` are the others, by name."""
+    def launch(
+        self, kernel: Any, key: Any, programs: int, args: Sequence[Any], constants: Mapping[str, Any], warps: int = 4
+    ) -> None:
+        """Launch `kernel` on `args`, which are its first parameters; `constants` are the others, by name.
+
+        warps: of a program."""
         known = self._compiled.get((kernel, key))
         if known is not None:
             compiled, others = known
             compiled[(programs, 1, 1)](*args, *others)
             return
-        compiled = kernel[(programs,)](*args, **constants, enable_fp_fusion=False)
+        compiled = kernel[(programs,)](*args, **constants, enable_fp_fusion=False, num_warps=warps)
         if compiled is not None:  # where it is interpreted there is none
             self._compiled[kernel, key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
 

@@ -14,7 +14,9 @@ from booster.kernels.arithmetic import load_half, load_wide, number_of
 TILE = 2048  # elements of a program; a multiple of 64, so that groups of 32 and lanes of 64 lie in one
 COLUMNS = 13
 SCALARS = 8  # that `prepare` of a rule makes for each clock
-BLOCK = 128  # what the deciding program does at once
+BLOCK = 128  # clocks that the deciding program counts at once
+AT_ONCE = tl.constexpr(4096)  # numbers that one program adds at once: each round waits for memory
+WARPS = 16  # of a program of `update`: by 4 elements a thread, which need no more registers than there are
 OUT = 8  # 64-bit words of what was decided: see `decide`
 
 
@@ -55,18 +57,18 @@ def measure(table, tiles, partials, zeros, COLUMNS: tl.constexpr, TILE: tl.const
 
 
 @triton.jit
-def _sum(partials, count, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, count, BLOCK):
-        offsets = first + tl.arange(0, BLOCK)
+def _sum(partials, count):
+    total = tl.zeros([AT_ONCE], tl.float64)
+    for first in range(0, count, AT_ONCE):
+        offsets = first + tl.arange(0, AT_ONCE)
         total += tl.load(partials + offsets, offsets < count, 0.0)
     return tl.sum(total)
 
 
-@triton.jit
-def add_up(partials, count, total, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["count"])
+def add_up(partials, count, total):
     """Write the sum of partial sums to `total`, float64."""
-    tl.store(total, _sum(partials, count, BLOCK))
+    tl.store(total, _sum(partials, count))
 
 
 @triton.jit
@@ -77,13 +79,21 @@ def _float64(pointer):
         return tl.load(pointer).to(tl.float64)
 
 
-@triton.jit
-def norm_of(sums, count, carried, pending, norm, BLOCK: tl.constexpr):
-    """Write the norm of true gradients, float64, clips that wait applied; `carried` and `pending` as of `decide`."""
-    tl.store(norm, tl.sqrt(_sum(sums, count, BLOCK)) * _float64(pending) / _float64(carried))
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "carried", "pending", "norm", "previous"]
+)
+def norm_of(sums, count, carried, pending, norm, previous):
+    """Write the norm of true gradients, float64, clips that wait applied; `carried` and `pending` as of `decide`.
+
+    previous: beside `norm` goes what the next step is clipped by: the norm, or, where that is not finite, what is at
+    `previous`; None: nothing."""
+    found = tl.sqrt(_sum(sums, count)) * _float64(pending) / _float64(carried)
+    tl.store(norm, found)
+    if previous is not None:
+        tl.store(norm + 1, tl.where(found < float("inf"), found, tl.load(previous)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["norm", "bound", "pending", "factor"])
 def clip_by(norm, bound, pending, factor):
     """Write what `pending` becomes by a clip to `bound`: nothing else where the norm is not finite."""
     found = tl.load(norm)
@@ -170,7 +180,7 @@ def decide(
     factor = _float64(pending)
     known = _float64(carried)
     if partials is not None:
-        norm = tl.sqrt(_sum(partials, count, BLOCK)) * factor / known
+        norm = tl.sqrt(_sum(partials, count)) * factor / known
         finite = norm < float("inf")
         found = tl.where(finite, 0, 1)
         if CLIP:
@@ -178,9 +188,9 @@ def decide(
             factor = factor * tl.where(finite, clip, 1.0)
         tl.store(numbers, norm)
     if zeros is not None:
-        total = tl.zeros([BLOCK], tl.int64)
-        for first in range(0, num_zeros, BLOCK):
-            offsets = first + tl.arange(0, BLOCK)
+        total = tl.zeros([AT_ONCE], tl.int64)
+        for first in range(0, num_zeros, AT_ONCE):
+            offsets = first + tl.arange(0, AT_ONCE)
             total += tl.load(zeros + offsets, offsets < num_zeros, 0).to(tl.int64)
         tl.store(words + 6, tl.sum(total))
     if found_in is not None:

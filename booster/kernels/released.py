@@ -7,14 +7,68 @@ step is skipped it runs all the same, and its launches write nothing. Norms are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from booster.tensors.grads import agree_on, gradient_values, tensor_norms
-from booster.update.device import DeviceNorm, nonfinite
+from booster.kernels.compiled import current
+from booster.kernels.launches import norm_of
+from booster.update.device import DeviceNorm
 from booster.update.gradual import GradualStep
+from booster.update.outcome import Copy
 from booster.update.released_pass import ReleasedPass
+
+
+class LookByTorch:
+    """What torch's operations read of the gradients of `params`.
+
+    norms: of each, float64. sums: their squares, or one sum of all ranks' where they hold shards. zeros: how many elements of
+    each are zero, where that is counted."""
+
+    def __init__(
+        self, params: list[torch.Tensor], norms: torch.Tensor, sums: torch.Tensor, zeros: torch.Tensor | None
+    ) -> None:
+        self.params, self._norms, self.sums, self.zeros = params, norms, sums, zeros
+
+    def copied(self, copy: Copy) -> LookByTorch:
+        """The same, of a copy of what names whose gradients are not finite."""
+        return LookByTorch(self.params, copy(self._norms), self.sums, self.zeros)
+
+    def squares(self) -> dict[torch.Tensor, float]:
+        """Return the squares of the norms by parameter; waits for the device."""
+        return dict(zip(self.params, self._norms.square().tolist(), strict=True))
+
+
+class Along:
+    """What a pass read of its gradients, a look at a time.
+
+    sums: of squares of all of them. found: 1 where they are not finite, 0 where they are, 0-dim; None: nobody knows."""
+
+    def __init__(self, looks: Sequence[Any], sums: torch.Tensor, found: torch.Tensor | None) -> None:
+        self._looks, self.sums, self.found = looks, sums, found
+
+    def copied(self, copy: Copy) -> Along:
+        """The same, of a copy of what names whose gradients are not finite."""
+        return Along([look.copied(copy) for look in self._looks], self.sums, self.found)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Whose gradients were read."""
+        return [param for look in self._looks for param in look.params]
+
+    @cached_property
+    def total(self) -> torch.Tensor:
+        """The norm of the gradients as they are, 0-dim on the device."""
+        return self.sums.sum().sqrt()
+
+    @cached_property
+    def each(self) -> torch.Tensor:
+        """The norms of `params`; waits for the device."""
+        squares: dict[torch.Tensor, float] = {}
+        for look in self._looks:
+            squares |= look.squares()
+        return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
 
 
 class KernelGradualStep(GradualStep):
@@ -41,7 +95,7 @@ class KernelGradualStep(GradualStep):
             return
         found = self._decision.found_of_part  # what kernels do not know waits for the device
         if found is None or not bool(found):
-            self._gradual.step(params, float(divisor))
+            self._gradual.step(params, float(self._decision.gradients.divisor))
 
 
 class KernelPass(ReleasedPass):
@@ -52,18 +106,50 @@ class KernelPass(ReleasedPass):
     def __init__(self, gradients: Any) -> None:
         super().__init__(gradients)
         self._dtype = torch.float64
+        self._looks: list[Any] = []
+        self._looked_at: set[torch.Tensor] = set()
+        self._next: torch.Tensor | None = None  # what the step after this one is clipped by
 
     def overflows(self) -> bool:
         return False
 
+    @property
+    def _with_norms(self) -> list[torch.Tensor]:
+        return [param for param in self.params if param in self.norms or param in self._looked_at]
+
+    @property
+    def counts(self) -> bool:
+        return bool(self._looked_at) or super().counts
+
     def take_norm(self) -> None:
+        if self.measures_along:
+            self._take_along()
+            return
         norms, norm = self.gradients.norms, self.stacked().to(self.gradients.norms.device)
         total = torch.linalg.vector_norm(norm)
         if self._shards.sharded:
             total = norms.shared_total(norm, 2.0, self.measured)
         self.gradients.take(DeviceNorm(total, norm, self.measured))
-        if self.release.max_norm and not self.measures_along:
+        if self.release.max_norm:
             self.gradients.clip_by(self.release.max_norm, self.gradients.norm)
+
+    def _take_along(self) -> None:
+        gradients, device, sums = self.gradients, self.gradients.norms.device, [look.sums for look in self._looks]
+        found = self.decision.found_of_part
+        total = (
+            torch.cat(sums)
+            if len(sums) > 1
+            else sums[0]
+            if sums
+            else torch.zeros(1, dtype=torch.float64, device=device)
+        )
+        carried = self.decision.steps.factor_on("carried", gradients.scale, device)
+        norms = torch.empty(2, dtype=torch.float64, device=device)
+        with current(device):
+            previous = self.release.previous
+            norm_of[(1,)](total, total.numel(), carried, None, norms, previous, enable_fp_fusion=False)
+        gradients.read = [Along(self._looks, total, found)]
+        gradients.norm, self._next = norms.unbind()
 
     def begin(self) -> None:
         previous: Any = self.release.previous
@@ -75,8 +161,12 @@ class KernelPass(ReleasedPass):
     def _make_gradual(self) -> GradualStep:
         return KernelGradualStep(super()._make_gradual(), self.decision)
 
+    def _divide_by(self) -> Any:
+        """Launches divide by what waits; see `KernelGradualStep` for the others."""
+        return None
+
     def _look_along(self, param: torch.Tensor) -> None:
-        """Those that are judged together are looked at together, since each look is two launches."""
+        """Those that are judged together are looked at together, in one launch."""
 
     def _judge(self) -> None:
         params, self._unjudged = self._unjudged, []
@@ -85,23 +175,13 @@ class KernelPass(ReleasedPass):
         self._num_unjudged = 0
         with self._lent(params) as parts:
             there = {param: part for param, part in zip(params, parts, strict=True) if part.grad is not None}
-            norms = tensor_norms(gradient_values(there.values()), 2.0, self._dtype) if there else None
-        device = self.gradients.norms.device
-        if norms is None:
-            found = torch.zeros((), dtype=torch.float32, device=device)
-        else:
-            self.norms.update(zip(there, norms.unbind(), strict=True))
-            found = nonfinite(norms.sum())
-        if self._shards.sharded:
-            found = agree_on(found, self.gradients.group)
-        before = self.decision.found_along
-        self.decision.found_along = found if before is None else torch.maximum(before, found)
+            self._looks.append(self.decision.look_along(list(there.values())))
+        self._looked_at.update(there)
         for param in params:
             self._admit(param)
 
     def _keep_norm(self, norm: Any) -> None:
-        before: Any = self.release.previous
-        if before is None:
+        if self._next is None:
             super()._keep_norm(norm)
         else:
-            self.release.previous = torch.where(norm < torch.inf, norm, before)
+            self.release.previous = self._next

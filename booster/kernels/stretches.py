@@ -34,7 +34,7 @@ class Unfit(Exception):
 
 
 class Stretches:
-    """All that one step updates, by the groups of `optimizer`: see `add` and `add_bucket`.
+    """All that one step updates, by the groups of `optimizer`: see `add` and `add_bucket`; or all that one look reads.
 
     `holds` tells later whether it still does.
     """
@@ -80,6 +80,12 @@ class Stretches:
         self._tensors.append(param)
         codes = tuple(tensor.data_ptr() for tensor in states)
         self._put(group, clock, param, 0, param.numel(), param.data_ptr(), 0, codes, (0,) * len(codes), None)
+
+    def add_reading(self, param: torch.Tensor) -> None:
+        """Add the gradient of a parameter, which nobody steps here."""
+        if not self.clocks:
+            self.clocks.append((0, 0))
+        self._put(0, 0, param, 0, param.numel(), 0, 0, (), (), None)
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Add what lies in a bucket. Raises Unfit."""

@@ -22,8 +22,8 @@ from torch.autograd.graph import increment_version
 from booster.ground.device import DeviceCopies, HostCopy
 from booster.ground.torch_internals import note_step, step_hooks
 from booster.kernels.compiled import CompiledKernels, current, kinds_of
-from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, add_up, clip_by, decide, norm_of, update
-from booster.kernels.released import KernelPass
+from booster.kernels.launches import BLOCK, COLUMNS, OUT, SCALARS, TILE, WARPS, add_up, clip_by, decide, norm_of, update
+from booster.kernels.released import Along, KernelPass, LookByTorch
 from booster.kernels.rule import MOST_NUMBERS, MOST_STATES, Rule
 from booster.kernels.stretches import DTYPES, Stretches, Unfit, numbers_of, same
 from booster.kernels.table import Kind, Table, Tables
@@ -35,10 +35,10 @@ from booster.masters.step import MasterStep
 from booster.masters.update import MasterApplication
 from booster.ranks import agreement
 from booster.tensors.flat import ALIGNMENT, lies_like
-from booster.tensors.grads import gradient_values
+from booster.tensors.grads import gradient_values, tensor_norms
 from booster.update.application import Application, Told, laid_like
 from booster.update.choice import release_by
-from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms, device_of
+from booster.update.device import DeviceDecision, DeviceGradients, DeviceNorms, device_of, nonfinite
 from booster.update.gradients import Gradients
 from booster.update.job import Job
 from booster.update.kept import KeptState
@@ -60,10 +60,19 @@ _SKIPPED, _DIVISOR = 5, 1  # places in what `decide` writes: of float32 and floa
 class Covered:
     """What kernels step of one optimizer: parameters as they are."""
 
-    def __init__(self, job: Job, rule: Rule) -> None:
+    def __init__(self, job: Job, rule: Rule, *, counts_zeros: bool = False) -> None:
         self._optimizer, self._shards = job.optimizer, job.shards
         self.sharded = job.shards.sharded
-        self.steps = _Steps(rule, job.optimizer, job.group)
+        self.steps = _Steps(rule, job.optimizer, job.group, counts_zeros=counts_zeros)
+
+    def look(self, looks: _Steps, params: list[torch.Tensor]) -> Tables | None:
+        """Return those of `looks` of the gradients of `params`, which are only read."""
+
+        def collect(stretches: Stretches) -> None:
+            for param in params:
+                stretches.add_reading(param)
+
+        return looks.table(params, (), self._shards, collect)
 
     def part(self, steps: _Steps, params: list[torch.Tensor]) -> Tables | None:
         """Return those of `steps` of the gradients of `params`, which are stepped before the others of their step."""
@@ -111,8 +120,8 @@ class Covered:
 class CoveredMasters(Covered):
     """The buckets of masters, and beside them float32 parameters. whole: what steps them otherwise."""
 
-    def __init__(self, job: Job, rule: Rule, whole: MasterStep) -> None:
-        super().__init__(job, rule)
+    def __init__(self, job: Job, rule: Rule, whole: MasterStep, *, counts_zeros: bool = False) -> None:
+        super().__init__(job, rule, counts_zeros=counts_zeros)
         self._whole = whole
 
     def part(self, steps: _Steps, params: list[torch.Tensor]) -> Tables | None:
@@ -165,9 +174,9 @@ class KernelNorms(DeviceNorms):
 
     waits = True
 
-    def __init__(self, job: Job, covered: Covered, *, counts_zeros: bool = False) -> None:
+    def __init__(self, job: Job, covered: Covered) -> None:
         super().__init__(job)
-        self._covered, self._counts_zeros = covered, counts_zeros
+        self._covered, self._counts_zeros = covered, covered.steps.counts_zeros
 
     def read(self, gradients: Gradients, norm_type: float) -> tuple[Any, Any]:
         tables = self._covered.ready(gradients.params()) if norm_type == 2.0 else None
@@ -175,8 +184,13 @@ class KernelNorms(DeviceNorms):
             return super().read(gradients, norm_type)
         with current(tables.device):
             read = self.look(tables, gradients.scale)
-            scale, factor = _on_device(gradients.scale, tables.device), _on_device(gradients.factor, tables.device)
-            return read, read.norm(scale, factor)
+            there = self._covered.steps.factor_on
+            scale = there("carried", gradients.scale, tables.device)
+            return read, read.norm(scale, there("pending", gradients.factor, tables.device))
+
+    def found(self, read: Sequence[Any]) -> torch.Tensor:
+        known = read[0].found if len(read) == 1 and isinstance(read[0], Along) else None
+        return super().found(read) if known is None else known
 
     def look(self, tables: Tables, carried: Any) -> _Measured:
         """Read the gradients in `tables`, which are multiplied by `carried`. On their device."""
@@ -208,6 +222,22 @@ class KernelNorms(DeviceNorms):
                 counts.append(table.measure(counts_zeros=True)[1])
         return _together(counts, tables.device)
 
+    def look_by_torch(self, params: Sequence[torch.Tensor]) -> LookByTorch:
+        """Read the gradients of `params` by operations of torch."""
+        norms = torch.zeros(0, dtype=torch.float64, device=self.device)
+        if params:
+            norms = tensor_norms(gradient_values(params), 2.0, torch.float64)
+        squares = norms.square()
+        if self.shards.sharded:
+            copies = torch.tensor(self.shards.copies_of(params), dtype=torch.float64).to(norms.device)
+            squares = agreement.shared((squares / copies).sum(), self.group, dist.ReduceOp.SUM).view(1)
+        return LookByTorch(list(params), norms, squares, self.zeros_by_torch(params) if self._counts_zeros else None)
+
+    def zeros_by_torch(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Count zeros of what kernels do not measure: of each of `params`."""
+        counts = [value.numel() - value.count_nonzero().to(self.device) for value in gradient_values(params)]
+        return torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64, device=self.device)
+
     def _versions(self, tables: Tables) -> list[int]:
         return list(map(_VERSION, map(_GRAD, tables.params)))
 
@@ -217,7 +247,8 @@ class KernelNorms(DeviceNorms):
         found = torch.empty_like(norm)
         bound = self._covered.steps.device_numbers("bound", (max_norm,), norm.device)
         with current(norm.device):
-            clip_by[(1,)](norm, bound, _on_device(factor, norm.device), found, enable_fp_fusion=False)
+            pending = self._covered.steps.factor_on("pending", factor, norm.device)
+            clip_by[(1,)](norm, bound, pending, found, enable_fp_fusion=False)
         return found
 
 
@@ -225,13 +256,12 @@ class KernelDecision(DeviceDecision):
     """Decides and steps by kernels. Gradients are only read: after a step they carry the loss scale that they had, and no clip.
     What kernels do not know, `application` steps."""
 
-    def __init__(
-        self, gradients: DeviceGradients, application: Application, covered: Covered, *, counts_zeros: bool = False
-    ) -> None:
+    def __init__(self, gradients: DeviceGradients, application: Application, covered: Covered) -> None:
         super().__init__(gradients, application)
-        self.covered, self._counts_zeros = covered, counts_zeros
+        self.covered, self._counts_zeros = covered, covered.steps.counts_zeros
         self.steps = covered.steps
         self._parts: list[_Steps] = []  # of what is stepped together within a backward pass, in its order
+        self._looks: list[_Steps] = []  # and of what is looked at together
         self.begin_gradual()
 
     def step(self, params: list[torch.Tensor]) -> tuple[StepResult, Any]:
@@ -293,27 +323,43 @@ class KernelDecision(DeviceDecision):
         return KernelPass(gradients)
 
     def begin_gradual(self) -> None:
-        self._num_parts = 0
-        self._zeros_along: torch.Tensor | None = None
-        self.found_along: torch.Tensor | None = None
-        """Whether gradients that came so far are not finite, 0-dim; None: nobody looked."""
+        self._num_parts = self._num_looks = 0
+        self._zeros_along: list[torch.Tensor] = []
+        self._sums_along: list[torch.Tensor] = []  # of squares of gradients that no launch has decided by yet
+        self._found_along: torch.Tensor | None = (
+            None  # whether others that came are not finite, 0-dim; None: there are none
+        )
 
-    def look_at_part(self, params: Sequence[torch.Tensor]) -> None:
-        if self._counts_zeros:
-            zeros = self._zeros_of(params)
-            self._zeros_along = zeros if self._zeros_along is None else self._zeros_along + zeros
+    def look_along(self, params: list[torch.Tensor]) -> _Measured | LookByTorch:
+        """Read the gradients of `params`, by which the parts that follow are stepped or not."""
+        norms: Any = self.gradients.norms
+        if self._num_looks == len(self._looks):
+            steps = self.steps
+            group, counts = self.gradients.group, self._counts_zeros
+            self._looks.append(
+                _Steps(steps.rule, self.gradients.optimizer, group, counts_zeros=counts, only_reads=True)
+            )
+        looks, self._num_looks = self._looks[self._num_looks], self._num_looks + 1
+        tables = self.covered.look(looks, params) if params else None
+        if tables is None:
+            found = norms.look_by_torch(params)
+        else:
+            with current(tables.device):
+                found = norms.look(tables, self.gradients.scale)
+        self._sums_along.append(found.sums)
+        if found.zeros is not None:
+            self._zeros_along.append(found.zeros)
+        return found
 
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
         if not self._counts_zeros:
             return None
+        norms: Any = self.gradients.norms
         release = self.gradients.release
-        return self._zeros_along if release is not None and release.uncounted else self._zeros_of(params)
-
-    def _zeros_of(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Count zeros of what kernels do not measure, by operations of torch."""
-        values, device = gradient_values(params), self.gradients.norms.device  # type: ignore[attr-defined]
-        counts = [value.numel() - value.count_nonzero().to(device) for value in values]
-        return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
+        if release is None or not release.uncounted:
+            return norms.zeros_by_torch(params).sum()
+        zeros = self._zeros_along
+        return None if not zeros else zeros[0].sum() if len(zeros) == 1 else torch.cat(zeros).sum()
 
     def agree(self) -> bool:
         """Return whether the host knows that all who decide together skip this step: as a rule it does not ask."""
@@ -324,20 +370,45 @@ class KernelDecision(DeviceDecision):
 
     @property
     def found_of_part(self) -> torch.Tensor | None:
+        """Whether gradients that came so far are not finite, or the step is skipped whatever they are, 0-dim; None: nobody
+        looked."""
         found = self.gradients.joint.found
-        return found if isinstance(found, torch.Tensor) else self.found_along
+        if isinstance(found, torch.Tensor):
+            return found
+        if self._sums_along:
+            found, before = nonfinite(torch.cat(self._sums_along).sum()), self._found_along
+            self._sums_along, self._found_along = [], found if before is None else torch.maximum(before, found)
+        return self._found_along
+
+    def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:
+        release = self.gradients.release
+        made = release is not None and release.uncounted
+        return True if made else super()._apply_divided(params, found, carried, clip)
 
     def step_part(self, params: Sequence[torch.Tensor]) -> bool:
         """Step `params` before the others of their step; return False, with nothing done, where kernels do not know them."""
         if self._num_parts == len(self._parts):
-            self._parts.append(_Steps(self.steps.rule, self.gradients.optimizer, self.gradients.group))
+            group, counts = self.gradients.group, self._counts_zeros
+            self._parts.append(_Steps(self.steps.rule, self.gradients.optimizer, group, counts_zeros=counts))
         steps, self._num_parts = self._parts[self._num_parts], self._num_parts + 1
-        tables, gradients, found = self.covered.part(steps, list(params)), self.gradients, self.found_of_part
+        tables, gradients, norms = self.covered.part(steps, list(params)), self.gradients, self.gradients.norms
         if tables is None:
+            if self._counts_zeros and not self._num_looks:
+                self._zeros_along.append(norms.zeros_by_torch(params))  # type: ignore[attr-defined]
             return False
-        told = None, None, found, gradients.scale, gradients.factor, None, None, found is not None
+        found, sums = gradients.joint.found, None
+        if not isinstance(found, torch.Tensor):
+            found = self._found_along
+            if self._sums_along:
+                sums = self._sums_along[0] if len(self._sums_along) == 1 else torch.cat(self._sums_along)
+        checks = found is not None or sums is not None
         with current(tables.device):
-            steps.run(tables, self.covered, _UNSCALED, *told, is_part=True)
+            if self._counts_zeros and not self._num_looks:
+                self._zeros_along.append(norms.zeros(tables, None))  # type: ignore[attr-defined]
+            told = sums, None, found, gradients.scale, gradients.factor, None, None, checks
+            out = steps.run(tables, self.covered, _UNSCALED, *told, is_part=True)
+        if sums is not None:
+            self._sums_along, self._found_along = [], out.view(torch.float32)[_SKIPPED]
         return True
 
     def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
@@ -359,9 +430,13 @@ def kernel_update(
 
     counts_zeros: tell how many elements of gradients are zero."""
     masters = isinstance(application, MasterApplication)
-    covered = CoveredMasters(job, rule, application.whole) if masters else Covered(job, rule)  # type: ignore[attr-defined]
-    gradients = DeviceGradients(job, KernelNorms(job, covered, counts_zeros=counts_zeros))
-    decision = KernelDecision(gradients, application, covered, counts_zeros=counts_zeros)
+    covered: Covered
+    if masters:
+        covered = CoveredMasters(job, rule, application.whole, counts_zeros=counts_zeros)  # type: ignore[attr-defined]
+    else:
+        covered = Covered(job, rule, counts_zeros=counts_zeros)
+    gradients = DeviceGradients(job, KernelNorms(job, covered))
+    decision = KernelDecision(gradients, application, covered)
     release_by(job, gradients, decision)
     return Update(gradients, decision, kept)
 
@@ -384,22 +459,34 @@ class _Set:
 
 
 class _Steps:
-    """The launches of one optimizer's steps, and what they need from step to step."""
+    """The launches of one optimizer's steps, and what they need from step to step.
 
-    def __init__(self, rule: Rule, optimizer: Any, group: dist.ProcessGroup | None) -> None:
+    only_reads: there are none but those that read gradients."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        optimizer: Any,
+        group: dist.ProcessGroup | None,
+        *,
+        counts_zeros: bool = False,
+        only_reads: bool = False,
+    ) -> None:
         self.rule, self._optimizer, self._group = rule, optimizer, group
+        self.counts_zeros, self._only_reads = counts_zeros, only_reads
         self._sets: list[_Set] = []  # the last that were stepped, the latest first
         self._laid: list[torch.Tensor] = []  # gradients that were copied, until they are read
         self._params: list[torch.Tensor] = []
         self._values: dict[tuple[str, torch.device], tuple[Any, torch.Tensor]] = {}
         self._compiled, self._copies = CompiledKernels(), DeviceCopies()
-        self._said = False
+        self._said = only_reads
         self._broken: str | None = None
         self.reason: str | None = None
         """Why the last step was none of kernels, None if it was one."""
 
     def __deepcopy__(self, memo: Any) -> _Steps:
-        return _Steps(self.rule, copy.deepcopy(self._optimizer, memo), self._group)  # tables hold addresses
+        options = {"counts_zeros": self.counts_zeros, "only_reads": self._only_reads}
+        return _Steps(self.rule, copy.deepcopy(self._optimizer, memo), self._group, **options)  # tables hold addresses
 
     def table(
         self, params: list[torch.Tensor], layout: Any, shards: Any, collect: Callable[[Stretches], None]
@@ -503,12 +590,15 @@ class _Steps:
     def _try(self, table: Table) -> None:
         """Compile what `table` needs, before anything is written. Raises Unfit, also at every later step, where that fails."""
         try:
-            table.measure()
-            for kind in table.kinds:
+            sums, zeros = table.measure(counts_zeros=self.counts_zeros)
+            for kind in () if self._only_reads else table.kinds:
                 scratch = table.scalars.new_zeros(OUT), self._no_chances(table.device)
                 args = table.rows, table.tiles, kind.first, table.scalars, *scratch
                 constants = self._constants(kind, checks=True, divide=True)
-                update.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False)
+                update.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False, num_warps=WARPS)
+            if not self._only_reads:
+                _, _, args, constants = self._deciding(table, _UNSCALED, sums, zeros, None, None, None, None, 1.0)
+                decide.warmup(*args, grid=(1,), **constants, enable_fp_fusion=False, num_warps=4)
         except Exception as error:
             self._broken = f"Triton does not compile kernels here: {str(error).strip().splitlines()[-1:]}"
             raise Unfit(self._broken) from error
@@ -521,6 +611,12 @@ class _Steps:
         if self._copies.held is not None:
             self._copies.hold(known[1])
         return known[1]
+
+    def factor_on(self, name: str, value: Any, device: torch.device) -> torch.Tensor | None:
+        """Return a factor as a tensor on `device`, None where it is 1; a number is copied there where it changed."""
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        return None if value is None or value == 1.0 else self.device_numbers(name, (float(value),), device)
 
     @contextmanager
     def held_by(self, graph: list[Any]) -> Iterator[None]:
@@ -536,9 +632,9 @@ class _Steps:
         groups = self._optimizer.param_groups
         rows = [(*row, *(0.0,) * (MOST_NUMBERS - len(row))) for row in numbers_of(self.rule, groups)]
         found = self.device_numbers("rows", rows, device)
-        for row, group in zip(found, groups, strict=True):
+        for place, group in enumerate(groups):
             if isinstance(group.get("lr"), torch.Tensor):
-                row[0].copy_(group["lr"], non_blocking=True)
+                found[place, 0].copy_(group["lr"], non_blocking=True)
         return found
 
     def run(
@@ -563,7 +659,8 @@ class _Steps:
         if covered.dither is not None and not is_part:
             covered.dither.next()
         noise = covered.draw()  # memory that lives until the launches
-        carried, pending = _on_device(carried, tables.device), _on_device(pending, tables.device)
+        carried = self.factor_on("carried", carried, tables.device)
+        pending = self.factor_on("pending", pending, tables.device)
         divide, found = bound is not None or carried is not None or pending is not None, None
         for table in tables.each:
             with _HERE if table is tables.first else current(table.device):
@@ -601,6 +698,26 @@ class _Steps:
         bound: float | None,
     ) -> torch.Tensor:
         """Launch what decides, and counts the clocks of `table`, whose device all tensors lie on."""
+        given = table, scaler, sums, zeros, found_in, carried, pending, seed, bound
+        out, key, args, constants = self._deciding(*given)
+        if self._copies.held is not None:
+            self._copies.hold(*args)
+        self._compiled.launch(decide, key, 1, args, constants)
+        return out
+
+    def _deciding(
+        self,
+        table: Table,
+        scaler: LossScaler,
+        sums: torch.Tensor | None,
+        zeros: torch.Tensor | None,
+        found_in: torch.Tensor | None,
+        carried: torch.Tensor | None,
+        pending: torch.Tensor | None,
+        seed: Any,
+        bound: float | None,
+    ) -> tuple[torch.Tensor, Any, tuple[Any, ...], dict[str, Any]]:
+        """Return what `decide` is to write to, what tells which kernel is compiled, its arguments, and its constants."""
         device, scale = table.device, scaler if type(scaler) is DeviceScale else None
         options = (0.0 if bound is None else bound, *((0.0,) * 6 if scale is None else scale.rule))
         growth, hysteresis = (None, None) if scale is None else scale.trackers
@@ -615,11 +732,8 @@ class _Steps:
             *(self._rows(device), table.scalars),
         )
         constants = {"CLIP": bound is not None, "PREPARE": self.rule.prepare, "NUMBERS": MOST_NUMBERS}
-        constants |= {"SCALARS": SCALARS, "BLOCK": BLOCK}
-        if self._copies.held is not None:
-            self._copies.hold(*args)
-        self._compiled.launch(decide, (device, bound is not None, *kinds_of(maybe)), 1, args, constants)
-        return out
+        key = device, bound is not None, *kinds_of(maybe)
+        return out, key, args, {**constants, "SCALARS": SCALARS, "BLOCK": BLOCK}
 
     def _update(
         self,
@@ -638,7 +752,7 @@ class _Steps:
                 constants = self._constants(kind, checks=checks, divide=divide)
                 if self._copies.held is not None:
                     self._copies.hold(*args)
-                table.compiled.launch(update, (kind.first, checks, divide), kind.tiles, args, constants)
+                table.compiled.launch(update, (kind.first, checks, divide), kind.tiles, args, constants, WARPS)
 
     def _constants(self, kind: Kind, *, checks: bool, divide: bool) -> dict[str, Any]:
         own = {"RULE": self.rule.body, "CHECKED": checks, "DIVIDE": divide}
@@ -697,7 +811,7 @@ class _Measured:
         """The norm, times `pending` and by `carried`, 0-dim on the device."""
         found = torch.empty((), dtype=torch.float64, device=self.sums.device)
         with current(found.device):
-            norm_of[(1,)](self.sums, self.sums.numel(), carried, pending, found, BLOCK=BLOCK, enable_fp_fusion=False)
+            norm_of[(1,)](self.sums, self.sums.numel(), carried, pending, found, None, enable_fp_fusion=False)
         return found
 
     @cached_property
@@ -708,10 +822,15 @@ class _Measured:
     @cached_property
     def each(self) -> torch.Tensor:
         """The norms of `params`; waits for the device."""
+        squares = self.squares()
+        return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
+
+    def squares(self) -> dict[torch.Tensor, float]:
+        """Return the squares of the norms by parameter; waits for the device."""
         squares: dict[torch.Tensor, float] = {}
         for table, partials in zip(self._tables.each, self._partials, strict=True):
             squares |= table.squares_of_params(partials)
-        return torch.tensor([squares.get(param, 0.0) for param in self.params], dtype=torch.float64).sqrt()
+        return squares
 
 
 class _Decided(HostCopy):
@@ -764,19 +883,8 @@ def _together(counts: Sequence[torch.Tensor | None], device: torch.device) -> to
 
 def _added_up(partials: torch.Tensor) -> torch.Tensor:
     total = torch.empty((), dtype=torch.float64, device=partials.device)
-    add_up[(1,)](partials, partials.numel(), total, BLOCK=BLOCK)
+    add_up[(1,)](partials, partials.numel(), total, enable_fp_fusion=False)
     return total
-
-
-def _on_device(value: Any, device: torch.device) -> torch.Tensor | None:
-    """Return a factor as a tensor on `device`, None where it is 1."""
-    if value is None or _is_one(value):
-        return None
-    return (
-        value.to(device)
-        if isinstance(value, torch.Tensor)
-        else torch.full((), float(value), dtype=torch.float64, device=device)
-    )
 
 
 def _is_one(value: Any) -> bool:

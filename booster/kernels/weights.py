@@ -162,6 +162,8 @@ def _store_stochastic(weights, noise, offsets, mask, values, chances, HALF: tl.c
     else:
         ulp = ulp16(values, 1.0)
         share = tl.div_rn(tl.abs(values), ulp)
+        # A GPU's floor and ceil take subnormal numbers for 0. A share of at least 2.3e-38 and the difference of it and a number
+        # of 24 bits are none, nor is the sum in `_store_split24`.
         below = tl.floor(share)
         up = tl.ceil((share - below) - tl.load(noise.to(tl.pointer_type(tl.float32)) + offsets, mask, 0.0))
         size = (below + tl.where(up == up, up, 0.0)) * ulp

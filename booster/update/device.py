@@ -185,14 +185,9 @@ class DeviceDecision(Decision):
             return StepResult(True, fields), 1.0 if divided else left
         found = self.agreed()
         norm, report = gradients.norm, gradients.joint.report()
-        if isinstance(clip, Clip):
-            divisor: Any = clip.divisor(carried, self._bounds)
-        else:
-            divisor = carried if clip is None else carried / clip
-        told = Told(divisor if _is_one(divisor) else _on(found.device, divisor, None), found)
-        if self._apply(params, told):
+        if self._apply_divided(params, found, carried, clip):
             # A skip leaves the gradients as they were, and the clips that wait with them.
-            left = 1.0 if told.divides_by_one else partial(_left, found, carried, clip)
+            left = 1.0 if _is_one(carried) and (clip is None or _is_one(clip)) else partial(_left, found, carried, clip)
         if gradients.scaler.enabled:
             gradients.scaler.update(found)
         fields = DeviceFields(loss_scale, norm, report, zeros)
@@ -201,6 +196,14 @@ class DeviceDecision(Decision):
     def zeros_in(self, params: list[torch.Tensor]) -> torch.Tensor | None:
         """Return how many elements of the gradients of `params` are zero, 0-dim; None: nobody counts them."""
         return None
+
+    def _apply_divided(self, params: list[torch.Tensor], found: torch.Tensor, carried: Any, clip: Any) -> bool:
+        """Step on gradients that are multiplied by `carried` and that `clip` waits for, unless `found` is 1."""
+        if isinstance(clip, Clip):
+            divisor: Any = clip.divisor(carried, self._bounds)
+        else:
+            divisor = carried if clip is None else carried / clip
+        return self._apply(params, Told(divisor if _is_one(divisor) else _on(found.device, divisor, None), found))
 
     def _apply(self, params: list[torch.Tensor], told: Told) -> bool:
         return self.application.step_on_device(self.gradients, params, told)

@@ -153,7 +153,7 @@ class ReleasedPass:
     def begin(self) -> None:
         if self.measures_along and self.release.previous is not None:
             self.gradients.clip_by(self.release.max_norm, self.release.previous)
-        self._divisor: float = self.gradients.divisor
+        self._divisor: Any = self._divide_by()
         with self._shards.local():
             self.decision.begin_gradual()
             self._gradual = self._make_gradual()
@@ -166,6 +166,10 @@ class ReleasedPass:
         self._loose: list[torch.Tensor] = []
         self._num_unjudged = self._num_loose = 0
         self._began = self._stopped = False
+
+    def _divide_by(self) -> Any:
+        """Return what the gradients of this pass are divided by."""
+        return self.gradients.divisor
 
     def _make_gradual(self) -> GradualStep:
         return self.decision.application.gradual(self.gradients)

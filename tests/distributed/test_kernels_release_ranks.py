@@ -24,6 +24,37 @@ def trains_both_ways(rank, world_size, plugin, precision):
     return max(float((own - other).abs().max()) for own, other in zip(*weights, strict=True)), results
 
 
+def clips_by_the_norm_before_both_ways(rank, world_size, plugin, precision):
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+    options = {"spoil": (), "clip_grad_norm": 0.5}
+    runs = [
+        Run(rank, "previous_norm", plugin, precision, fused_optimizer=way, **options).train(4)
+        for way in ("triton", False)
+    ]
+    weights = [
+        [value.full_tensor() if hasattr(value, "full_tensor") else value for value in run.net.parameters()]
+        for run in runs
+    ]
+    far = max(
+        float((own.detach().float() - other.detach().float()).abs().max()) for own, other in zip(*weights, strict=True)
+    )
+    return (
+        far,
+        [float(run.optimizer._update.gradients.release.previous) for run in runs],
+        runs[0].optimizer._update.decision._num_looks,
+    )
+
+
+@pytest.mark.parametrize("plugin", ["DDP", "ZeRO-1", "FSDP"])
+def test_ranks_clip_by_the_norm_before_as_where_torch_steps(ranks2, plugin):
+    found = ranks2(clips_by_the_norm_before_both_ways, plugin, "fp32")
+    assert len({tuple(norms) for _, norms, _ in found}) == 1
+    for far, (mine, theirs), looks in found:
+        assert far <= 1e-5
+        assert mine == pytest.approx(theirs, rel=1e-5)
+        assert looks > 0
+
+
 @pytest.mark.parametrize(("precision", "plugin"), CASES)
 def test_ranks_release_by_kernels_as_they_step_by_torch(ranks2, precision, plugin):
     for far, (mine, theirs) in ranks2(trains_both_ways, plugin, precision):

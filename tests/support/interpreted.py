@@ -7,10 +7,12 @@ from importlib.util import find_spec
 import pytest
 import torch
 from prescribed import loss_with
+from quick_interpreter import quicken
 
 from booster import Booster
 from booster.masters.packed import Packed
 
+quicken()  # also in the processes of ranks
 ABSENT = find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1"
 interpreted = [
     pytest.mark.skipif(ABSENT, reason="needs Triton, and TRITON_INTERPRET=1; `make kernels` runs it"),
@@ -29,6 +31,21 @@ def pair(make_model, make_optimizer, precision, **options):
         model, optimizer, *_ = booster.boost(net, make_optimizer(net.parameters()))
         made.append((booster, model, optimizer))
     return made
+
+
+def stepping(net, make_optimizer, precision, **options):
+    """A function that makes one step of `net` by kernels, backward pass and all, as `of_step` counts it."""
+    booster = Booster("cpu", precision, fused_optimizer="triton", clip_grad_norm=1.0, **options)
+    model, optimizer, *_ = booster.boost(net, make_optimizer(net.parameters()))
+    x = torch.randn(4, next(net.parameters()).shape[1], generator=torch.Generator().manual_seed(0))
+
+    def step():
+        booster.backward(model(x).square().sum(), optimizer)
+        result = optimizer.step()
+        optimizer.zero_grad()
+        return result
+
+    return step
 
 
 def gradients(params, step, bad=None, scale=1e-2):

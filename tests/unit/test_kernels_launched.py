@@ -135,6 +135,70 @@ def test_a_step_by_kernels_is_few_calls_whatever_there_is_to_step(name, monkeypa
     assert found[0] == found[1]
 
 
+def test_nothing_is_launched_where_there_are_no_programs(monkeypatch):
+    """CUDA refuses a grid of 0, and the interpreter does not."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launch, grids = InterpretedFunction.__getitem__, []
+    monkeypatch.setattr(
+        InterpretedFunction, "__getitem__", lambda kernel, grid: (grids.append(grid), launch(kernel, grid))[1]
+    )
+
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.none = nn.Parameter(torch.zeros(0, 3))
+
+    def counting():
+        return BF16NaiveMixedPrecision(master_weights="split24", states="8bit", log_num_zeros_in_grad=True)
+
+    for precision, release in (
+        ("fp32", False),
+        ("fp32", "previous_norm"),
+        ("fp16", False),
+        (counting, "previous_norm"),
+    ):
+        booster, model, optimizer = pair(Empty, adamw, precision, clip_grad_norm=0.1, release_gradients=release)[1]
+        for _ in range(2):
+            booster.backward(model.none.square().sum(), optimizer)
+            assert optimizer.step().applied
+            optimizer.zero_grad()
+    assert len(grids) > 4
+    assert all(grid[0] > 0 for grid in grids)
+
+
+@pytest.mark.parametrize("name", ["measure", "update", "decide"])
+def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_steps(name, monkeypatch):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from booster.kernels.update import _Steps
+
+    made, run, asked = _Steps._made, InterpretedFunction.run, {}
+
+    def as_on_a_gpu(steps, *given):
+        tables = made(steps, *given)
+        for table in tables.each:
+            steps._try(table)
+        return tables
+
+    def refusing(kernel, *args, **options):
+        asked[kernel.fn.__name__] = args
+        if kernel.fn.__name__ == name:
+            raise RuntimeError("no compiler")
+        return run(kernel, *args, **options)
+
+    monkeypatch.setattr(_Steps, "_made", as_on_a_gpu)
+    counting = lambda: BF16NaiveMixedPrecision(log_num_zeros_in_grad=True)  # noqa: E731
+    both = pair(make_model, adamw, counting, clip_grad_norm=0.1)
+    monkeypatch.setattr(InterpretedFunction, "run", refusing)
+    for number in range(2):
+        for each in both:
+            assert step_on(*each, gradients(list(each[1].parameters()), number)).applied
+    assert both[1][2]._update.decision.steps.reason == "Triton does not compile kernels here: ['no compiler']"
+    assert asked["measure"][3] is not None  # zeros, which steps count
+    assert all(map(torch.equal, both[0][1].parameters(), both[1][1].parameters()))
+
+
 def test_a_form_is_one_file_and_one_entry_and_serves_every_rule(monkeypatch):
     from interpreted_added import CUT, Cut
 

@@ -4,13 +4,15 @@ import math
 
 import pytest
 import torch
-from interpreted import interpreted
+from interpreted import interpreted, stepping
 from test_release import OPTIMIZERS, PRECISIONS, Run, half_steps
 from torch import nn
+from torch.optim import AdamW
 
 from benchmarks.launches import of_step
 from benchmarks.waits import HostReads
 from booster import Booster
+from booster.update import released_pass
 
 pytestmark = interpreted
 __all__ = ["half_steps"]  # a fixture
@@ -123,28 +125,27 @@ def test_a_sparse_gradient_within_backward_is_stepped_by_torch():
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_that_are_judged_together_are_looked_at_together():
-    """Launches of a step beside its passes: 16 more than without release, whatever there is to step in one part."""
-    found = []
-    for mode in (False, "previous_norm"):
-        for depth in (2, 6):
-            found.append(of_step(lambda mode=mode, depth=depth: released(mode, depth)))
-    plain, deep, along, deeper = found
-    assert {each.waits.total() for each in found} == {0}
-    assert along.total - plain.total == deeper.total - deep.total == 16
-    assert deeper.found["_foreach_norm"] == 1
+def layers(depth):
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(depth)))
 
 
-def released(mode, depth):
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(depth)))
-    b = Booster("cpu", "fp32", fused_optimizer="triton", clip_grad_norm=1.0, release_gradients=mode)
-    model, optimizer, *_ = b.boost(net, torch.optim.AdamW(net.parameters()))
-    x = torch.randn(4, 16)
+def test_the_norm_of_the_step_before_costs_two_launches_more_than_a_plain_step():
+    """Whatever there is to step in one part: that norm clips in one, and the next norm is made in another."""
+    for depth in (2, 6):
+        plain, along = (
+            of_step(lambda mode=mode, depth=depth: stepping(layers(depth), AdamW, "fp32", release_gradients=mode))
+            for mode in (False, "previous_norm")
+        )
+        assert along.found - plain.found == {"Triton: clip_by": 1, "Triton: norm_of": 1}
+        assert plain.found - along.found == {}
+        assert along.waits.total() == plain.waits.total() == 0
 
-    def step():
-        b.backward(model(x).square().sum(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+def test_each_part_takes_three_launches_and_their_sums_are_joined_in_one(monkeypatch):
+    monkeypatch.setattr(released_pass, "most_at_once", lambda num_elements: num_elements // 3)
+    found = of_step(lambda: stepping(layers(6), AdamW, "fp32", release_gradients="previous_norm"))
+    kernels = {name: count for name, count in found.found.items() if name.startswith("Triton")}
+    own = {"Triton: clip_by": 1, "Triton: norm_of": 1}
+    assert kernels == {**own, "Triton: measure": 3, "Triton: decide": 3, "Triton: update": 3}
+    assert found.found["cat"] == 1
+    assert found.waits.total() == 0

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from interpreted import gradients, interpreted, pair
+from interpreted import gradients, interpreted, pair, stepping
 from prescribed import loss_with
 from torch import nn
 from torch.optim import SGD, AdamW
 
 from benchmarks.launches import of_step
-from booster import Booster
 from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision
 
 pytestmark = interpreted
@@ -81,20 +80,22 @@ def test_what_kernels_do_not_step_is_counted_by_torch():
 
 
 def test_they_cost_no_launch_and_nobody_waits():
-    def stepping(counts):
-        net = make_model()
-        precision = FP16NaiveMixedPrecision(log_num_zeros_in_grad=counts)
-        b = Booster("cpu", precision, fused_optimizer="triton", clip_grad_norm=1.0)
-        model, optimizer, *_ = b.boost(net, AdamW(net.parameters()))
-        x = torch.randn(4, 7)
+    def launches(counts):
+        return of_step(lambda: stepping(make_model(), AdamW, FP16NaiveMixedPrecision(log_num_zeros_in_grad=counts)))
 
-        def step():
-            b.backward(model(x).square().sum(), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    plain, counted = (of_step(lambda counts=counts: stepping(counts)) for counts in (False, True))
+    plain, counted = map(launches, (False, True))
     assert counted.found == plain.found
     assert counted.waits.total() == plain.waits.total() == 0
+
+
+@pytest.mark.parametrize(("mode", "more"), [("exact", {"Triton: measure": 1, "sum": 1}), ("previous_norm", {"sum": 1})])
+def test_within_a_backward_pass_they_cost_a_launch_a_part_at_most_whatever_there_is_in_it(mode, more):
+    def launches(counts, depth):
+        net = nn.Sequential(*(nn.Linear(7, 7) for _ in range(depth)))
+        precision = BF16NaiveMixedPrecision(log_num_zeros_in_grad=counts)
+        return of_step(lambda: stepping(net, AdamW, precision, release_gradients=mode))
+
+    for depth in (1, 3):
+        plain, counted = (launches(counts, depth) for counts in (False, True))
+        assert counted.found - plain.found == more
+        assert counted.waits.total() == plain.waits.total() == 0
