@@ -14,6 +14,7 @@ from torch import nn
 from booster import Booster, launch_from_torch
 from booster import plugin as plugins
 from booster.checkpoint.lock import DEAD
+from booster.cli.options import DEFAULT_MASTER_PORT
 from booster.memory import compare
 from booster.mixed_precision import (
     BF16NaiveMixedPrecision,
@@ -22,6 +23,7 @@ from booster.mixed_precision import (
     FP16TorchMixedPrecision,
 )
 from booster.numerics import Budget
+from booster.numerics.reports.compare import _DRIFT, _IN_LOSS, _IN_NORM
 from booster.plugin import Plugin, SingleDevice
 
 DOCS = ROOT / "docs"
@@ -252,7 +254,7 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
                 parts.append(node.value)
     source = re.sub(r"\s+", " ", " \n ".join(parts))
     told = re.findall(r"^- \*\*(.+)\*\*", page("guides/troubleshooting"), re.MULTILINE)
-    assert len(told) > 20
+    assert len(told) >= 20
     missing = []
     for entry in told:
         for message in re.findall(r"`([^`]+)`", entry):
@@ -271,3 +273,76 @@ def test_the_readme_names_the_command_that_trains_and_the_one_that_runs_the_test
     text = (ROOT / "README.md").read_text()
     assert "`make demo`" in text
     assert "`make test`" in text
+
+
+def test_the_picture_of_numbers_between_one_and_two_counts_them() -> None:
+    (told,) = re.findall(r"All numbers from 1 to 2: (.*?)\]", page("concepts/formats"))
+    counted = {
+        name: int(steps.replace(",", "")) for steps, name in re.findall(r"([\d,]+) (?:steps )?in ([\w ]+)", told)
+    }
+    kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+    steps = [round(1 / torch.finfo(dtype).eps) for dtype in kinds]
+    assert list(counted.values()) == [*steps, 2]  # e2m1 has 1, 1.5 and 2
+    assert list(counted) == ["float32", "float16", "bfloat16", "float8 e4m3", "e5m2", "float4"]
+    (reach,) = re.findall(r"How far formats reach.*?\]", page("concepts/formats"))
+    for dtype in (torch.float16, torch.float8_e5m2, torch.float8_e4m3fn):
+        assert f" {torch.finfo(dtype).max:.0f}" in reach
+    assert "bfloat16's next number is 1.0078" in page("concepts/masters")
+    assert f"{1 + torch.finfo(torch.bfloat16).eps:.4f}" == "1.0078"
+    assert "bfloat16 keeps 8 bits of a number, float16 keeps 11" in page("guides/float16_rl")
+    assert [1 - torch.log2(torch.tensor(torch.finfo(d).eps)).int().item() for d in (kinds[2], kinds[1])] == [8, 11]
+
+
+def test_comments_of_a_page_say_what_its_lines_print(capsys) -> None:
+    (block,) = re.findall(r"^```python\n(import torch\n\ngradient.*?)^```", page("concepts/loss_scale"), re.M | re.S)
+    exec(compile(block, "loss_scale.md", "exec"), {})  # noqa: S102
+    zero, number = (float(each) for each in re.findall(r"tensor\((.*?)[,)]", capsys.readouterr().out))
+    assert [float(each) for each in re.findall(r"# ([\d.e-]+):", block)] == [zero, pytest.approx(number, rel=1e-4)]
+
+
+def test_bytes_that_states_take_and_that_the_bus_carries_are_those_of_the_code() -> None:
+    """Of AdamW: its two moments in each form, and with them what stands behind half weights, which offloading moves."""
+    moved = {}
+    for masters, states in (("split", "fp32"), ("split", "bf16"), ("split24", "8bit")):
+        b = Booster("cpu", BF16NaiveMixedPrecision(master_weights=masters, states=states))
+        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(5)))
+        model, optimizer, *_ = b.boost(net, torch.optim.AdamW(net.parameters()))
+        b.backward(model(torch.ones(2, 1024)).square().mean(), optimizer)
+        optimizer.step()
+        found, numbers = b.memory(model, optimizer), 5 * 1024**2
+        assert f'| `"{states}"` | {round(found.states / numbers, 3):g} |' in page("guides/half_weights")
+        moved[states] = (found.masters + found.states) / numbers
+    told = 'moves {:.0f} bytes a parameter each way over the bus; {:.1f} with `split24` and `"8bit"`'
+    assert told.format(moved["fp32"], moved["8bit"]) in re.sub(r"\s+", " ", page("memory"))
+
+
+def test_what_zero_holds_on_a_rank_is_what_is_estimated() -> None:
+    """Rows of bytes of each kind, whole or as N-th parts, on two ranks and on four."""
+    table = re.findall(r"^\| (`\"\w+\"`[^|]*)\|(.*)\|$", page("guides/zero"), re.MULTILINE)
+    assert len(table) == 3
+    net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))  # whose scratch is small beside it
+    job = (net, torch.optim.AdamW(net.parameters()), (torch.ones(4, 2048), torch.ones(4, 2048)), nn.MSELoss())
+    for names, row in table:
+        weights, first, second, states = (each.strip() for each in row.split("|"))
+        precisions = re.findall(r"`\"(\w+)\"`", names)
+        for found in compare(*job, precisions=precisions, plugins=["zero1", "zero2"], world_sizes=[2, 4]):
+            gradients = first if found.plugin == "zero1" else second
+            for said, kinds in ((weights, ("weights",)), (gradients, ("gradients",)), (states, ("masters", "states"))):
+                bytes_, _, by_ranks = said.partition(" / ")
+                part = int(bytes_) / (found.world_size if by_ranks else 1)
+                assert sum(getattr(found, kind) for kind in kinds) / (4 * 2048**2) == pytest.approx(part, rel=0.05), (
+                    said
+                )
+
+
+def test_what_is_sent_in_fp8_and_what_runs_may_differ_by_are_those_of_the_code() -> None:
+    sent = 1 + 1 / 128  # a byte, and a one-byte scale for 128 numbers
+    words = page("guides/fp8_ranks")
+    assert f"| {2 * sent:.2f} (n-1)/n |" in words
+    assert f"| {sent:.2f} (n-1)/n, instead of 2 |" in words
+    told = re.sub(r"\s+", " ", page("numerics"))
+    assert f"{_IN_LOSS} unit roundoffs of the coarser format for a loss, and {_IN_NORM} for the norm" in told
+    assert f"more than {100 * _DRIFT:.0f} % apart" in told
+    assert f"{default(plugins.TorchDDPPlugin, 'bucket_cap_mb')} MiB" in page("memory")
+    assert f"at most {default(Booster.save_model, 'size_per_shard')} MB" in page("checkpoints")
+    assert f"The port is {DEFAULT_MASTER_PORT} unless" in page("launch")

@@ -1,6 +1,8 @@
 """`Booster.switch`: a run goes over to another precision as if it had been saved, built anew in it, and loaded."""
 
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,6 +141,11 @@ def test_states_and_masters_are_at_no_time_there_twice(old, new):
     assert (tracker.highest - before) / size < 5.0, (
         f"{before / size:.2f} before, {tracker.highest / size:.2f} at the highest"
     )
+    told = {("fp32", "bf16_naive"): (12.0, 16.5), ("bf16_naive", "fp32"): (12.0, 15.8)}  # by docs/guides/switch.md
+    if (old, new) in told:
+        page = re.sub(r"\s+", " ", (Path(__file__).parents[2] / "docs/guides/switch.md").read_text())
+        assert "rises from 12.0 to 16.5 bytes a parameter during the move; back, from 12.0 to 15.8 (8 layers" in page
+        assert (before / size, tracker.highest / size) == pytest.approx(told[old, new], abs=0.05)
 
 
 class Held(StorageTracker):
