@@ -17,6 +17,7 @@ As in torch 2.11 to 2.13, `torch/distributed/fsdp/_fully_shard`; gloo copies the
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from torch import nn
 
 from booster.memory.released import Arrivals, Complete, Sizes, Take
 from booster.mixed_precision.policy import DtypePolicy, gathered_modules
+from booster.model.modules import LinearStandIn
+from booster.number_formats import Scaled, Scaling
 from booster.plugin.fsdp.fully_sharded import dtype_at_rest
 from booster.plugin.fsdp.groups import Group, block_names, plan_groups
 from booster.shards.fp8_gather import pack, unpack
@@ -53,8 +56,13 @@ class Sharding(Arrivals):
         self._backward = False
         self._take: Take | None = None
         self._world_size, self._device = world_size, device
-        low = {id(model.get_submodule(name).weight) for name in policy.fp8_weights} if world_size > 1 else set()
+        layers = [model.get_submodule(name) for name in policy.fp8_weights] if world_size > 1 else []
+        low = {id(layer.weight) for layer in layers}
         self._groups = [_Travelling(group, policy, world_size, low) for group in groups]
+        places = {id(param): (group, place) for group in self._groups for place, param in enumerate(group.params)}
+        for layer in layers:
+            if isinstance(layer, LinearStandIn):
+                layer.arrived = partial(self._arrived, *places[id(layer.weight)])
         for group in self._groups:
             for index, module in enumerate(group.modules):
                 module.register_forward_pre_hook(self._before(group), with_kwargs=True)
@@ -153,10 +161,18 @@ class Sharding(Arrivals):
         if forward:
             self._waiting = None
         group.whole = [self._empty(size * self._world_size, group.gathered) for size in group.shards]
-        group.whole += [each for each in group.came if each is not None]  # of which layers multiply
+        group.whole += group.came  # of which layers multiply
         if forward:
             self._waiting = group.arrived
         group.arrived, group.came = None, []
+
+    def _arrived(self, group: _Travelling, place: int, weight: torch.Tensor) -> Scaled | None:
+        """What `FP8Gather.arrived` gives."""
+        came = group.whole[len(group.params) + place] if group.whole else None
+        if came is None:
+            return None
+        values = came.view(-1, weight.shape[1])[: len(weight)].view(torch.float8_e4m3fn)
+        return Scaled(values, self._empty(1, torch.float32).view(()), None, Scaling("tensor"))
 
     def _reduce(self, group: _Travelling) -> None:
         """After the backward of `group`."""
@@ -211,7 +227,7 @@ class _Travelling:
         self.sizes = list(zip(rests, self.shards, trains, strict=True))
         self.arrived: torch.Tensor | None = None
         self.came: Sequence[torch.Tensor | None] = []
-        self.whole: list[torch.Tensor] = []
+        self.whole: list[torch.Tensor | None] = []  # weights, then what came of each in e4m3
         self.wanted = self.reduced = False
 
 

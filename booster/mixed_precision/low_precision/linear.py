@@ -97,11 +97,13 @@ def _factor(scales: list[torch.Tensor], device: torch.device) -> float | None:
     """The product of scales of whole matrices, where a product of halves can take it as a number; otherwise None."""
     if (
         device.type != "cpu"
-        or any(each.dim() or is_fake_kind(type(each)) for each in scales)
+        or any(each.dim() for each in scales)
         or torch.compiler.is_compiling()  # where a number would end the graph
         or not multiplies_into_sums()
     ):
         return None
+    if any(is_fake_kind(type(each)) for each in scales):
+        return math.nan  # there are no numbers; an estimate of memory is to see the product that there will be
     factor = math.prod(each.item() for each in scales)
     numbers = torch.finfo(torch.float32)
     return None if factor < numbers.tiny or factor > numbers.max else factor
