@@ -28,9 +28,18 @@ FOURS_TILE = (32, 64)
 
 
 def by_kernels(
-    x: torch.Tensor, target: NumberFormat, scaling: Scaling, *, rotates: bool = False, stochastic: bool = False
+    x: torch.Tensor,
+    target: NumberFormat,
+    scaling: Scaling,
+    *,
+    rotates: bool = False,
+    stochastic: bool = False,
+    delayed: bool = False,
 ) -> bool:
-    """Whether the matrix `x`, rotated or not, is rounded to `target` under `scaling` by kernels here and now."""
+    """Whether the matrix `x`, rotated or not, is rounded to `target` under `scaling` by kernels here and now.
+
+    delayed: under a scale that is given.
+    """
     return (
         x.device.type in TAKEN_ON
         and not torch.compiler.is_compiling()
@@ -39,7 +48,7 @@ def by_kernels(
         and x.dtype in _DTYPES
         and x.numel() > 0
         and _knows(target, scaling, rotates or stochastic)
-        and _differs(target, scaling, x.device, rotates, stochastic) is None
+        and _differs(target, scaling, x.device, rotates, stochastic, delayed) is None
     )
 
 
@@ -180,14 +189,19 @@ def _knows(target: NumberFormat, scaling: Scaling, more: bool = False) -> bool:
 
 @functools.cache
 def _differs(
-    target: NumberFormat, scaling: Scaling, device: torch.device, rotates: bool = False, stochastic: bool = False
+    target: NumberFormat,
+    scaling: Scaling,
+    device: torch.device,
+    rotates: bool = False,
+    stochastic: bool = False,
+    delayed: bool = False,
 ) -> str | None:
     """What is not as torch rounds on `device`, tried once; None: nothing. The first time it differs a WARNING says it."""
     if importlib.util.find_spec("triton") is None:
         _logger.info("Triton is not installed: matrices are rounded by torch's operations")
         return "Triton is not installed"
     try:
-        found = _tried(target, scaling, device, rotates, stochastic)
+        found = _tried(target, scaling, device, rotates, stochastic, delayed)
     except Exception as error:  # whatever it is, matrices of a user are not to meet it
         found = f"a trial raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     if found is not None:
@@ -201,7 +215,11 @@ def _differs(
     return found
 
 
-def _tried(target: NumberFormat, scaling: Scaling, device: torch.device, rotates: bool, stochastic: bool) -> str | None:
+def _tried(
+    target: NumberFormat, scaling: Scaling, device: torch.device, rotates: bool, stochastic: bool, delayed: bool
+) -> str | None:
+    # Kernels write the transpose as well where scales are the same both ways.
+    turns = scaling.over == "tensor" or (isinstance(scaling.over, tuple) and scaling.over[0] == scaling.over[1])
     draw = torch.Generator().manual_seed(0)
     for dtype in _DTYPES:
         x = torch.randn(150, 144, generator=draw, device="cpu", dtype=torch.float32)
@@ -216,10 +234,34 @@ def _tried(target: NumberFormat, scaling: Scaling, device: torch.device, rotates
                 expected = scale_to(laid, target, scaling, noise=noise_of(laid) if stochastic else None)
                 found = rounded_to_fours(each, scaling, 32, rotates=rotates, stochastic=stochastic)
             else:
-                expected, (found, _) = scale_to(each, target, scaling), rounded(each, target, scaling, 1)
+                expected = scale_to(F.pad(each, (0, -each.shape[1] % 32)), target, scaling)
+                found, other = rounded(each, target, scaling, 32, turned=turns)
+                if other is not None and not _is_turned(other, found, each.shape):
+                    return f"bytes of a transpose, written beside{what}, {dtype}, differ"
             if not same(found, expected, target):
                 return f"bytes or scales{what}, {dtype}, differ"
+            if delayed and not all(_given_is_taken(each, target, scaling, start) for start in (0.0, 0.25)):
+                return f"bytes, scales or magnitudes under a scale that is given{what}, {dtype}, differ"
     return None
+
+
+def _is_turned(other: Scaled, found: Scaled, shape: torch.Size) -> bool:
+    """Whether `other` has the bytes of `found`, a matrix of `shape` before it was filled up, turned, and then zeros."""
+    (rows, columns), (turned, values) = shape, (each.values.view(torch.uint8) for each in (other, found))
+    if not torch.equal(turned[:, :rows], values[:, :columns].t()):
+        return False
+    finite = bool(torch.isfinite(other.scale).all())
+    return not finite or (torch.equal(other.scale, found.scale.t()) and not turned[:, rows:].any())
+
+
+def _given_is_taken(x: torch.Tensor, target: NumberFormat, scaling: Scaling, start: float) -> bool:
+    given, largest = (torch.full((), value, dtype=torch.float32, device=x.device) for value in (start, 1e-9))
+    found, _ = rounded(x, target, scaling, 1, given=given, largest=largest)
+    finite = bool(torch.isfinite(x).all())
+    expected = scale_to(x, target, scaling, scale=given if start else None)
+    noted = x.abs().amax().float() if finite else torch.full_like(largest, 1e-9)
+    meant = expected.scale if finite else torch.full_like(given, torch.nan)
+    return torch.equal(largest, noted) and same(found, replace(expected, scale=meant), target)
 
 
 def same(one: Scaled, other: Scaled, target: NumberFormat) -> bool:

@@ -385,6 +385,32 @@ def test_a_fault_in_a_kernel_is_found_told_once_and_rounded_around(monkeypatch, 
     matrices._differs.cache_clear()
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("turned", "bytes of a transpose, written beside, torch.float32, differ"),
+        ("noted", "bytes, scales or magnitudes under a scale that is given, torch.float32, differ"),
+    ],
+)
+def test_a_fault_in_what_is_written_beside_a_matrix_is_found_too(fault, said, monkeypatch):
+    right = matrices.rounded
+
+    def spoils(x, *form, largest=None, **options):
+        made, other = right(x, *form, largest=largest, **options)
+        if fault == "turned" and other is not None:
+            other.values.view(torch.uint8)[0, 0] += 1
+        if fault == "noted" and largest is not None:
+            largest.add_(1)
+        return made, other
+
+    matrices._differs.cache_clear()
+    assert matrices._differs(E4M3, Scaling("tensor"), CPU, delayed=True) is None
+    matrices._differs.cache_clear()
+    monkeypatch.setattr(matrices, "rounded", spoils)
+    assert matrices._differs(E4M3, Scaling("tensor"), CPU, delayed=True) == said
+    matrices._differs.cache_clear()
+
+
 def test_what_raises_in_a_trial_is_told_too(monkeypatch, caplog):
     def raises(*form, **options):
         raise RuntimeError("no such instruction")

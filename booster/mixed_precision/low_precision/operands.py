@@ -74,7 +74,8 @@ def filled(x: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _takes_kernels(x: torch.Tensor, operand: Operand, how: Product) -> bool:
-    options = {"rotates": how.hadamard, "stochastic": operand.stochastic}
+    delayed = operand.delayed is not None
+    options = {"rotates": how.hadamard, "stochastic": operand.stochastic, "delayed": delayed}
     return matrices.by_kernels(x, operand.format, operand.scaling, **options)
 
 
