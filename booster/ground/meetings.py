@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,15 +25,22 @@ class Meetings:
     def __init__(self, store: dist.Store, name: str, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._store, self._name = store, name
-        self._count, self._gone = f"{name}/called", f"{name}/gone"
+        self._count, self._closed = f"{name}/called", f"{name}/closed"
+        self._series = 0  # how many groups of ranks have met by this name, this one included
 
     def begin(self) -> int:
-        """Return the number of the last meeting that was called, for one who was not there yet."""
+        """Return the number of the last meeting that was called, for one who was not there yet.
+
+        All ranks call it, before any of them calls it for another group that meets in the same store.
+        """
+        self._series = (self._store.add(f"{self._name}/come", 1) - 1) // self.size + 1
+        self._store.add(self._closed, 0)
         return self._store.add(self._count, 0)
 
-    def called(self) -> int:
-        """Return the number of the last meeting that was called. `begin` comes first."""
-        return int(self._store.get(self._count))
+    def called(self) -> tuple[int, bool]:
+        """Return the number of the last meeting that was called, and whether the store will close. `begin` comes first."""
+        last, closed = self._store.multi_get([self._count, self._closed])
+        return int(last), int(closed) == self._series
 
     def call(self, last: int) -> int:
         """Call the meeting after `last`, and return the number of the one to speak in; what was said before `last` is let go.
@@ -83,13 +91,21 @@ class Meetings:
 
     def leave(self) -> None:
         """Say that this rank asks nothing more."""
-        if self._store.add(self._gone, 1) == self.size:
-            self._store.set(f"{self._gone}/all", "")
+        gone = self._gone
+        if self._store.add(gone, 1) == self.size:
+            self._store.set(f"{gone}/all", "")
 
-    def wait_for_others_to_leave(self, patience: timedelta) -> None:
-        """Return when all ranks have left, or after `patience`. This rank has left before."""
-        with suppress(RuntimeError):
-            self._store.wait([f"{self._gone}/all"], patience)
+    def close(self, patience: timedelta) -> None:
+        """Say that the store will close, and return when all have left, this rank among them, or after `patience`."""
+        self._store.set(self._closed, str(self._series))
+        until = time.monotonic() + patience.total_seconds()
+        # Asked again and again, since torch warns of a wait of a store that was in vain.
+        while not self._store.check([f"{self._gone}/all"]) and time.monotonic() < until:
+            time.sleep(0.02)
+
+    @property
+    def _gone(self) -> str:
+        return f"{self._name}/gone/{self._series}"
 
     def _key(self, number: int) -> str:
         return f"{self._name}/{number}"

@@ -25,7 +25,7 @@ PATIENCE = 30.0  # seconds
 _PROMPT = 4.0  # seconds that a call has stood still before the others are asked where they are
 _INTERVAL = 1.0  # seconds between looks
 _ANSWERS = 3  # looks that the others have to answer
-_FAREWELL = timedelta(seconds=5)  # that the rank which serves the store stays for the others at its end
+_FAREWELL = timedelta(seconds=5)  # that the others have to see that the rank which serves the store ends
 _LONGEST = 10_000  # characters of a place, an error or a call
 
 _PACKAGE, _TORCH, _STANDARD = (
@@ -69,14 +69,15 @@ class RollCall(threading.Thread):
     then all meet there, and those that wait conclude from what is said. Ranks that begin to wait at the same time are in the
     same meeting, so that a look costs O(W) requests of W ranks in all.
 
-    At its end each rank takes its leave in the store, and the one whose process serves it waits for the others, `_FAREWELL` at
-    most: torch warns of a request that a store does not answer with a page of its stack.
+    Torch warns of a request that a store does not answer with a page of its stack. So the rank whose process serves the store
+    says at its end that it goes, and the others look no more, though they may live on for long; it waits for them, which
+    takes a look, and `_FAREWELL` at most.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: float | None) -> None:
         super().__init__(name="booster-roll-call", daemon=True)
         self.patience = patience
-        self._watched = store
+        self._watched: dist.Store | None = store
         # A client of its own: a wait of another thread would hold it.
         own: dist.Store = store.clone()  # type: ignore[attr-defined]
         own.set_timeout(timedelta(seconds=5))
@@ -85,7 +86,9 @@ class RollCall(threading.Thread):
         self._main = threading.main_thread().ident
         self._stand: tuple[Any, ...] = ()
         self._since = time.monotonic()
-        self._number = 0  # of the last meeting that this rank has seen
+        # Of the last meeting that this rank has seen: a group that met in this store before may have asked. Here, and not in
+        # the thread, since all ranks of this group come to it before one of them can be in the next.
+        self._number = self._meetings.begin()
         self._looks = 0  # since this rank spoke in it
         self._has_spoken = False
         self._asks = False  # it waited as it spoke, and has not concluded yet
@@ -95,6 +98,12 @@ class RollCall(threading.Thread):
         """Say whether this is the watch of the process group that met by `store`."""
         return self._watched is store and not self._stopped.is_set()
 
+    def _is_watched_still(self) -> bool:
+        try:
+            return dist.is_initialized() and default_store() is self._watched
+        except ValueError:  # the group has gone just now
+            return False
+
     def stop(self) -> None:
         """End the watch; returns when its thread has ended."""
         self._stopped.set()
@@ -103,27 +112,25 @@ class RollCall(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._begin()
             while not self._stopped.wait(min(_INTERVAL, self._prompt / 4)):
-                if not dist.is_initialized() or default_store() is not self._watched:
+                if not self._is_watched_still() or not self.look():
                     break
-                self.look()
             self._leave()
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # the store has gone with the rank that served it, or the group just now
+        except (RuntimeError, ValueError) as error:  # the store has gone without a word, or holds what no rank wrote
             _logger.debug("the roll call ends: %s", error)
         self._stopped.set()
-        del self._meetings, self._watched
+        self._watched = None
+        del self._meetings
 
-    def look(self) -> None:
-        """Look where the main thread is, answer who asks, and ask or conclude where it waits."""
+    def look(self) -> bool:
+        """Look where the main thread is, answer who asks, and ask or conclude where it waits; False: the store will close."""
         word = self._word()
         waits = word["call"] is not None and word["still"] >= self._prompt
         self._asks = self._asks and waits
         self._looks += 1
-        last = self._meetings.called()
+        last, will_close = self._meetings.called()
+        if will_close:
+            return False
         can_hear = waits and self._has_spoken and last <= self._number + 1  # what was said before has left the store
         heard = self._meetings.heard(self._number) if can_hear else {}
         is_over = not self._has_spoken or len(heard) == self._meetings.size or self._looks > _ANSWERS
@@ -136,15 +143,12 @@ class RollCall(threading.Thread):
         if last > self._number:
             self._meetings.say(last, word)
             self._number, self._looks, self._has_spoken, self._asks = last, 0, True, waits
+        return True
 
     def _leave(self) -> None:
         self._meetings.leave()
-        is_served_here = self._meetings.rank == 0 and not agent_serves_store()
-        if is_served_here and _is_tcp(self._watched) and not hasattr(sys, "last_type"):
-            self._meetings.wait_for_others_to_leave(_FAREWELL)
-
-    def _begin(self) -> None:
-        self._number = self._meetings.begin()  # a group that met in this store before may have asked
+        if self._meetings.rank == 0 and _is_tcp(self._watched) and not agent_serves_store():
+            self._meetings.close(_FAREWELL)
 
     @property
     def _prompt(self) -> float:
@@ -207,7 +211,7 @@ class RollCall(threading.Thread):
         )
 
 
-def _is_tcp(store: dist.Store) -> bool:
+def _is_tcp(store: dist.Store | None) -> bool:
     """Say whether one process serves `store` to the others, which lose it when that one ends."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

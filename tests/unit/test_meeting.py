@@ -63,7 +63,27 @@ def test_those_who_call_at_once_are_in_one_meeting():
     assert [each.begin() for each in meetings] == [0, 0, 0]
     assert [each.call(0) for each in meetings] == [1, 1, 1]
     assert [each.call(1) for each in meetings] == [2, 2, 2]
-    assert meetings[0].called() == 2
+    assert meetings[0].called() == (2, False)
+
+
+def test_who_closes_the_store_is_seen_by_its_group_and_not_by_the_next_one_that_meets_there():
+    store = dist.HashStore()
+    first, second = ([Meetings(store, "a series", rank, 3) for rank in range(3)] for _ in range(2))
+    assert [each.begin() for each in first] == [0, 0, 0]
+    with ThreadPoolExecutor(1) as thread:
+        first[0].leave()
+        closing = thread.submit(first[0].close, timedelta(seconds=60))
+        for each in first[1:]:
+            while not each.called()[1]:
+                pass
+            assert not closing.done()
+            each.leave()
+        closing.result(60)
+    assert [each.begin() for each in second] == [0, 0, 0]
+    assert [each.called() for each in second] == [(0, False)] * 3
+    second[0].leave()
+    second[0].close(timedelta(seconds=0.05))  # of the others none has left
+    assert [each.called() for each in [*first, *second]] == [(0, False)] * 3 + [(0, True)] * 3
 
 
 class Counting:

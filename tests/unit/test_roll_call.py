@@ -51,7 +51,6 @@ def ranks_of(stores, words, told):
     stores = stores if isinstance(stores, list) else [stores] * size
     calls = [RollCall(store, rank, size, 30.0) for rank, store in enumerate(stores)]
     for rank, call in enumerate(calls):
-        call._begin()
         call._word = lambda rank=rank: words[rank]
         call._tell = lambda word, absent, silent=(), rank=rank: told.append((rank, sorted(absent), list(silent)))
     return calls
@@ -59,7 +58,7 @@ def ranks_of(stores, words, told):
 
 def interleaved(words, others, rounds=8):
     """What was told where `others` look in the midst of a look of rank 0, for each of the moments at which they may."""
-    for moment in range(2, 3 * rounds):
+    for moment in range(4, 3 * rounds):
         told = []
         inner = dist.HashStore()
         first = Between(inner, moment, lambda: [calls[rank].look() for rank in others])  # noqa: B023
