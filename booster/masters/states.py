@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ Places = dict[torch.Tensor, list[tuple[Bucket, int]]]
 
 
 def state_of_params(
-    buckets: Iterable[Bucket], state: Mapping[Any, State], layouts: Mapping[torch.Tensor, torch.Tensor]
+    buckets: Iterable[Bucket], state: MutableMapping[Any, State], layouts: Mapping[torch.Tensor, torch.Tensor]
 ) -> dict[torch.Tensor, State]:
     """Return the state of every parameter in `buckets`, in the shape of its layout; `state` is the optimizer's, by handle.
 
@@ -42,14 +42,15 @@ def places_of(buckets: Iterable[Bucket]) -> Places:
 class StateView(Mapping[Any, State]):
     """The optimizer's state by working parameter, in shapes of the parameters, each made when it is asked for.
 
-    For reading: what is asked for twice is made twice. A parameter without state has none of its own here, and an empty one
-    if it is asked for, as in torch. unpacked: the state of buckets by `id`, where somebody made it already.
+    For reading, and for dropping all of it: what is asked for twice is made twice. A parameter without state has none of its
+    own here, and an empty one if it is asked for, as in torch. unpacked: the state of buckets by `id`, where somebody made it
+    already.
     """
 
     def __init__(
         self,
         places: Places,
-        state: Mapping[Any, State],
+        state: MutableMapping[Any, State],
         layouts: Mapping[torch.Tensor, torch.Tensor],
         unpacked: Mapping[int, State] | None = None,
     ) -> None:
@@ -71,6 +72,10 @@ class StateView(Mapping[Any, State]):
     def get(self, param: Any, default: Any = None) -> Any:
         found = self[param]
         return found if param in self else default
+
+    def clear(self) -> None:
+        """Drop the state of every parameter, so that the next step begins as the first one did. Masters are no state."""
+        self._state.clear()
 
     def __iter__(self) -> Iterator[Any]:
         handles = {_handle(*place) for places in self._places.values() for place in places}

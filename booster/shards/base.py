@@ -278,7 +278,7 @@ def world_size(group: dist.ProcessGroup | None) -> int:
 
 
 class StateOfParts(Mapping[Any, State]):
-    """State by parameter, each entry made when it is asked for, from `state` by part. For reading.
+    """State by parameter, each entry made when it is asked for, from `state` by part. For reading, and for dropping all of it.
 
     parts, params: the part of each parameter that has one, and back; what is in neither stands for itself. shown: makes an
     entry, of (parameter, part, its state). Keeps none of what it made.
@@ -286,7 +286,7 @@ class StateOfParts(Mapping[Any, State]):
 
     def __init__(
         self,
-        state: Mapping[Any, State],
+        state: Any,
         parts: Mapping[torch.Tensor, torch.Tensor],
         params: Mapping[torch.Tensor, torch.Tensor],
         shown: Callable[[torch.Tensor, torch.Tensor, State], State],
@@ -301,6 +301,10 @@ class StateOfParts(Mapping[Any, State]):
         if key is None:
             raise KeyError(param)
         return self._shown(param, key, self._state[key])
+
+    def clear(self) -> None:
+        """Drop the state of every parameter, on this rank."""
+        self._state.clear()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(dict.fromkeys(self._params.get(key, key) for key in self._state))

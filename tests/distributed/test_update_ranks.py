@@ -55,29 +55,58 @@ def test_state_of_other_shapes_is_refused_on_every_rank(ranks2, name, precision)
         assert unchanged
 
 
-class Messages(logging.Handler):
-    """Keeps what was logged."""
+def begins_anew(rank, world_size, name, precision):
+    torch.manual_seed(7)
+    model = Transformer()
+    booster = Booster("cpu", precision, PLUGINS[name]())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, criterion, _, _ = booster.boost(model, optimizer, loss_of)
 
-    def __init__(self):
+    def step():
+        booster.execute_pipeline(iter([batch(0, booster)]), model, criterion, optimizer)
+        assert optimizer.step()
+        optimizer.zero_grad()
+        return {float(own["step"]) for own in optimizer.state.values()}
+
+    before = [step(), step()]
+    optimizer.state.clear()
+    return before, len(optimizer.state), step()
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_cleared_state_begins_anew_on_every_rank(ranks2, name, precision):
+    assert ranks2(begins_anew, name, precision) == [([{1.0}, {2.0}], 0, {1.0})] * 2
+
+
+class Messages(logging.Handler):
+    """Keeps what was logged; the first message makes `file`, and gives patience back."""
+
+    def __init__(self, file):
         super().__init__()
-        self.lines = []
+        self.lines, self.file, self.patience = [], file, agreement.PATIENCE
 
     def emit(self, record):
         self.lines.append(record.getMessage())
+        agreement.PATIENCE = self.patience
+        self.file.touch()
 
 
-def steps_late_on_rank_1(rank, world_size, precision):
+def steps_late_on_rank_1(rank, world_size, precision, folder):
     torch.manual_seed(0)
     booster = Booster("cpu", precision, TorchDDPPlugin())
     model = torch.nn.Linear(4, 4)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.backward(model(torch.ones(2, 4)).float().sum(), optimizer)
-    patience, agreement.PATIENCE = agreement.PATIENCE, timedelta(seconds=0.2)
-    messages, logger = Messages(), logging.getLogger("booster.ranks.agreement")
+    messages, logger = Messages(folder / f"said_{rank}"), logging.getLogger("booster.ranks.agreement")
     logger.addHandler(messages)
+    patience = agreement.PATIENCE
     try:
-        if rank == 1:
-            time.sleep(0.5)
+        if rank == 0:
+            agreement.PATIENCE = timedelta(seconds=0.2)
+        while rank == 1 and not (folder / "said_0").exists():
+            time.sleep(0.01)
         optimizer.clip_grad_by_norm(1.0)
         applied = bool(optimizer.step())
     finally:
@@ -87,8 +116,8 @@ def steps_late_on_rank_1(rank, world_size, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
-def test_a_rank_that_waits_for_others_to_decide_says_so(ranks2, precision):
-    (applied, first), (applied_too, second) = ranks2(steps_late_on_rank_1, precision)
+def test_a_rank_that_waits_for_others_to_decide_says_so(ranks2, precision, tmp_path):
+    (applied, first), (applied_too, second) = ranks2(steps_late_on_rank_1, precision, tmp_path)
     assert applied
     assert applied_too
     assert len(first) == 1
@@ -97,18 +126,23 @@ def test_a_rank_that_waits_for_others_to_decide_says_so(ranks2, precision):
     assert second == []
 
 
-def decides_alone(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=0.5))
+def decides_alone(rank, world_size, folder):
+    group = dist.new_group()
     try:
-        return agreement.largest(1.0, group) if rank == 0 else time.sleep(1.0)
+        if rank == 0:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), group)  # the group itself may take its time
+            return agreement.largest(1.0, group)
+        while not (folder / "given_up").exists():
+            time.sleep(0.01)
     except RuntimeError as error:
         return str(error)
     finally:
+        (folder / "given_up").touch()
         dist.destroy_process_group(group)
 
 
-def test_a_decision_that_the_other_ranks_never_take_names_what_was_waited_for(ranks2):
-    error, _ = ranks2(decides_alone)
+def test_a_decision_that_the_other_ranks_never_take_names_what_was_waited_for(ranks2, tmp_path):
+    error, _ = ranks2(decides_alone, tmp_path)
     assert "rank 0 waited for the decision whether to step" in error
     assert "The backend says" in error
     assert ranks2(still_together) == [1.0, 1.0]

@@ -142,3 +142,18 @@ def test_a_resumed_run_has_the_same_state_and_goes_on_alike(precision, order):
         if found:
             wrong[name] = found
     assert wrong == {}
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "ASGD"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_after_its_state_was_cleared_an_optimizer_begins_anew_with_the_masters_it_has(precision, optimizer):
+    run, other = Run(precision, optimizer), Run(precision, optimizer)
+    run.train(3)
+    other.train(3)
+    run.optimizer.state.clear()
+    assert not run.optimizer.state
+    other.optimizer.load_state_dict({**other.optimizer.state_dict(), "state": {}})
+    run.train(2)
+    other.train(2)
+    assert different(run.snapshot(), other.snapshot()) == []
