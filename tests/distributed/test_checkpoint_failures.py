@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pool import RankPool, RanksFailed
+from pool import CASE_TIMEOUT, RankPool, RanksFailed
 from runs import Run, differing
 
 from booster.checkpoint import CheckpointError, damage, latest
@@ -78,7 +78,7 @@ def one_dies(rank, world_size, victim, folder):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path, victim):
-    pool = RankPool(2)
+    pool = RankPool(2, grace=CASE_TIMEOUT)  # the other one may take its time to find out
     try:
         with pytest.raises(RanksFailed) as error:
             pool.run(one_dies, victim, str(tmp_path))

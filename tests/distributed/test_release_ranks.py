@@ -290,7 +290,7 @@ def growth(rank, world_size, plugin, precision):
     def settled(grad):
         """Note the level; what gloo's threads let go of late, for which a moment is given, does not count."""
         for tracker in trackers:
-            for _ in range(500):
+            for _ in range(5000):
                 if len(levels) < 5 or tracker.now <= levels[4] + WIDTH * WIDTH:
                     break
                 time.sleep(0.001)

@@ -13,7 +13,7 @@ from ports import free_port
 from programs import Program, run
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 120
+TIMEOUT = 240  # seconds
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 STOPPED = 75
 
@@ -185,7 +185,7 @@ def test_who_does_not_end_within_the_grace_time_is_killed(tmp_path):
     began = time.monotonic()
     job.send_signal(signal.SIGTERM)
     status, err = finish(job)
-    assert (status, time.monotonic() - began < 15) == (143, True), err
+    assert (status, time.monotonic() - began < 30) == (143, True), err  # 30 s is the default
 
 
 GPT = ROOT / "examples" / "gpt" / "train.py"

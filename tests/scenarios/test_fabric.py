@@ -1,7 +1,6 @@
 """Scenarios of Lightning Fabric: precisions, wrappers, loaders, clipping, checkpoints."""
 
 import copy
-import time
 from functools import partial
 
 import pytest
@@ -506,9 +505,8 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     differs="there a warning says that another seed was taken. The run would not be the one that was meant",
 )
 @pytest.mark.parametrize("seed", [10_000_000_000 * 2**40, -1, 1.5])
-def test_a_seed_out_of_range_is_refused(seed):
-    began = time.monotonic()
+def test_a_seed_out_of_range_is_refused(seed, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: pytest.fail("it starts"))
     with pytest.raises((ValueError, TypeError), match="seed"):
         package.launch(rank=0, world_size=1, host="127.0.0.1", port=29999, backend="gloo", seed=seed)
     assert not torch.distributed.is_initialized()
-    assert time.monotonic() - began < 5

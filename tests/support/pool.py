@@ -201,12 +201,13 @@ class _Group:
         if not dump.exists() or self.processes[rank].exitcode is not None:
             return "(not started, or already gone)"
         os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        until = time.monotonic() + 2.0
+        until, before = time.monotonic() + 10.0, 0
         while time.monotonic() < until:
-            time.sleep(0.05)
-            if dump.stat().st_size:
-                time.sleep(0.05)
+            time.sleep(0.1)
+            size = dump.stat().st_size
+            if size and size == before:  # it is written line by line
                 break
+            before = size
         return dump.read_text() or "(it does not answer)"
 
 
@@ -255,7 +256,8 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
     os.setpgid(0, 0)
     if STOPS:
         _go_on_when_parent_dies()
-    threading.Thread(target=_die_with_parent, args=(folder,), daemon=True).start()
+    dying = threading.Thread(target=_die_with_parent, args=(folder,), daemon=True)
+    dying.start()
     dump = open(Path(folder) / f"stack{rank}", "w")  # noqa: SIM115  (faulthandler needs it for life)
     faulthandler.enable(dump)
     faulthandler.register(signal.SIGUSR1, dump, all_threads=False)
@@ -276,7 +278,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: Connection) -> None:
         try:
             job = pipe.recv_bytes()
         except EOFError:
-            break
+            dying.join()  # which clears up: to end here and now would leave that undone
         pipe.send_bytes(_answer(rank, world_size, job))
 
 

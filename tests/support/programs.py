@@ -22,7 +22,7 @@ from types import ModuleType, TracebackType
 from pool import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 120.0  # seconds
+TIMEOUT = 240.0  # seconds
 
 Ran = subprocess.CompletedProcess[str]
 
