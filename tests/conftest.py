@@ -19,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Torch's compiler would compile and load ten programs, in each folder of its cache, to see which vectors the CPU has; what the
 # CPU says of itself is believed. An empty value has it look.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Where Triton is installed, its compiler would start processes to compile in, which import torch, for each worker of pytest.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Workers of pytest-xdist are told 80 columns, and what they start with them; tests of a narrow terminal say so themselves.
 os.environ.pop("COLUMNS", None)
 

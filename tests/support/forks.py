@@ -21,6 +21,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import Pipe, connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,6 +31,7 @@ from _pytest.pathlib import cleanup_numbered_dir
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
 from _pytest.tmpdir import TempPathFactory
+from pool import PRELOADED
 
 # Before all others, in this order: 10 seconds of a core and more each. Who comes last has the others wait.
 LONGEST = (
@@ -50,6 +52,8 @@ class _Worker:
 
 def run(session: pytest.Session, count: int) -> None:
     """Run all items of `session` in `count` forks, with reports to the hooks of this process."""
+    for name in PRELOADED:
+        import_module(name)
     files = deque(_files(session.items))
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  (below which those of workers are)
     workers = [_fork(session, number) for number in range(min(count, len(files)))]

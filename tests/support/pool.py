@@ -45,6 +45,7 @@ STOPS = sys.platform == "linux"
 # Imported once, before the ranks are forked, and not by each rank of each group again, nor by its DataLoader workers.
 PRELOADED = [
     "numpy",
+    "torch._dynamo",  # by the first optimizer that a process makes
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",

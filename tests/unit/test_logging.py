@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from programs import run
 
 from booster.ground.installed import tell_untried
 from booster.logging import get_dist_logger
@@ -32,8 +33,8 @@ def rank_1_of_2(monkeypatch):
 
 def test_nothing_is_printed_unless_the_application_configures_logging():
     code = "from booster.logging import get_dist_logger as g; l = g(); l.error('e'); l.warning('w'); l.info('i')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert (done.stdout, done.stderr) == ("", "")
+    done = run("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_records_have_their_level_their_caller_and_the_rank(logger, caplog, rank_1_of_2):
