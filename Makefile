@@ -53,12 +53,14 @@ coverage: $(TEST)/.installed
 slow: $(TEST)/.installed
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow --forks $(WORKERS) $(ARGS)
 
+# First what is about kernels; then other tests, whose steps they make wherever they can: of half weights, packed states and
+# resumes, and the cells of the matrix that `make test` has on two processes at most.
+BY_KERNELS := $(addprefix tests/unit/,test_naive_model.py test_naive_strategy.py test_packed_states.py test_masters_resume.py test_resume.py)
+CELLS := $(foreach precision,fp32 fp16 fp16_naive bf16_naive,$(foreach column,single DDP FSDP ZeRO-1 ZeRO-2 TP PP,tests/distributed/test_matrix.py::test_cell[$(precision)-$(column)]))
+
 kernels: $(TEST)/.triton
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) $(ARGS) $(wildcard tests/unit/test_kernels*.py tests/distributed/test_kernels*.py)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --timeout 1800 $(ARGS) tests/unit/test_launches.py tests/unit/test_gpu_benchmark.py
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --kernels --timeout 1800 -m "not slow" $(ARGS) tests/unit/test_naive_model.py tests/unit/test_naive_strategy.py
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --kernels --timeout 1800 -m "not slow" $(ARGS) tests/unit/test_packed_states.py tests/unit/test_masters_resume.py
-	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest $(ARGS) tests/unit/test_kernels_compiled.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --timeout 1800 $(ARGS) $(wildcard tests/unit/test_kernels*.py tests/distributed/test_kernels*.py) tests/unit/test_launches.py tests/unit/test_gpu_benchmark.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --timeout 1800 --kernels -m "not slow" $(ARGS) $(BY_KERNELS) $(foreach cell,$(CELLS),"$(cell)")
 
 integrations: $(TEST)/.integrations
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow $(ARGS) tests/unit/test_integrations.py tests/unit/test_notebook.py \

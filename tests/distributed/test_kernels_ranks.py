@@ -18,12 +18,12 @@ TRAINED = [
 
 
 def trains_both_ways(rank, world_size, precision, column, optimizer):
-    from booster.kernels.update import _Steps
+    from booster.kernels.steps import KernelSteps
 
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
     kept = {"steps": STEPS, "overflows": OVERFLOWS}
     by_torch = train(precision, column, optimizer, **kept)
-    with mock.patch.object(_Steps, "run", autospec=True, side_effect=_Steps.run) as run:
+    with mock.patch.object(KernelSteps, "run", autospec=True, side_effect=KernelSteps.run) as run:
         by_kernels = train(precision, column, optimizer, **kept, fused_optimizer="triton")
     assert run.call_count == STEPS
     return by_torch, by_kernels

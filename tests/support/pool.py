@@ -38,7 +38,8 @@ import torch.distributed as dist
 from booster.kernels import choice
 
 PROCESS_GROUP_TIMEOUT = 60.0  # seconds a collective waits for its peers
-CASE_TIMEOUT = 120.0  # seconds one case may take
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CASE_TIMEOUT = 600.0 if INTERPRETED else 120.0  # seconds one case may take
 CASES = 40  # of one group whose ranks have many threads: each process group that a case makes keeps a few
 THREADS = 48  # which take a hundredth of a core while they wait; what a fresh rank imports and makes takes a second
 STOPS = sys.platform == "linux"
@@ -304,6 +305,10 @@ def _answer(rank: int, world_size: int, data: bytes) -> bytes:
         job: _Job = _loads(data)
         sys.path[:] = job.path
         choice.TAKEN_BY_TRUE = job.by_kernels
+        if INTERPRETED:
+            from quick_interpreter import quicken
+
+            quicken()
         with warnings.catch_warnings():
             warnings.resetwarnings()
             for action, message, category, module, line in reversed(job.filters):

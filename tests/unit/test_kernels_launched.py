@@ -171,9 +171,9 @@ def test_nothing_is_launched_where_there_are_no_programs(monkeypatch):
 def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_steps(name, monkeypatch):
     from triton.runtime.interpreter import InterpretedFunction
 
-    from booster.kernels.update import _Steps
+    from booster.kernels.steps import KernelSteps
 
-    made, run, asked = _Steps._made, InterpretedFunction.run, {}
+    made, run, asked = KernelSteps._made, InterpretedFunction.run, {}
 
     def as_on_a_gpu(steps, *given):
         tables = made(steps, *given)
@@ -187,7 +187,7 @@ def test_what_does_not_compile_is_known_before_anything_is_written_and_torch_ste
             raise RuntimeError("no compiler")
         return run(kernel, *args, **options)
 
-    monkeypatch.setattr(_Steps, "_made", as_on_a_gpu)
+    monkeypatch.setattr(KernelSteps, "_made", as_on_a_gpu)
     counting = lambda: BF16NaiveMixedPrecision(log_num_zeros_in_grad=True)  # noqa: E731
     both = pair(make_model, adamw, counting, clip_grad_norm=0.1)
     monkeypatch.setattr(InterpretedFunction, "run", refusing)

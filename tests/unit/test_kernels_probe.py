@@ -72,9 +72,9 @@ def plant(fault, monkeypatch):
     elif fault == "states":
         monkeypatch.setitem(states.WAYS, "bf16", dataclasses.replace(states.WAYS["bf16"], close=faults.closes_twice))
     elif fault == "skip":
-        from booster.kernels import update
+        from booster.kernels.steps import KernelSteps
 
-        monkeypatch.setattr(update._Steps, "_constants", without_skips(update._Steps._constants))
+        monkeypatch.setattr(KernelSteps, "_constants", without_skips(KernelSteps._constants))
 
 
 def without_skips(constants):

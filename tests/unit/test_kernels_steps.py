@@ -317,11 +317,11 @@ def test_a_dampened_momentum_begins_with_the_first_step_that_is_made(form):
 def counted(monkeypatch):
     """How many tables are made, and copies to the device."""
     from booster.ground.device import DeviceCopies
-    from booster.kernels import update
+    from booster.kernels import steps
 
     found, copy_there = {"tables": 0, "copies": 0}, DeviceCopies.__call__
 
-    class Table(update.Table):
+    class Table(steps.Table):
         def __init__(self, *given):
             found["tables"] += 1
             super().__init__(*given)
@@ -330,7 +330,7 @@ def counted(monkeypatch):
         found["copies"] += 1
         return copy_there(copies, values, device)
 
-    monkeypatch.setattr(update, "Table", Table)
+    monkeypatch.setattr(steps, "Table", Table)
     monkeypatch.setattr(DeviceCopies, "__call__", counting)
     return found
 
