@@ -54,6 +54,7 @@ def test_the_menu_has_every_page_once() -> None:
     named = re.findall(r": ([\w./-]+\.md)$", menu, re.MULTILINE)
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert sorted(named) == sorted(pages | MADE)
+    assert {len(each) for each in re.findall("^( *)- ", menu, re.MULTILINE)} == {2, 6, 10}  # else it is no YAML
 
 
 def test_menu_and_page_say_the_same_words() -> None:
