@@ -37,14 +37,14 @@ def adamw(params):
 def spread(step, monkeypatch, number=None):
     """Have parameters of a boosted model lie on `number` devices, in turns; None: each group on its own, as no bucket of
     masters is of several groups or devices."""
-    from booster.kernels import update
+    from booster.kernels import steps
 
     groups = step[2].param_groups
     if number is None:
         places = {id(param): place for place, group in enumerate(groups) for param in group["params"]}
     else:
         places = {id(param): place % number for place, param in enumerate(step[1].parameters())}
-    monkeypatch.setattr(update, "_PLACE", lambda param: places[id(param)])
+    monkeypatch.setattr(steps, "_PLACE", lambda param: places[id(param)])
 
 
 def tables(step):
