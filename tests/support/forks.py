@@ -202,6 +202,7 @@ def _own_capture(config: pytest.Config) -> Iterator[None]:
     capture: Any = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()
     capture.start_global_capturing()
+    _mend_handlers()
     yield
     capture.suspend_global_capture()
 
@@ -232,13 +233,20 @@ def _serve_forks(pipe: Connection) -> None:
 
 def _as_started() -> None:
     """Leave what pytest has set in a process for its tests."""
+    before = sys.stderr
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     logging.root.handlers.clear()
-    for logger in logging.root.manager.loggerDict.values():
-        for handler in getattr(logger, "handlers", ()):
-            if type(handler) is logging.StreamHandler:  # made while tests were collected, whose stream has been closed
-                handler.stream = sys.stderr
+    _mend_handlers(before)
     faulthandler.disable()
+
+
+def _mend_handlers(before: Any = None) -> None:
+    """Have those log to stderr that do to `before`, or did to what took its place while tests were collected."""
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        for handler in getattr(logger, "handlers", ()):
+            stream = getattr(handler, "stream", None)
+            if stream is not None and (stream is before or stream.closed):
+                handler.stream = sys.stderr

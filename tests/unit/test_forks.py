@@ -9,8 +9,10 @@ import pytest
 from programs import run
 
 CONFTEST = """
+import logging
 import pytest, forks
-from pool import RankPool
+
+logging.getLogger("early").addHandler(logging.StreamHandler())  # on what takes the place of stderr while tests are collected
 
 def pytest_addoption(parser):
     parser.addoption("--forks", type=int)
@@ -25,7 +27,7 @@ def late():
     raise ValueError("the end of a fixture")
 """
 TESTS = """
-import os, subprocess, sys, warnings
+import logging, os, subprocess, sys, warnings
 import pytest
 from pool import RankPool
 
@@ -47,8 +49,13 @@ def test_after_a_death():
 def test_warns():
     warnings.warn("seen by all")
 
+def test_logs():
+    logging.getLogger("early").warning("logged in a worker")
+    raise ValueError("and seen")
+
 def pid(rank, world_size):
     print("printed by a rank", flush=True)
+    logging.getLogger("early").warning("logged by a rank")
     return os.getppid()
 
 def test_ranks():
@@ -82,7 +89,7 @@ def told(tmp_path_factory):
 
 
 def test_every_outcome_is_counted_once(told):
-    assert re.search(r"= 4 failed, 3 passed, 1 skipped, 1 warning, 1 error in ", told), told
+    assert re.search(r"= 5 failed, 3 passed, 1 skipped, 1 warning, 1 error in ", told), told
 
 
 def test_a_failure_shows_its_assertion_and_what_was_printed(told):
@@ -104,3 +111,9 @@ def test_ranks_start_in_a_worker_and_their_prints_are_captured(told):
 def test_the_end_of_a_session_fixture_and_a_warning_are_told(told):
     assert "ValueError: the end of a fixture" in told
     assert "UserWarning: seen by all" in told
+
+
+def test_what_was_told_to_write_before_the_fork_writes_into_the_worker(told):
+    assert "logged in a worker" in told
+    assert "logged by a rank" in told
+    assert "Logging error" not in told
