@@ -504,10 +504,11 @@ class Booster:
             hooks; `*` stands for anything within one part of a name, `**` across parts. Written names of a second model begin
             with its class.
         tracker: also called with the numbers of each step by name, and the number of the step; a tracker's own
-            `log(values, step)` will do. None calls nothing.
+            `log(values, step)` will do. What it raises is warned of once, and training goes on. None calls nothing.
 
-        Nothing in a step waits for a device: there, lines follow some steps later. `booster report FOLDER` shows it. Returns
-        the record, whose `close()` ends it; the end of the process does too.
+        A disk that is full ends the record with a warning, and not the training. Nothing in a step waits for a device: there,
+        lines follow some steps later. `booster report FOLDER` shows it. Returns the record, whose `close()` ends it; the end of
+        the process does too.
 
         Raises ValueError for a folder that this Booster writes to already, and unless every=None under release_gradients, where
         no gradients are left to look at; OSError where it cannot write.
@@ -996,7 +997,8 @@ class Booster:
         for.
 
         description: what stands before the bar.
-        total: how many there are; None asks `len(items)`. The bar is rich's; raises ImportError without it.
+        total: how many there are; None asks `len(items)`, and a boosted loader, which a resumed epoch lets begin where it was
+            left, for those before too. The bar is rich's; raises ImportError without it.
         """
         from booster.facade.everyday import ShownLoss, progress
 

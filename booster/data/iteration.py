@@ -205,6 +205,11 @@ class Iteration:
                         ) from None
         return batches
 
+    @property
+    def num_batches(self) -> int | None:
+        """Of the whole epoch, those before a resume too; None where nobody knows."""
+        return None if self._length is None else self.progress.before + self._length
+
     def __iter__(self) -> Iterator[Any]:
         return self
 

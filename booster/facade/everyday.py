@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from booster.data.iteration import Iteration
 from booster.ground import arguments
 from booster.ranks.coordinator import is_main
 
@@ -120,17 +121,20 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Show
     except ImportError as error:
         raise ImportError("the bar is drawn by rich: pip install 'booster-amp[report]'") from error
 
-    known = _known_length(items) if total is None else total
     words = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     bar = Progress(*words, TextColumn("{task.fields[loss]}"), TimeRemainingColumn(), expand=True)
 
     def drawn() -> Iterator[T]:
-        began = time.monotonic()
+        began, each, seen = time.monotonic(), iter(items), 0
+        known = _known_length(items) if total is None else total
+        if isinstance(each, Iteration) and total is None:  # of an epoch that may go on where it was left
+            known, seen = each.num_batches, each.progress.num_batches
         with bar:
-            task = bar.add_task(description, total=known, rate="", loss="")
-            for count, item in enumerate(items, 1):
+            task = bar.add_task(description, total=known, completed=seen, rate="", loss="")
+            for count, item in enumerate(each, 1):
                 yield item
-                bar.update(task, completed=count, rate=_pace(count / (time.monotonic() - began)), loss=loss.look())
+                rate = _pace(count / (time.monotonic() - began))
+                bar.update(task, completed=seen + count, rate=rate, loss=loss.look())
             bar.update(task, loss=loss.look(now=True))
 
     return drawn()

@@ -59,6 +59,30 @@ def test_progress_takes_a_loader_of_a_stream_whose_length_nobody_knows(capsys):
     assert "2/?" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("sampled", [True, False], ids=["of the library", "of torch"])
+def test_progress_of_a_resumed_epoch_goes_on_where_it_was_left(capsys, sampled):
+    b = Booster("cpu")
+
+    def loader():
+        data = torch.arange(20)
+        if sampled:
+            return b.prepare_dataloader(data, 2, shuffle=True)
+        return b.boost(torch.nn.Linear(2, 2), dataloader=torch.utils.data.DataLoader(data, 2))[3]
+
+    first = loader()
+    for count, _ in enumerate(first, 1):
+        if count == 4:
+            break
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert len(list(b.progress(second, "the rest"))) == 6
+    assert "10/10" in capsys.readouterr().out
+    for count, _ in enumerate(b.progress(second, "the next"), 1):
+        if count == 3:
+            break
+    assert "2/10" in capsys.readouterr().out
+
+
 def test_progress_shows_the_rate_and_the_last_loss_in_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     b, model, optimizer = small_job.boost("fp16")

@@ -142,6 +142,70 @@ def test_a_full_disk_ends_the_record_with_one_warning_and_training_goes_on(tmp_p
     assert [step.number for step in read_run(tmp_path).steps["0"]] == [1, 2, 3]
 
 
+def test_a_disk_that_is_full_from_the_start_ends_the_record_and_not_the_training(tmp_path, monkeypatch, caplog):
+    params = parameters(3, 2)
+    optimizer = sgd(params)
+
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        record = Booster("cpu").record(tmp_path)
+    assert record.closed
+    assert caplog.text.count("No space left on device") == 1
+    record.attach(optimizer)
+    step_on(optimizer, params, 2.0, 1.0, value=10.0)
+    record.close()
+
+
+def test_a_disk_that_becomes_full_within_a_line_keeps_none_of_it(tmp_path, monkeypatch, caplog):
+    params = parameters(3, 2)
+    optimizer = sgd(params)
+    real, room = os.write, 1500
+
+    def write(descriptor, data):
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(descriptor, data[:room])
+        room -= written
+        return written
+
+    with recorded(tmp_path, optimizer) as record:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            while not record.closed:
+                step_on(optimizer, params, 2.0, 1.0, value=10.0)
+    assert room == 0
+    assert caplog.text.count("No space left on device") == 1
+    text = (tmp_path / "rank-00000.jsonl").read_text()
+    assert text.endswith("}\n")
+    assert len(read_run(tmp_path).steps["0"]) == text.count('"kind":"step"') > 2
+
+
+def test_a_tracker_that_raises_is_warned_of_once_and_ends_neither_training_nor_record(tmp_path, caplog):
+    model = torch.nn.Linear(2, 2)
+    b = Booster("cpu")
+    model, optimizer, *_ = b.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    called = []
+
+    def tracker(values, step):
+        called.append(step)
+        if step < 4:
+            raise ConnectionError("the tracker's host is gone")
+
+    with b.record(tmp_path, tracker=tracker):
+        for _ in range(5):
+            b.backward(model(torch.ones(1, 2)).sum(), optimizer)
+            assert optimizer.step()
+    assert called == [1, 2, 3, 4, 5]
+    (said,) = [record for record in caplog.records if "tracker" in record.getMessage()]
+    assert f"the tracker of the record in {tmp_path} raised in step 1; training goes on" in said.getMessage()
+    assert "ConnectionError: the tracker's host is gone" in caplog.text
+    assert [step.number for step in read_run(tmp_path).steps["0"]] == [1, 2, 3, 4, 5]
+
+
 def test_a_full_disk_stops_no_switch_and_no_look_of_an_autopilot(tmp_path, monkeypatch, caplog):
     booster = Booster("cpu")
     booster.boost(torch.nn.Linear(2, 2))

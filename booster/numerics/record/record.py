@@ -72,14 +72,15 @@ class Record:
         self._group = plugin.group
         ranks = DistCoordinator()
         self._file = LineFile(folder, ranks.rank)
-        self._file.write([_header(ranks, precision, plugin, device)])
         self._tracker = tracker
+        self._tracker_failed = False
         self._number = 0
         self._optimizers: list[weakref.ref[OptimizerWrapper]] = []
         self._waiting: deque[_Waiting] = deque()
         self.latest: dict[str, float] = {}
         """The numbers of the last step written, by name, as a tracker gets them."""
         self._close = weakref.finalize(self, _finish, self._file, self._waiting)
+        self.write([_header(ranks, precision, plugin, device)])
 
     def attach(self, optimizer: OptimizerWrapper) -> None:
         """Write down what `optimizer` does from now on, under its number, from 0."""
@@ -207,8 +208,24 @@ class Record:
             for line in lines:
                 if line["kind"] == "step":
                     self.latest = flat(line)
-                    if self._tracker is not None:
-                        self._tracker(dict(self.latest), line["step"])
+                    self._tell_tracker(line["step"])
+
+    def _tell_tracker(self, step: int) -> None:
+        """Call the tracker. Where it raises, as of a network that is gone, training goes on: the other ranks would wait."""
+        if self._tracker is None:
+            return
+        try:
+            self._tracker(dict(self.latest), step)
+        except Exception:
+            if not self._tracker_failed:
+                self._tracker_failed = True
+                _logger.warning(
+                    "the tracker of the record in %s raised in step %d; training goes on, and so does the record. It is called "
+                    "in later steps too, and what it raises there is not told again",
+                    self.folder,
+                    step,
+                    exc_info=True,
+                )
 
     def _stop(self, error: OSError) -> None:
         """Close the file, say why, and let the training go on."""

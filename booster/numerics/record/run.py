@@ -205,12 +205,18 @@ class LineFile:
             os.write(self._file, b"\n")
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append `lines`. Raises OSError where the disk is full."""
+        """Append `lines`, or none of them: raises OSError where the disk is full."""
         if self._file is None:
             return
         data = "".join(_encoded(line) + "\n" for line in lines).encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            if written:
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise
 
     def close(self) -> None:
         """Close the file; what is written later is dropped."""
