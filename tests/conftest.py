@@ -211,6 +211,34 @@ def levels_as_before() -> Iterator[None]:
             logger.setLevel(level)  # which empties a cache of every logger of the process
 
 
+def _state() -> dict[str, Any]:
+    """What of this process the next test would find as a test leaves it. A few microseconds."""
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_num_threads()": torch.get_num_threads(),
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+        "os.getcwd()": os.getcwd(),
+        **{f"os.environ[{name!r}]": os.environ.get(name) for name in _VARIABLES},
+    }
+
+
+_VARIABLES = ("COLUMNS", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "HOME")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail the test that leaves another state of the process to the next one, and not the next one."""
+    before = _state()
+    yield
+    if (after := _state()) != before:
+        left = [
+            f"{name} is {after[name]!r}, and was {value!r}" for name, value in before.items() if after[name] != value
+        ]
+        pytest.fail("; ".join(left), pytrace=False)
+
+
 @pytest.fixture(scope="session")
 def import_package() -> Callable[[str], ModuleType]:
     """Import timm, transformers or torchvision by name; skips where the package is not installed."""
