@@ -154,7 +154,7 @@ class PrecisionCourse:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on as when `state` was taken; None: there was no schedule. One WARNING where its phases begin elsewhere."""
-        for known in (self._ahead, self._moved, self._at_rest, self._waiting):
+        for known in (self._ahead, self._moved, self._at_rest):
             known.clear()
         self._trained = -1
         if state is None:

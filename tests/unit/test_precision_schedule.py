@@ -244,19 +244,6 @@ def test_an_output_that_is_kept_and_never_used_holds_no_phase():
     assert model.out.weight.dtype == torch.bfloat16
 
 
-def test_an_output_of_before_a_load_holds_no_phase(tmp_path):
-    booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 2: "bf16_naive"}))
-    train(booster, model, optimizer)
-    booster.save(tmp_path, model, optimizer)
-    train(booster, model, optimizer)
-    kept = model(torch.randn(4, 32))  # after the second step, at which the loaded run goes over, too
-    booster.load(tmp_path, model, optimizer)
-    for dtype in (torch.float32, torch.bfloat16):
-        train(booster, model, optimizer)
-        assert model.out.weight.dtype == dtype
-    assert kept.requires_grad
-
-
 def test_a_recomputation_within_a_backward_pass_goes_nowhere():
     booster, model, optimizer = small(PrecisionSchedule({0: "fp32", 1: "bf16_naive"}))
     for dtype in (torch.float32, torch.bfloat16):

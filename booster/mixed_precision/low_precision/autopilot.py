@@ -194,9 +194,8 @@ class Pilot:
         self._watch(frozenset())
 
     def after_step(self, update: Any, number: int, result: Any) -> None:
-        if (
-            self._plan is not None and self._looked_at
-        ):  # whatever number a load of the optimizer alone made of this step
+        # Whatever number this step was to have: a load of the optimizer alone counts on elsewhere.
+        if self._plan is not None and self._looked_at:
             self._decide(number, self._plan)
         self.begin(number)
 
