@@ -3,7 +3,8 @@
     python -m benchmarks.planted --seeds 3 4 5 --out docs/figures/planted.json
     python -m benchmarks.planted --table docs/figures/planted.json
 
-The first adds to the file the runs that it has not yet; the second prints the tables of docs/quality.md.
+The first adds to the file the runs that it has not yet; the second prints the tables of docs/quality.md, of
+docs/figures/planted_finish.json that of the runs which chose where the finish begins.
 
 Each flaw is a number that is huge and multiplied with zero, as channels of large models carry them: in a wide dtype it
 does nothing, and the numbers that share its scale in a low one are rounded to zero. Beside the autopilot run bfloat16,
@@ -301,25 +302,57 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+_STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
+"""By the number of values, within how many standard errors of their mean 95 % lie, by Student's t."""
+
+
+def above(rows: list[dict[str, Any]], wide: list[dict[str, Any]]) -> list[float]:
+    """By how much the last loss of each of `rows` is above that of the run in `wide` of its model, flaw and seed."""
+    losses = {(row["model"], row["flaw"], row["seed"]): row["loss"] for row in wide}
+    return [row["loss"] - losses[row["model"], row["flaw"], row["seed"]] for row in rows]
+
+
 def finished(rows: list[dict[str, Any]]) -> str:
     """The table of docs/quality.md of runs by autopilots that end wide, beside bfloat16."""
     last = max(row["date"] for row in rows)
     lines = [
-        "| run | bf16 | autopilot, ending wide | in the spread | wide, mean | named |",
-        "|---|---|---|---|---|---|",
+        "| run | bf16 | autopilot, ending wide | in the spread (below) | above bf16, same seeds (95 %) | wide, mean | named |",
+        "|---|---|---|---|---|---|---|",
     ]
     for kind, flaw in dict.fromkeys((row["model"], row["flaw"]) for row in rows if row["way"] == FINISH):
         wide, own = (
             [row for row in rows if (row["model"], row["flaw"], row["way"]) == (kind, flaw, way)]
             for way in ("bf16", FINISH)
         )
-        spread = [row["loss"] for row in wide]
+        spread, more = [row["loss"] for row in wide], above(own, wide)
         inside = sum(min(spread) <= row["loss"] <= max(spread) for row in own)
+        below = sum(row["loss"] < min(spread) for row in own)
         named = sorted({name.removeprefix("blocks.") for row in own for name in row["named"]})
-        cells = [f"{kind}, {flaw}", _spread(wide, last), _spread(own, last), f"{inside} of {len(own)}"]
+        cells = [f"{kind}, {flaw}", _spread(wide, last), _spread(own, last)]
+        cells.append(f"{inside} of {len(own)}" + f" ({below})" * bool(below))
+        cells.append(f"{statistics.fmean(more):+.4f}{_margin(more)}")
         cells.append(f"{statistics.fmean(row['share'] for row in own):.0%}")
         cells.append(", ".join(f"`{name}`" for name in named) or "none")
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _margin(values: list[float]) -> str:
+    """How far from their mean the true one may be, by an interval of 95 %; of one or two values nothing."""
+    if len(values) not in _STUDENT:
+        return ""
+    return f" ± {_STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values)):.4f}"
+
+
+def chosen(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/quality.md of the runs that chose where the finish begins."""
+    lines = ["| forward wide from, all from | above bf16, same seeds (standard error) | wide, mean |", "|---|---|---|"]
+    wide = [row for row in rows if row["way"] == "bf16"]
+    for begins in sorted({tuple(row["wide_from"]) for row in rows if row["way"] == FINISH}, reverse=True):
+        own = [row for row in rows if row["way"] == FINISH and tuple(row["wide_from"]) == begins]
+        more, share = above(own, wide), statistics.fmean(row["share"] for row in own)
+        error = statistics.stdev(more) / math.sqrt(len(more))
+        lines.append(f"| {begins[0]}, {begins[1]} | {statistics.fmean(more):.4f} ({error:.4f}) | {share:.0%} |")
     return "\n".join(lines) + "\n"
 
 
@@ -347,7 +380,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.table:
         rows = json.loads(given.table.read_text())
-        print(table(rows), finished(rows), sep="\n", end="")
+        tables = (table, finished) if any(row["way"] == "autopilot" for row in rows) else (chosen,)
+        print(*(each(rows) for each in tables), sep="\n", end="")
         return
     logging.getLogger("booster").setLevel(logging.ERROR)
     torch.set_num_threads(1)
