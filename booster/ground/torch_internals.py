@@ -564,10 +564,20 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def settle_dtypes(group: Any) -> None:
-    """Make a group of parameters decide its dtypes now, which torch does in the first forward pass."""
-    if getattr(group, "_orig_dtype", True) is None:
-        group._init_mp_dtypes()
+def settle_dtypes(groups: Iterable[Any]) -> str | None:
+    """Make groups of parameters decide their dtypes now, which torch does in the first forward pass.
+
+    Returns the name of a part of theirs with a hook of `register_hook`, which autograd never calls, if there is one.
+    """
+    hooked = None
+    for group in groups:
+        if getattr(group, "_orig_dtype", True) is None:
+            group._init_mp_dtypes()
+        with torch._C.DisableTorchFunction():  # to look at hooks is none of the functions of a model
+            for param in group.fsdp_params:
+                if param.sharded_param._backward_hooks:
+                    hooked = param._param_fqn
+    return hooked
 
 
 def set_dtypes(module: Any, policy: Any) -> None:

@@ -523,6 +523,23 @@ def test_hooks_on_parameters_whose_place_is_taken_are_refused(ranks2):
     ranks2(hooked)
 
 
+def hooked_later(rank, world_size, precision):
+    booster, model, optimizer = boost(world_size, precision)
+    seen = []
+    weight = dict(model.named_parameters())["head.weight"]
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append(param is weight and param.grad is not None))
+    one_step(booster, model, optimizer, 0, rank, world_size)
+    weight.register_hook(lambda grad: None)
+    with pytest.raises(ValueError, match=r"^head\.weight has a hook of register_hook, which would never be called"):
+        model(data(0)[0])
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_a_hook_on_a_part_is_called_where_torch_calls_it_and_refused_where_it_never_does(ranks2, precision):
+    assert ranks2(hooked_later, precision) == [[True]] * 2
+
+
 # ---- overflow ----
 
 

@@ -37,7 +37,7 @@ def test_fully_shard_keeps_what_is_asked_of_it(tmp_path):
         model(torch.ones(1, 2)).sum().backward()
         assert torch_internals.has_run(state)
         (group,) = torch_internals.fsdp_groups([model])
-        torch_internals.settle_dtypes(group)
+        assert torch_internals.settle_dtypes([group]) is None
         records = list(torch_internals.fsdp_params([model]))
         assert len(records) == 2
         assert all(torch_internals.gathered(record) is not None for record in records)

@@ -422,7 +422,10 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AdmitUnfrozen:
-    """torch settles in the first forward pass in which dtype a group's gradients arrive, for a frozen group in none."""
+    """torch settles in the first forward pass in which dtype a group's gradients arrive, for a frozen group in none.
+
+    Raises ValueError for parts with hooks of `register_hook`, which autograd never calls.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         # Found once: looking them up is not for torch.compile to trace.
@@ -430,8 +433,12 @@ class _AdmitUnfrozen:
         self._groups = fsdp_groups(sharded)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        for group in self._groups:
-            settle_dtypes(group)
+        if (name := settle_dtypes(self._groups)) is not None:
+            raise ValueError(
+                f"{name} has a hook of register_hook, which would never be called: autograd computes the gradient of the "
+                "gathered weight, and this is a part of it. Take the hook off, and register it by "
+                "register_post_accumulate_grad_hook, which is called when the gradient of the part is there"
+            )
 
 
 class _Rest:
