@@ -13,8 +13,8 @@ rules, not downloaded.
 
 Where the finish begins was chosen by this rule, written down before the runs: the candidates (0.85, 0.95), (0.8, 0.9),
 (0.7, 0.85) and (0.75, 0.75) run the GPT without a flaw and with the norm that drifts, in seeds 12 to 14 (17 at first),
-and so does bfloat16. Of those whose mean loss above bfloat16, same seed with same seed, is within one standard error of the least, the
-one with the smallest share of wide products is taken, the same for all models and flaws.
+and so does bfloat16. Of those whose mean loss above bfloat16, same seed with same seed, is within one standard error of
+the least, the one with the smallest share of wide products is taken, the same for all models and flaws.
 
 Then all cases run in seeds 3 to 8, in bfloat16 and with the finish, by the same code. The finish holds in a case if no fewer
 runs are within the smallest and the largest loss of bfloat16's six seeds than bfloat16's own would be, which is 5 of 7 for a
