@@ -564,9 +564,13 @@ def page() -> str:
             "this page from them. A WARNING comes once, from the logger `booster`. Other messages:",
             "[Troubleshooting](troubleshooting.md).",
             "",
+            '<div class="stacked" markdown="1">',  # on a phone: site.css
+            "",
             "| mistake | what comes | what to do |",
             "|---|---|---|",
             *rows,
+            "",
+            "</div>",
             "",
         ]
     )
