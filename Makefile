@@ -54,9 +54,9 @@ slow: $(TEST)/.installed
 	OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -m slow --forks $(WORKERS) $(ARGS)
 
 # First what is about kernels; then other tests, whose steps they make wherever they can: of half weights, packed states and
-# resumes, and the matrix on one process; on ranks there are tests of their own.
+# resumes, and cells of the matrix, on ranks too.
 BY_KERNELS := $(addprefix tests/unit/,test_naive_model.py test_naive_strategy.py test_packed_states.py test_masters_resume.py test_resume.py)
-CELLS := $(foreach precision,fp32 bf16 fp16 fp16_naive bf16_naive,tests/distributed/test_matrix.py::test_cell[$(precision)-single])
+CELLS := $(foreach cell,fp32-single bf16-single fp16-single fp16_naive-single bf16_naive-single fp16-DDP bf16_naive-DDP bf16_naive-FSDP fp16-ZeRO-2,tests/distributed/test_matrix.py::test_cell[$(cell)])
 
 kernels: $(TEST)/.triton
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TEST)/bin/python -m pytest -n $(WORKERS) --timeout 1800 $(ARGS) $(wildcard tests/unit/test_kernels*.py tests/distributed/test_kernels*.py) tests/unit/test_launches.py tests/unit/test_gpu_benchmark.py

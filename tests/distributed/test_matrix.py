@@ -20,6 +20,8 @@ from matrix import (
 )
 from reference import train_by_hand
 
+from booster.kernels import choice
+
 # Loss and norm against the reference, relative to their size of about 1. Half weights round every gradient, and shards
 # and stages add them in another order.
 TOLERANCE = {
@@ -68,8 +70,10 @@ def check_agreement(traces):
         assert trace.applied == first.applied
         assert trace.scales == first.scales
         assert trace.reasons == first.reasons
-        assert trace.culprits == first.culprits
-        assert trace.norms == first.norms
+        # Where a device decides, norm and culprits of a skipped step are what its own rank found.
+        told = itertools.repeat(True) if "cpu" not in choice.TAKEN_BY_TRUE else first.applied
+        assert list(itertools.compress(trace.culprits, told)) == list(itertools.compress(first.culprits, told))
+        assert list(itertools.compress(trace.norms, told)) == list(itertools.compress(first.norms, told))
     for one, other in itertools.combinations(traces, 2):
         for name in one.weights.keys() & other.weights.keys():
             assert torch.equal(one.weights[name], other.weights[name]), f"{name} drifted apart"
@@ -81,7 +85,7 @@ def check_like(traces, reference, tolerance):
     assert trace.applied == reference.applied
     assert trace.scales == reference.scales
     assert [r is None for r in trace.reasons] == trace.applied
-    assert [not culprit for culprit in trace.culprits] == trace.applied
+    assert [not any(named) for named in zip(*(trace.culprits for trace in traces), strict=True)] == trace.applied
     torch.testing.assert_close(trace.losses, reference.losses, rtol=0, atol=tolerance)
     for step in (i for i, applied in enumerate(reference.applied) if applied):
         assert trace.norms[step] == pytest.approx(reference.norms[step], rel=tolerance), f"step {step}"

@@ -72,6 +72,15 @@ def test_the_norm_of_the_step_before_clips_as_where_a_host_decides(precision, ha
         torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_a_step_after_a_skip_is_clipped_by_the_last_finite_norm(precision, half_steps):
+    run = Run("previous_norm", precision, SGD, poison=(2,), clip_grad_norm=0.5, fused_optimizer="triton").train(2)
+    last = float(run.optimizer._update.gradients.release.previous)
+    run.step()
+    assert not run.results[-1].applied
+    assert float(run.optimizer._update.gradients.release.previous) == last > 0
+
+
 @pytest.mark.parametrize(
     ("precision", "mode"),
     [
