@@ -145,8 +145,10 @@ def alive_storages() -> dict[int, torch.UntypedStorage]:
     for entry in gc.get_objects():
         if issubclass(type(entry), torch.Tensor) and not isinstance(entry, FakeTensor) and entry.device.type == "cpu":
             for tensor in (entry, entry.grad if entry.is_leaf else None):
-                storage = None if tensor is None else _local(tensor).untyped_storage()
-                if storage is not None and storage.nbytes() > 8:
+                if tensor is None or tensor.layout is not torch.strided:  # sparse ones have no storage
+                    continue
+                storage = _local(tensor).untyped_storage()
+                if storage.nbytes() > 8:
                     found[storage.data_ptr()] = storage
     return found
 

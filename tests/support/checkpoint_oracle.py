@@ -196,6 +196,8 @@ def wrong_after(reader, told, before, now):
         said["own"] = {key: told.value(own[key]) for key in before["own"] if key in own or key != "release"}
         if said["own"]["loss_scaler"].keys() != before["own"]["loss_scaler"].keys():
             said["own"]["loss_scaler"] = before["own"]["loss_scaler"]  # of another kind, with a warning
+        elif "hysteresis_tracker" in said["own"]["loss_scaler"]:
+            said["own"]["loss_scaler"]["hysteresis_tracker"] = 0  # the jobs back off at each overflow, and count none
     if reader == "load":
         state = told.value(told.tree["lr_schedulers"]["0"])
         for name in PROGRESS:
@@ -203,7 +205,8 @@ def wrong_after(reader, told, before, now):
                 yield f"the scheduler was not told {name}"
         said["scheduler"] = {key: state.get(key, own) for key, own in before["scheduler"].items()}
         position = told.value(told.tree["dataloaders"]["0"])
-        said["loader"] = {key: position[key] for key in before["loader"]}
+        # Who saved before orders were written does not say one.
+        said["loader"] = {key: position[key] for key in before["loader"] if key in position or key != "order"}
     if len(told.tree["random"]) == 1:
         state = told.value(told.tree["random"][0])
         said["random"] = before["random"] | {

@@ -239,8 +239,9 @@ class Readers:
         self.loaded += 1
         told = Told(folder)
         yield from wrong_after(name.replace("resume", "load"), told, before, snapshot(target))
-        if loaded is not None and (loaded.step, loaded.path, loaded.extra) != (told.step, folder, told.extra):
-            yield f"gave {loaded}"
+        if loaded is not None:
+            given = {"step": loaded.step, "path": loaded.path, "extra": loaded.extra}
+            yield from different(given, {"step": told.step, "path": folder, "extra": told.extra})
         try:
             target.train(1)
         except Exception as error:

@@ -91,6 +91,8 @@ def numbers_of(folder):
             except ValueError:
                 continue
             if isinstance(line, dict) and line.get("kind") == "step":
+                # A step that is not after the one before it begins anew, without what it went back behind.
+                own = {key: kept for key, kept in own.items() if key[0] != line["optimizer"] or key[1] < line["step"]}
                 own[line["optimizer"], line["step"]] = line
         for key, line in own.items():
             found.setdefault(key, []).append(line)

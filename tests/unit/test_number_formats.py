@@ -337,7 +337,7 @@ def test_tiny_numbers_survive_a_tiny_scale():
     [
         (E4M3, Scaling((1, 32), "power_of_two"), False, 3),
         (E2M1, Scaling((16, 16), "e4m3"), False, 4),
-        (E2M1, Scaling((1, 16), "e4m3"), True, 4),
+        (E2M1, Scaling((1, 16), "e4m3"), True, 5),  # 4 on CPUs with AMX
         (E4M3, Scaling("tensor"), False, 2),
     ],
     ids=["mxfp8", "nvfp4 weight", "nvfp4 gradient", "tensorwise"],

@@ -86,7 +86,7 @@ def run_jobs(folder, logs, *, most, seconds, kills=0):
 
 @pytest.mark.parametrize(
     ("most", "seconds", "kills"),
-    [(12, 60, 0), pytest.param(10**5, 300, 12, marks=pytest.mark.slow)],
+    [(12, 60, 0), pytest.param(10**5, 300, 12, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
     ids=["short", "long"],
 )
 def test_two_jobs_save_into_one_folder_and_lose_nothing(tmp_path, most, seconds, kills):
