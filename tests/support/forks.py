@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+import torch
 from _pytest.pathlib import cleanup_numbered_dir
 from _pytest.reports import TestReport
 from _pytest.runner import runtestprotocol
@@ -166,6 +167,8 @@ class _Reports:
 
 
 def _work(session: pytest.Session, number: int, pipe: Connection) -> None:
+    # After a fork torch makes its pool of threads anew when it is asked for first: threads that ask at once may find none.
+    torch.set_num_threads(1)
     config = session.config
     atexit.unregister(cleanup_numbered_dir)  # the parent's, which programs and ranks would do at their ends
     config.option.basetemp = config._tmp_path_factory.getbasetemp() / f"fork{number}"  # type: ignore[attr-defined]

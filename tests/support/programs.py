@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+import torch
 from pool import PRELOADED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,6 +106,9 @@ def _run(written: str, folder: str, environment: dict[str, str], arguments: list
     os.environ.update(environment)
     tempfile.tempdir = None  # it may be given in the environment
     mp.set_start_method(None, force=True)  # not what forked this process
+    torch.set_num_threads(
+        torch.get_num_threads()
+    )  # the pool of threads, before threads of the program ask for it at once
     status = 1
     try:
         _as_python(arguments)
