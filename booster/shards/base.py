@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from booster.model.dtensors import is_dtensor
@@ -18,6 +20,7 @@ from booster.model.dtensors import is_dtensor
 if TYPE_CHECKING:
     from booster.model.params import Selection
     from booster.shards.divided import Divided
+    from booster.shards.replicated import Replica
 
 State = dict[str, Any]
 
@@ -32,6 +35,8 @@ class Shards:
     sharded = False
     names: Mapping[Any, str] = {}
     """The name of each parameter and part, for messages."""
+    replicas: Mapping[nn.Module, Replica] = MappingProxyType({})
+    """What notes which gradients are averaged, by placed module, where others' hooks do it."""
     selection: Selection | None = None
     """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
@@ -171,9 +176,6 @@ class Shards:
         """Return what messages call `param`."""
         return self.names.get(param, f"a parameter of shape {tuple(param.shape)}")
 
-    def keep_graph(self) -> None:
-        """A backward pass follows that keeps its graph, through which another may go."""
-
     def check_gradients(self) -> None:
         """Raise RuntimeError if ranks would step on gradients that they do not share. The same on every rank."""
 
@@ -259,9 +261,15 @@ class Shards:
 
 
 UNSYNCHRONISED = (
-    "the gradients of this optimizer are not averaged over the ranks, because passes ran inside no_sync(), or again through a "
-    "graph that retain_graph=True kept, and none outside of it after them; before step(), run the last forward and backward "
-    "pass outside of no_sync(), or use b.accumulate(); add losses up instead of keeping a graph"
+    "the gradients of this optimizer are not averaged over the ranks, because passes ran inside no_sync(), and none outside of "
+    "it after them; before step(), run the last forward and backward pass outside of no_sync(), or use b.accumulate()"
+)
+ALONE = (
+    "the gradient of {name} is not averaged over the ranks: DistributedDataParallel averages what the first backward pass "
+    "after a forward pass of the boosted model brings, and another brought this one: through a method of the model or a member of "
+    "a ModuleList that was called instead, the second of two backward passes after two forward passes, or again through a "
+    "graph that retain_graph=True kept. Compute losses in forward, add losses up, or use LowLevelZeroPlugin(stage=2), which "
+    "averages every pass"
 )
 FROZEN = (
     "{name} has a gradient, but was frozen when the model was boosted, so ranks do not share it and would drift apart; call "

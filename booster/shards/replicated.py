@@ -14,10 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from booster.ground.torch_internals import graph_task
+from booster.ground.torch_internals import graph_task, version
 from booster.model.modules import bare
-from booster.shards.base import FROZEN, RELAID, UNSYNCHRONISED, Shards
+from booster.shards.base import ALONE, FROZEN, RELAID, UNSYNCHRONISED, Shards
 from booster.tensors.trees import tensors
+
+_Stamp = tuple[torch.Tensor | None, int]
 
 
 class Reducer(Protocol):
@@ -71,6 +73,12 @@ def check_averaged(shards: Shards, reducers: Iterable[Reducer]) -> None:
             raise RuntimeError(UNSYNCHRONISED)
 
 
+def _stamp(param: torch.Tensor) -> _Stamp:
+    """Return the gradient of `param`, and how often it was written to."""
+    grad = param.grad
+    return grad, -1 if grad is None else version(grad)
+
+
 class Replica:
     """Notes which gradients of a module `DistributedDataParallel` averages, and which it was told to leave alone.
 
@@ -87,18 +95,28 @@ class Replica:
         self._unsynchronised = False  # passes inside no_sync have left gradients that no other pass has averaged since
         self._watches = False
         self._averaging: int | None = None  # the backward pass that averages
-        self._averages_once = hasattr(
-            module, "require_backward_grad_sync"
-        )  # in the first pass after each forward alone
-        self._was_to_average = False  # when the last forward pass ran
-        self._hooks: list[Any] = []  # while the graph of that is kept
-        self._first_pass: int | None = None  # through that graph
+        self._averages_once = hasattr(module, "require_backward_grad_sync")  # in one pass after forward ones alone
+        self._prepared = False  # to average what the next backward pass brings
+        self._follows_forward = False  # it comes after a forward pass, and not after a backward pass
+        self._stamps: Sequence[_Stamp] | None = None  # of gradients before the backward pass under way
+        self._alone: list[torch.Tensor] = []  # what such passes brought that followed none
         module.register_forward_hook(self._on_forward)
 
-    def unshared(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what has a gradient of this rank alone: parameters that were frozen, and those left by `no_sync`."""
-        late: list[torch.Tensor] = [param for param in self._frozen if param.requires_grad and param.grad is not None]
-        return late, [param for param in self._params if param.grad is not None] if self._unsynchronised else []
+    def check(self, shards: Shards) -> None:
+        """Raise RuntimeError if the optimizer of `shards` holds a gradient that is of this rank alone."""
+        if self._orders:
+            self.check_order()
+        if not (self._frozen or self._alone or self._unsynchronised):
+            return
+        held = {param for group in shards.optimizer.param_groups for param in group["params"]}
+        for param in held.intersection(self._frozen):
+            if param.requires_grad and param.grad is not None:
+                raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
+        left = self._params if self._unsynchronised else ()
+        for found, text in ((left, UNSYNCHRONISED), (self._alone, ALONE)):
+            for param in found:
+                if param in held and param.grad is not None:
+                    raise RuntimeError(text.format(name=shards.name_of(param)))
 
     def check_order(self) -> None:
         """Raise RuntimeError if a parameter that trains lies in another memory order than when the module was placed."""
@@ -117,50 +135,59 @@ class Replica:
         """Take note that some gradients were zeroed."""
         if self._unsynchronised and all(param.grad is None or not param.grad.any() for param in self._params):
             self._unsynchronised = False
+        if self._alone:
+            self._alone = [param for param in self._alone if param.grad is not None and param.grad.any()]
 
-    def keep_graph(self) -> None:
-        """Take note that a backward pass follows which keeps its graph. `DistributedDataParallel` leaves gradients of a second
-        pass through it alone, without a word."""
-        if not self._averages_once or not self._was_to_average or self._hooks:
+    def before_backward(self, *, only: bool) -> None:
+        """A backward pass of an optimizer begins. only: no other module is there that it could be of."""
+        if self._averages_once:
+            self._stamps = () if only and self._prepared else list(map(_stamp, self._params))
+
+    def after_backward(self) -> None:
+        """Take note of what `DistributedDataParallel` did with the gradients of a pass: it averages those of the first that
+        follows its forward passes, and leaves those of others alone, without a word."""
+        before, self._stamps = self._stamps, None
+        if before is None:  # nothing to see, or another optimizer of the pass told
             return
-        self._watches = True
-        self._first_pass = None
-        trained = [param for param in self._params if param.requires_grad]
-        self._hooks = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in trained]
+        stamps = zip(self._params, before, map(_stamp, self._params), strict=True) if before else ()
+        touched = [param for param, (old, was), (new, now) in stamps if old is not new or was != now]
+        if before and not touched:
+            return
+        if self._prepared:
+            self._unsynchronised = False
+            self._alone = []
+        elif self._follows_forward:
+            self._unsynchronised = True
+        else:
+            self._alone = [*self._alone, *touched]
+        self._prepared = self._follows_forward = False
+
+    def abandon_backward(self) -> None:
+        """The pass raised."""
+        self._stamps = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Return a context whose passes are forgotten."""
-        before = self._unsynchronised
+        before = self._unsynchronised, self._alone
         try:
             yield
         finally:
-            self._unsynchronised = before
+            self._unsynchronised, self._alone = before
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         averages = getattr(module, "require_backward_grad_sync", True)
         if torch.is_grad_enabled():
-            self.check_order()
-            self._was_to_average = averages
-            if self._hooks:
-                self._forget_graph()
+            if self._orders:
+                self.check_order()
+            self._prepared = self._prepared or averages
+            self._follows_forward = True
         if (averages and not self._watches) or not torch.is_grad_enabled():
             return
         self._watches = True
         for tensor in tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_averaged if averages else self._on_left)
-
-    def _forget_graph(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _on_gradient(self, param: torch.Tensor) -> None:
-        if self._first_pass is None:
-            self._first_pass = graph_task()
-        elif graph_task() != self._first_pass:
-            self._unsynchronised = True
 
     # DistributedDataParallel averages all that a backward pass brings if one of its forward passes told it to.
     def _on_averaged(self, grad: torch.Tensor) -> None:
@@ -183,15 +210,11 @@ class ReplicatedShards(Shards):
         reducers: Mapping[nn.Module, Reducer] = MappingProxyType({}),
     ) -> None:
         super().__init__(optimizer)
-        self._replicas = replicas
+        self.replicas = replicas
         self._reducers = reducers
 
-    def keep_graph(self) -> None:
-        for replica in self._replicas.values():
-            replica.keep_graph()
-
     def check_gradients(self) -> None:
-        check_replicas(self, self._replicas.values())
+        check_replicas(self)
         check_averaged(self, self._reducers.values())
 
     def watch(
@@ -205,25 +228,18 @@ class ReplicatedShards(Shards):
         return watch_reduced(self, self._reducers.values(), params, filled, held, again=again)
 
     def clear_gradients(self, set_to_none: bool) -> None:
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             replica.forget()
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for replica in self._replicas.values():
+            for replica in self.replicas.values():
                 stack.enter_context(replica.kept())
             yield
 
 
-def check_replicas(shards: Shards, replicas: Iterable[Replica]) -> None:
+def check_replicas(shards: Shards) -> None:
     """Raise RuntimeError if the optimizer of `shards` holds a gradient that ranks do not share."""
-    for replica in replicas:
-        replica.check_order()
-        frozen, left = replica.unshared()
-        if frozen or left:
-            held = {param for group in shards.optimizer.param_groups for param in group["params"]}
-            for param in held.intersection(frozen):
-                raise RuntimeError(FROZEN.format(name=shards.name_of(param)))
-            if not held.isdisjoint(left):
-                raise RuntimeError(UNSYNCHRONISED)
+    for replica in shards.replicas.values():
+        replica.check(shards)

@@ -77,7 +77,7 @@ class ZeroShards(Shards):
     ) -> None:
         super().__init__(optimizer)
         kind = check_parts(optimizer)
-        self._replicas = replicas
+        self.replicas = replicas
         self._reducers = reducers
         self._lent: set[torch.Tensor] = set()  # of the step that is made within backward
         self._layouts = list(layouts)
@@ -100,7 +100,7 @@ class ZeroShards(Shards):
             return
         self.wait_for_weights()
         if not self._reduced:
-            for replica in self._replicas.values():
+            for replica in self.replicas.values():
                 # Laid down, it would have its order again, and its gradient, averaged in the other, would go unnoticed.
                 if any(param.grad is not None for param in replica.relaid().values()):
                     replica.check_order()
@@ -192,12 +192,8 @@ class ZeroShards(Shards):
         """Return where `param` lies; None if it is not divided."""
         return self._holding(param)
 
-    def keep_graph(self) -> None:
-        for replica in self._replicas.values():
-            replica.keep_graph()
-
     def check_gradients(self) -> None:
-        check_replicas(self, self._replicas.values())
+        check_replicas(self)
         if not self._reduced:
             check_averaged(self, self._reducers.values())
         if self._reduced and any(param.grad is not None for layout in self._layouts for param in layout.params):
@@ -274,7 +270,7 @@ class ZeroShards(Shards):
 
     def clear_gradients(self, set_to_none: bool) -> None:
         self._divisor = 1.0
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             replica.forget()
         if not self._reduced:
             return
@@ -301,7 +297,7 @@ class ZeroShards(Shards):
             bucket.gradient, bucket.reduced = None, set()
         try:
             with ExitStack() as stack:
-                for replica in self._replicas.values():
+                for replica in self.replicas.values():
                     stack.enter_context(replica.kept())
                 yield
         finally:

@@ -142,9 +142,6 @@ def run_backward(
         for member in members:
             if member.release is not None:
                 member.release.check(create_graph=create_graph)
-    if retain_graph or create_graph:
-        for member in members:
-            member.shards.keep_graph()
     this, scale = begin_backward(members, loss_id=loss_id, delayed=delayed, create_graph=create_graph)
     if loss.dtype in HALF_DTYPES:
         loss = loss.float()
@@ -215,6 +212,8 @@ def end_backward(this: BackwardPass, loss: torch.Tensor | None) -> None:
 def abandon_backward(this: BackwardPass) -> None:
     """The pass raised: gradients that were set aside for it come back."""
     for member in this.members:
+        for replica in member.shards.replicas.values():
+            replica.abandon_backward()
         member.abandon_backward()
         member.shards.abandon_backward()
 

@@ -157,6 +157,10 @@ class Gradients:
             self.parameters.check_full([param for param in self.parameters.held() if param.requires_grad])
         if self.shards.sharded:
             self.shards.even_out()
+        replicas = self.shards.replicas
+        if replicas:
+            for replica in replicas.values():
+                replica.before_backward(only=len(replicas) == 1)
         if not self.norms.on_device:
             scale = float(scale)
         if self.scale is not None and (self.factor is not None or not _same(self.scale, scale)):
@@ -171,6 +175,9 @@ class Gradients:
     def after_backward(self, loss: torch.Tensor | None) -> None:
         """loss: None where another pipeline stage computes it."""
         self.num_backwards += 1
+        if self.shards.replicas:
+            for replica in self.shards.replicas.values():
+                replica.after_backward()
         is_due = self.scaler.enabled and (self._num_steps < FIRST or self._num_steps % EVERY == 0)
         if is_due and self.scale is not None and not _same(self.scale, 1.0):
             self.noted = ScaledGradients(self.parameters.held())

@@ -144,6 +144,62 @@ def test_a_second_pass_through_a_graph_is_averaged_or_the_step_says_that_it_is_n
     assert ranks2(kept_graph) == [dict.fromkeys(PLUGINS, True)] * 2
 
 
+class Trained(nn.Module):
+    """Called by a method, or by its members alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def fit(self, booster, optimizer, x):
+        booster.backward(self.forward(x).float().square().mean(), optimizer)
+
+
+def around(rank, world_size, precision):
+    """By plugin and way: how far ranks are apart after steps that did not go through the boosted model, or who is named."""
+    found = {}
+    for plugin in ("ddp", "zero1", "zero2"):
+        for way in ("method", "members", "late"):
+            booster = Booster("cpu", precision, PLUGINS[plugin]())
+            model = Trained() if way != "members" else nn.ModuleList(Trained().children())
+            model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            try:
+                if way == "method":
+                    model.fit(booster, optimizer, batch(0, rank).to(next(model.parameters()).dtype))
+                elif way == "members":
+                    body, head = model
+                    hidden = body(batch(0, rank).to(body.weight.dtype))
+                    booster.backward(head(hidden).float().square().mean(), optimizer)
+                else:
+                    losses = [model(batch(step, rank)).float().square().mean() for step in range(2)]
+                    for loss in losses:
+                        booster.backward(loss, optimizer)
+                optimizer.step()
+                own = weights(model)
+                others = [torch.empty_like(own) for _ in range(world_size)]
+                torch.distributed.all_gather(others, own)
+                found[f"{plugin}, {way}"] = max(float((own - other).abs().max()) for other in others)
+            except RuntimeError as error:
+                found[f"{plugin}, {way}"] = str(error)
+                optimizer.zero_grad()
+                if way != "members":
+                    booster.backward(model(batch(0, rank)).float().square().mean(), optimizer)
+                    optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_ranks_stay_alike_or_are_told_whose_gradient_passes_around_the_model_left(ranks2, precision):
+    for found in ranks2(around, precision):
+        told = {key: value for key, value in found.items() if value != 0.0}
+        assert all("weight is not averaged over the ranks" in str(value) for value in told.values()), told
+        assert {f"{plugin}, {way}" for plugin in ("ddp", "zero1") for way in ("method", "members", "late")} <= set(told)
+
+
 def unfrozen(rank, world_size, plugin, precision, late_group):
     booster, model = Booster("cpu", precision, PLUGINS[plugin]()), net()
     late = [model.get_parameter(name) for name in ("0.weight", "0.bias")]
