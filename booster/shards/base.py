@@ -20,7 +20,6 @@ from booster.model.dtensors import is_dtensor
 if TYPE_CHECKING:
     from booster.model.params import Selection
     from booster.shards.divided import Divided
-    from booster.shards.replicated import Replica
 
 State = dict[str, Any]
 
@@ -35,8 +34,8 @@ class Shards:
     sharded = False
     names: Mapping[Any, str] = {}
     """The name of each parameter and part, for messages."""
-    replicas: Mapping[nn.Module, Replica] = MappingProxyType({})
-    """What notes which gradients are averaged, by placed module, where others' hooks do it."""
+    replicas: Mapping[nn.Module, Any] = MappingProxyType({})
+    """By placed module, the `replicated.Replica` that notes which gradients are averaged, where others' hooks do it."""
     selection: Selection | None = None
     """Where layers are divided among ranks: which parameters of the whole optimizer are here."""
 
@@ -266,10 +265,10 @@ UNSYNCHRONISED = (
 )
 ALONE = (
     "the gradient of {name} is not averaged over the ranks: DistributedDataParallel averages what the first backward pass "
-    "after a forward pass of the boosted model brings, and another brought this one: through a method of the model or a member of "
-    "a ModuleList that was called instead, the second of two backward passes after two forward passes, or again through a "
-    "graph that retain_graph=True kept. Compute losses in forward, add losses up, or use LowLevelZeroPlugin(stage=2), which "
-    "averages every pass"
+    "after a forward pass of the boosted model brings, and another brought this one: through a method of the model, or a "
+    "member of a ModuleList, that was called instead; the second of two backward passes after two forward passes; or again "
+    "through a graph that retain_graph=True kept. Compute losses in forward, add losses up, or use LowLevelZeroPlugin(stage=2), "
+    "which averages every pass"
 )
 FROZEN = (
     "{name} has a gradient, but was frozen when the model was boosted, so ranks do not share it and would drift apart; call "
