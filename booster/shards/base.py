@@ -267,7 +267,7 @@ ALONE = (
     "the gradient of {name} is not averaged over the ranks: DistributedDataParallel averages what the first backward pass "
     "after a forward pass of the boosted model brings, and another brought this one: through a method of the model, or a "
     "member of a ModuleList, that was called instead; the second of two backward passes after two forward passes; or again "
-    "through a graph that retain_graph=True kept. Compute losses in forward, add losses up, or use LowLevelZeroPlugin(stage=2), "
+    "through a graph that retain_graph=True kept. Compute losses in forward, add them up, or use LowLevelZeroPlugin(stage=2), "
     "which averages every pass"
 )
 FROZEN = (
