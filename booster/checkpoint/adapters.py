@@ -11,16 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from booster.checkpoint.agree import agree_on_success, is_first
+from booster.checkpoint.agree import agreed, exchange, is_first
 from booster.checkpoint.folder import write_beside
+from booster.checkpoint.manifest import CheckpointError
 from booster.checkpoint.serving import Source, sources_of
 from booster.checkpoint.tensor_file import write_tensors
 from booster.checkpoint.weights import replaced
+from booster.ground.text import listed
 from booster.ground.torch_internals import gather_whole
+from booster.interface.model import ModelWrapper
 from booster.model.dtensors import is_dtensor
+from booster.model.modules import bare
+from booster.model.tied import names_of
 
 _WRAPPER = "base_model.model."  # what peft puts before the names of a model
 _SAVED = "modules_to_save"
+_ENCODER = "prompt_encoder."  # and before those of an encoder of prompts
 
 
 def check_merges(model: nn.Module) -> None:
@@ -30,7 +36,11 @@ def check_merges(model: nn.Module) -> None:
             f"merge=True is for models with adapters, as enable_lora gives, and this {type(model).__name__} has none; leave "
             "it out"
         )
-    unfit = {name: why for name, layer in _adapted(model) if (why := _unfit(layer))}
+    unfit = {
+        f"adapter {name!r}": f"of the kind {_kind_of(config)}"
+        for name, config in model.peft_config.items()  # type: ignore[operator, union-attr]
+        if _kind_of(config) != "LORA"
+    } or {name: why for name, layer in _of_peft(model) if (why := _unfit(layer))}
     if unfit:
         raise ValueError(
             f"merge=True adds products of two matrices to a weight, which these are not: {unfit}; merge them on one device, by "
@@ -38,43 +48,74 @@ def check_merges(model: nn.Module) -> None:
         )
 
 
-def save_adapters(
-    model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessGroup | None
-) -> None:
-    """Write the adapters of `model` into `folder`, as peft does; a collective. state: its state dict on this rank."""
-    if not hasattr(model, "peft_config"):
+def save_adapters(model: ModelWrapper, folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write the adapters of `model` into `folder`, as peft does; a collective.
+
+    Raises ValueError where a parameter that trains is in none of the files.
+    """
+    own: Any = bare(model.module)
+    if not hasattr(own, "peft_config"):
         raise ValueError(
-            f"save_lora is for models with adapters, as enable_lora gives, and this {type(model).__name__} has none; "
+            f"save_lora is for models with adapters, as enable_lora gives, and this {type(own).__name__} has none; "
             "save_model writes all weights"
         )
-    for adapter in model.peft_config:  # type: ignore[union-attr]
-        own = {name: gather_whole(value) if is_dtensor(value) else value for name, value in _own(state, adapter)}
-        problem: Exception | None = None
-        try:
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    with agreed(group):
+        kept = {adapter: _asked_of_peft(own, state, adapter) for adapter in own.peft_config}
+        _refuse_what_is_left_out(own, state, kept, partial=getattr(model.module, "is_partial", False))
+    # Whether a vocabulary has grown peft may ask the hub, which may answer one rank alone: none waits for what another lacks.
+    names = exchange({adapter: list(tensors) for adapter, tensors in kept.items()}, group)
+    if any(each != names[0] for each in names):
+        raise CheckpointError("peft found other tensors to write on one rank than on another; nothing was written")
+    for adapter, tensors in kept.items():
+        whole = {name: gather_whole(value) if is_dtensor(value) else value for name, value in tensors.items()}
+        with agreed(group):
             if is_first(group):
-                _write(model, own, adapter, folder if adapter == "default" else folder / adapter)
-        except Exception as error:  # raised again once the others know
-            problem = error
-        agree_on_success(problem, group)
+                _write(own.peft_config[adapter], whole, folder if adapter == "default" else folder / adapter)
 
 
-def _write(model: Any, own: dict[str, torch.Tensor], adapter: str, folder: Path) -> None:
+def _asked_of_peft(model: Any, state: dict[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:
+    """Return what peft writes of an adapter, by the names in its file."""
     from peft import get_peft_model_state_dict  # the model is of that package
 
+    kept: dict[str, torch.Tensor] = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+    return kept
+
+
+def _refuse_what_is_left_out(
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    kept: Mapping[str, Mapping[str, torch.Tensor]],
+    *,
+    partial: bool,
+) -> None:
+    if partial:
+        raise ValueError(
+            "save_lora writes what the first rank gathers, and stages of a pipeline hold layers that it lacks"
+        )
+    written = {id(value) for tensors in kept.values() for value in tensors.values()}
+    # What peft writes may be another tensor: those rows that AdaLora leaves, and what an encoder makes of its prompts.
+    names = {name.replace(f".{adapter}", ""): name for adapter in kept for name in state}
+    written |= {id(state[names[name]]) for tensors in kept.values() for name in tensors.keys() & names.keys()}
+    prompts = any("prompt_embeddings" in tensors for tensors in kept.values())
+    left_out = [
+        names_here[0]
+        for param, names_here in names_of(model).items()
+        if param.requires_grad
+        and not any(id(state.get(name)) in written or (prompts and name.startswith(_ENCODER)) for name in names_here)
+    ]
+    if left_out:
+        raise ValueError(
+            f"peft writes nothing of {listed(left_out, 8)}, which train beside the adapters; name their modules in "
+            "modules_to_save, or write all weights with save_model"
+        )
+
+
+def _write(config: Any, kept: dict[str, torch.Tensor], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    kept = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in kept.items()}
     replaced(folder / "adapter_model.safetensors", lambda path: write_tensors(path, shapes, kept.__getitem__))
-    write_beside(folder, model.peft_config[adapter].save_pretrained)
-
-
-def _own(state: Mapping[str, torch.Tensor], adapter: str) -> list[tuple[str, torch.Tensor]]:
-    """What of `state` belongs to the adapter: its matrices, and its copies of modules."""
-    return [
-        (name, value)
-        for name, value in state.items()
-        if f".{adapter}." in name and (".lora_" in name or f".{_SAVED}." in name)
-    ]
+    write_beside(folder, config.save_pretrained)
 
 
 def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, Source]]:
@@ -83,45 +124,58 @@ def merged(model: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str,
     model: one that `check_merges` lets pass. Copies of modules that train beside adapters take the place of the originals.
     """
     sources = sources_of(model, names, unpack=True)
-    for name, layer in _adapted(model):
+    copies, originals = set(), set()
+    for name, layer in _of_peft(model):
+        if hasattr(layer, _SAVED):
+            active = [each for each in layer.active_adapters if each in layer.modules_to_save]
+            copies |= {f"{name}.{_SAVED}.{adapter}." for adapter in active}
+            originals |= set() if active else {f"{name}.original_module."}
+            continue
         weight = f"{name}.base_layer.weight"
         pairs = []
-        for adapter in layer.active_adapters:
+        for adapter in () if layer.merged else layer.active_adapters:  # else the products are in the weight already
             if adapter in layer.lora_A:
                 a, b = f"{name}.lora_A.{adapter}.weight", f"{name}.lora_B.{adapter}.weight"
                 pairs.append((a, b, float(layer.scaling[adapter])))
-        transposed = bool(getattr(layer, "fan_in_fan_out", False))
+        transposed = bool(layer.fan_in_fan_out)
         sources[weight] = dataclasses.replace(sources[weight], adapters=tuple(pairs), transposed=transposed)
-    copies = {
-        f"{name}.{_SAVED}.{adapter}."
-        for name, module in model.named_modules()
-        if hasattr(module, _SAVED)
-        for adapter in module.active_adapters
-    }
     found = {}
     for name, source in sources.items():
-        if ".lora_" in name or ".original_module." in name:
-            continue
-        for copy in copies:
+        for copy in (*copies, *originals):
             if name.startswith(copy):
-                name = copy[: copy.index(f".{_SAVED}.") + 1] + name.removeprefix(copy)
-        if f".{_SAVED}." not in name:
+                holder = copy.removesuffix(".").removesuffix(".original_module").partition(f".{_SAVED}.")[0]
+                name = f"{holder}.{name.removeprefix(copy)}"
+        if not any(f".{inside}" in name for inside in ("lora_", "original_module.", f"{_SAVED}.")):
             found[name.removeprefix(_WRAPPER).replace(".base_layer.", ".")] = source
     base: nn.Module = model.get_base_model()  # type: ignore[operator]
     return base, found
 
 
-def _adapted(model: nn.Module) -> Iterable[tuple[str, Any]]:
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+def _of_peft(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules of `model` that peft put into the place of others, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # the model is of that package
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def _kind_of(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
 
 
 def _unfit(layer: Any) -> str:
-    """Why an adapted layer cannot be merged as a sum; empty where it can."""
+    """Why what peft put around a module cannot be merged as a sum; empty where it can."""
+    from peft.tuners.lora.layer import Linear
+    from peft.utils import ModulesToSaveWrapper
+
     kind = type(layer).__name__
-    if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
-        return f"{kind} around {type(layer.base_layer).__name__}"
-    if any(getattr(layer, "use_dora", {}).values()) or len(getattr(layer, "lora_variant", {})):
+    if type(layer) is ModulesToSaveWrapper:
+        return ""
+    if type(layer) is not Linear:  # an embedding, single tokens, experts, layers quantised by others
+        return f"{kind} around {type(getattr(layer, 'base_layer', layer)).__name__}"
+    if any(layer.use_dora.values()) or layer.lora_variant:
         return f"{kind} of another variant, such as DoRA"
-    if any(getattr(layer, "lora_bias", {}).values()):
+    if any(layer.lora_bias.values()):
         return f"{kind} with biases"
     return ""

@@ -247,7 +247,7 @@ class RunCheckpoints:
     def save_lora(self, model: ModelWrapper, folder: str | os.PathLike[str]) -> None:
         from booster.checkpoint.adapters import save_adapters
 
-        save_adapters(bare(model.module), model.state_dict(), arguments.path("folder", folder), self._group)
+        save_adapters(model, arguments.path("folder", folder), self._group)
 
     def load_model(self, model: ModelWrapper, path: str | os.PathLike[str], *, strict: bool) -> None:
         from booster.checkpoint.loading import load_model

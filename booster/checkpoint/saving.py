@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,19 @@ from booster.checkpoint.manifest import (
     read_manifest,
 )
 from booster.checkpoint.objects import Objects
-from booster.checkpoint.serving import Layers, Served, Source, layers_of, served, sources_of, together, write_config
+from booster.checkpoint.serving import (
+    Layers,
+    Served,
+    Source,
+    ends_that_differ,
+    layers_of,
+    served,
+    sources_of,
+    together,
+    write_config,
+)
 from booster.checkpoint.storage import ManifestWriter
-from booster.checkpoint.weights import export
+from booster.checkpoint.weights import Read, Stored, Written, export
 from booster.ground.foreign_files import json_cost
 from booster.ground.installed import version_of
 from booster.interface.model import ModelWrapper
@@ -201,9 +212,17 @@ def save_weights(
                     use_safetensors=use_safetensors,
                 )
                 if shard:
-                    write_config(path, described, entries, quantization)
+                    read = Stored(between, manifest.tensors).whole
+                    apart = ends_that_differ(described, partial(_same, entries, read))
+                    write_config(path, described, entries, quantization, untied=apart is not None)
             finally:
                 remove(between)
+
+
+def _same(entries: Mapping[str, Written], read: Read, one: str, other: str) -> bool:
+    """Whether two names are written with the same numbers, or one of them is not written."""
+    ends = [entries[name] for name in (one, other) if name in entries]
+    return len(ends) < 2 or torch.equal(*(end.make(read).float() for end in ends))
 
 
 def _host_copy(tensor: Held) -> Held:

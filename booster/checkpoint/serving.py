@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ _logger = logging.getLogger(__name__)
 Served = Literal["bf16", "fp16", "fp8", "int8"]
 SERVED = ("bf16", "fp16", "fp8", "int8")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TIED = "tie_word_embeddings"
 _BLOCK = 128  # rows, and columns, that share a scale in fp8
 
 
@@ -183,10 +184,29 @@ def served(
     return entries, narrow.config(sorted(left))
 
 
+def ends_that_differ(model: Any, same: Callable[[str, str], bool]) -> tuple[str, str] | None:
+    """Return the names of embedding and head where `model` says that they are one matrix, and they are not; else None.
+
+    same: whether what is written under two names is the same.
+    """
+    config: Any = getattr(model, "config", None)
+    if not any(getattr(each, _TIED, False) for each in _with_text(config)):
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    if any(id(end) not in names for end in ends):
+        return None
+    one, other = (f"{names[id(end)]}.weight".removeprefix(".") for end in ends)
+    return None if same(one, other) else (one, other)
+
+
 def write_config(
-    folder: Path, model: nn.Module, entries: Mapping[str, Written], quantization: dict[str, Any] | None
+    folder: Path, model: nn.Module, entries: Mapping[str, Written], quantization: dict[str, Any] | None, *, untied: bool
 ) -> None:
-    """Write the configurations of `model` into `folder`, if it has some, with the dtype and form of what was written."""
+    """Write the configurations of `model` into `folder`, if it has some, with the dtype and form of what was written.
+
+    untied: whether embedding and head are written apart, which the model has as one.
+    """
     for name in ("config", "generation_config"):
         own: Any = getattr(model, name, None)
         if not callable(getattr(own, "save_pretrained", None)):
@@ -199,10 +219,17 @@ def write_config(
             own.architectures = [type(model).__name__.removeprefix("FSDP")]  # which fully_shard puts before it
             if quantization is not None:
                 own.quantization_config = quantization
+            for each in _with_text(own) if untied else ():
+                setattr(each, _TIED, False)
         write_beside(folder, own.save_pretrained)
 
 
 # ---------------------------------------------------------------------- inside
+
+
+def _with_text(config: Any) -> list[Any]:
+    """A configuration, and that of the model of texts inside, which may be the same."""
+    return [config, *([config.get_text_config()] if callable(getattr(config, "get_text_config", None)) else [])]
 
 
 def _rounded(name: str, each: Written, dtype: torch.dtype, layers: Layers) -> Written:

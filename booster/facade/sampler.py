@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 
 import torch
 
 from booster.checkpoint.adapters import check_merges, merged
-from booster.checkpoint.serving import Source
+from booster.checkpoint.serving import Source, ends_that_differ
 from booster.ground import arguments
 from booster.ground.torch_internals import gather_whole
 from booster.interface.model import ModelWrapper
 from booster.mixed_precision.policy import dtypes_read
 from booster.model.dtensors import is_dtensor, local_part
 from booster.model.modules import bare
+
+_logger = logging.getLogger(__name__)
 
 
 def synced_weights(
@@ -34,7 +37,13 @@ def synced_weights(
     sources = {name: Source(name) for name in state}
     if arguments.flag("merge", merge):
         check_merges(own)
-        sources = merged(own, state)[1]
+        base, sources = merged(own, state)
+        if apart := ends_that_differ(base, lambda one, other: _made_alike(state, sources, one, other)):
+            _logger.warning(
+                "%s and %s were one matrix and train apart: a sampler that ties them holds the second for both; build it with "
+                "tie_word_embeddings=False",
+                *apart,
+            )
     return _gathered(state, dtypes, sources, halves=halves)
 
 
@@ -58,6 +67,14 @@ def _gathered(
         if left[key]:
             shared[key] = value
         yield name, value
+
+
+def _made_alike(state: dict[str, torch.Tensor], sources: dict[str, Source], one: str, other: str) -> bool:
+    """Whether two weights are made of the same tensors in the same way, or one of them is not there."""
+    ends = [sources[name] for name in (one, other) if name in sources]
+    return len(ends) < 2 or (
+        ends[0].adapters == ends[1].adapters and len({_memory(state[end.stored]) for end in ends}) == 1
+    )
 
 
 def _whole(held: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

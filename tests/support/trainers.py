@@ -22,7 +22,7 @@ class Rows(Dataset):
         return {"input_ids": self.rows[index], "labels": labels}
 
 
-def llama(seed=0, width=32):
+def llama(seed=0, width=32, *, tied=False):
     import transformers
 
     torch.manual_seed(seed)
@@ -32,6 +32,7 @@ def llama(seed=0, width=32):
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
+    sizes |= {"tie_word_embeddings": tied}
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=0, **sizes)
     return transformers.LlamaForCausalLM(config)
 

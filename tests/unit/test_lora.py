@@ -194,6 +194,131 @@ def test_what_cannot_be_is_refused_by_name(peft, tmp_path):
         booster.save_model(boosted, tmp_path / "w", merge=True)
 
 
+# By kind: what is made of peft, and whether its products can be merged into the weights of the base.
+KINDS = {
+    "plain": (lambda peft: config(peft), True),
+    "all biases": (lambda peft: config(peft, bias="all"), True),
+    "biases of layers": (lambda peft: config(peft, bias="lora_only"), True),
+    "ranks by layer": (lambda peft: config(peft, rank_pattern={"q_proj": 2}, use_rslora=True), True),
+    "head copied": (lambda peft: config(peft, modules_to_save=["lm_head"]), True),
+    "both ends copied": (lambda peft: config(peft, modules_to_save=["lm_head", "embed_tokens"]), True),
+    "head adapted": (lambda peft: config(peft, target_modules=["q_proj", "lm_head"]), True),
+    "embedding adapted": (lambda peft: config(peft, target_modules=["q_proj", "embed_tokens"]), False),
+    "tokens": (lambda peft: config(peft, trainable_token_indices=[1, 5, 9]), False),
+    "tokens alone": (
+        lambda peft: peft.TrainableTokensConfig(token_indices=[1, 5], target_modules=["embed_tokens"]),
+        False,
+    ),
+    "biases of its own": (lambda peft: config(peft, lora_bias=True), False),
+    "magnitudes": (lambda peft: config(peft, use_dora=True), False),
+    "parameters": (lambda peft: config(peft, target_modules=[], target_parameters=["q_proj.weight"]), False),
+    "AdaLora": (
+        lambda peft: peft.AdaLoraConfig(
+            target_modules=["q_proj"], init_r=4, target_r=2, tinit=1, tfinal=1, total_step=9
+        ),
+        False,
+    ),
+    "IA3": (
+        lambda peft: peft.IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        False,
+    ),
+    "LoHa": (lambda peft: peft.LoHaConfig(target_modules=["q_proj"], r=4), False),
+    "LoKr": (lambda peft: peft.LoKrConfig(target_modules=["q_proj"], r=4), False),
+    "OFT": (lambda peft: peft.OFTConfig(target_modules=["q_proj"], r=0, oft_block_size=4), False),
+    "VeRA": (lambda peft: peft.VeraConfig(target_modules=["q_proj"], r=4), False),
+    "norms": (lambda peft: peft.LNTuningConfig(target_modules=["input_layernorm"]), False),
+    "prompts": (lambda peft: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), False),
+    "encoded prompts": (
+        lambda peft: peft.PromptEncoderConfig(num_virtual_tokens=3, task_type="CAUSAL_LM", encoder_hidden_size=8),
+        False,
+    ),
+    "prefixes": (lambda peft: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), False),
+}
+
+
+def adapted(peft, kind, *, tied=False, precision="fp32"):
+    """A trained job with adapters of that kind; those that are no LoRA are put on by hand, as the refusal of others says."""
+    base = llama(tied=tied)
+    booster = Booster("cpu", PRECISIONS[precision]())
+    torch.manual_seed(3)
+    model = peft.get_peft_model(base, KINDS[kind][0](peft))
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 3e-2))
+    train(booster, model, optimizer, 4)
+    model.eval()
+    return booster, model
+
+
+@slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_adapters_is_written_as_it_trained_and_merged_right_or_refused(peft, tmp_path, kind, tied):
+    import transformers
+
+    booster, model = adapted(peft, kind, tied=tied)
+    with torch.no_grad():
+        trained = model(input_ids=WORDS).logits
+        before = llama(tied=tied)(input_ids=WORDS).logits
+        assert (
+            trained[:, -8:] - before
+        ).abs().max() > 1e-4  # it learned what can be lost; prompts come before the words
+    booster.save_lora(model, tmp_path / "adapters")
+    opened = peft.PeftModel.from_pretrained(llama(tied=tied), tmp_path / "adapters").eval()
+    assert torch.allclose(opened(input_ids=WORDS).logits, trained, rtol=0, atol=1e-5)
+    if not KINDS[kind][1]:
+        for merging in (
+            lambda: booster.save_model(model, tmp_path / "merged", shard=True, merge=True),
+            lambda: dict(booster.sync_weights(model, merge=True)),
+        ):
+            with pytest.raises(ValueError, match="merge=True adds products of two matrices"):
+                merging()
+        return
+    booster.save_model(model, tmp_path / "merged", shard=True, merge=True)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.allclose(opened(input_ids=WORDS).logits, trained, rtol=0, atol=1e-5)
+    apart = tied and kind in ("head copied", "both ends copied", "head adapted")
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is (tied and not apart)
+    sampler = llama(tied=tied and not apart)
+    sampler.load_state_dict(dict(booster.sync_weights(model, merge=True)))
+    assert torch.allclose(sampler(input_ids=WORDS).logits, trained, rtol=0, atol=1e-5)
+
+
+@slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+def test_what_peft_has_merged_already_is_not_added_twice(peft, tmp_path, precision):
+    booster, model = adapted(peft, "plain", precision=precision)
+    own = booster.unwrap(model)
+    own.merge_adapter()
+    expected = {name: module.base_layer.weight for name, module in own.named_modules() if hasattr(module, "lora_A")}
+    synced = dict(booster.sync_weights(model, merge=True))
+    booster.save_model(model, tmp_path, shard=True, merge=True)
+    written = load_file(next(tmp_path.glob("*.safetensors")))
+    for name, value in expected.items():
+        own_name = f"{name.removeprefix('base_model.model.')}.weight"
+        assert torch.equal(synced[own_name], value)
+        assert torch.equal(written[own_name], value)
+
+
+@slow
+def test_copies_of_an_adapter_that_is_not_active_leave_the_original_in_a_merged_file(peft):
+    model = peft.get_peft_model(llama(), config(peft, modules_to_save=["lm_head"]))
+    model.add_adapter("other", config(peft))
+    model.set_adapter("other")
+    booster = Booster("cpu")
+    model, *_ = booster.boost(model)
+    assert torch.equal(dict(booster.sync_weights(model, merge=True))["lm_head.weight"], llama().lm_head.weight)
+
+
+@slow
+def test_a_parameter_that_trains_beside_adapters_and_is_in_no_file_of_theirs_is_named(peft, tmp_path):
+    model = peft.get_peft_model(llama(), config(peft))
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    booster = Booster("cpu")
+    model, *_ = booster.boost(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2))
+    with pytest.raises(ValueError, match=r"writes nothing of base_model\.model\.model\.norm\.weight, which train"):
+        booster.save_lora(model, tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_without_peft_the_line_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r"pip install 'booster-amp\[peft\]'"):
