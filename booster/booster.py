@@ -46,6 +46,7 @@ from booster.mixed_precision import Autopilot, MixedPrecision, PrecisionSchedule
 from booster.mixed_precision.low_precision.autopilot import Look, Pilot
 from booster.mixed_precision.low_precision.strategy import LinearConversion
 from booster.mixed_precision.schedule import Phase
+from booster.model.params import together
 from booster.plugin import Plugin, SingleDevice
 from booster.ranks.coordinator import is_main, wait_for_all
 from booster.tensors.cast_regions import region
@@ -227,9 +228,29 @@ class Booster:
         lr_scheduler: Any | None = None,
     ) -> tuple[M, None, Any, Any, Any]: ...
 
+    @overload
     def boost(
         self,
-        model: nn.Module,
+        model: Sequence[M],
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        lr_scheduler: Any | None = None,
+    ) -> tuple[list[M], OptimizerWrapper, Any, Any, Any]: ...
+
+    @overload
+    def boost(
+        self,
+        model: Sequence[M],
+        optimizer: Sequence[Optimizer] | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        lr_scheduler: Any | None = None,
+    ) -> tuple[list[M], Any, Any, Any, Any]: ...
+
+    def boost(
+        self,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         dataloader: Iterable[Any] | None = None,
@@ -238,27 +259,35 @@ class Booster:
         """Prepare the five for training; returns (model, optimizer, criterion, dataloader, lr_scheduler), None for None.
 
         model: moves to `device`, and the plugin places it; to type checkers it stays of its own class, whose attributes it has.
-            It is a `ModelWrapper` of it.
+            It is a `ModelWrapper` of it. One, or a list of several that one optimizer trains, such as two critics; then a list
+            comes back, each was placed by itself, and names of parameters begin with the place in the list, as "0.".
         optimizer: follows the parameters of the model. One, or a list of several that share them, which come back as a list;
             then `backward(loss, optimizers)`, and each is stepped, clipped and saved by itself.
         criterion: the loss, a module or a function; a module moves to `device`.
         dataloader: its batches arrive on `device`; a loader of `prepare_dataloader` is returned as it is.
         lr_scheduler: one, or a list; advances after steps that were applied alone.
 
-        Call it again for further models, as a GAN does. The user's model and optimizer are edited in place; a plugin may
-        broadcast the model's weights.
+        Call it again for models with optimizers of their own, as a GAN does. The user's model and optimizer are edited in
+        place; a plugin may broadcast the model's weights.
 
         Raises before anything is changed: TypeError for a wrong object, RuntimeError for one that was boosted before,
-        ValueError for an optimizer without parameters of the model, a parameter in two optimizers of the list, a loader
-        that is not sharded in a world of several ranks, or a model that cannot train in this precision.
+        ValueError for an optimizer without parameters of the model, a parameter in two optimizers or two models of a list, a
+        list of models under a `PrecisionSchedule` or an `Autopilot`, a loader that is not sharded in a world of several ranks,
+        or a model that cannot train in this precision.
         """
-        checks.check_model(model, self._boosted.models)
+        models = cast(list[nn.Module], list(model) if isinstance(model, (list, tuple)) else [model])
+        for one in models:
+            checks.check_model(one, self._boosted.models)
+        if isinstance(model, (list, tuple)):
+            changes = self._course is not None or self._phase.plan is not None
+            checks.check_several(models, changes=changes)
+        whole = together(models)
         checks.check_criterion(criterion, self.plugin)
         several = list(optimizer) if isinstance(optimizer, (list, tuple)) else None
         for each in [optimizer] if several is None else several:
             checks.check_optimizer(
                 each,
-                model,
+                whole,
                 criterion,
                 models=self._boosted.models,
                 optimizers=self._boosted.optimizers,
@@ -266,17 +295,29 @@ class Booster:
             )
             checks.check_released(each, self._options)
         if several is not None:
-            checks.check_shared(several, model)
+            checks.check_shared(several, whole)
         owners = checks.scheduler_owners(lr_scheduler, optimizer, self._boosted.optimizers)
         loader = checks.boosted_loader(dataloader, self._boosted.loaders, device=self.device, plugin=self.plugin)
-        built = AsBuilt(model, self._boosted.dtypes())
+        built = [AsBuilt(one, self._boosted.dtypes()) for one in models]
         boosted, boosted_optimizer, boosted_criterion = self.precision.configure(
-            model, optimizer if several is None else several, criterion, placement=self.plugin, options=self._options
+            model if isinstance(model, nn.Module) else models,
+            optimizer if several is None else several,
+            criterion,
+            placement=self.plugin,
+            options=self._options,
         )
         wrappers = [
             each for each in ([boosted_optimizer] if several is None else boosted_optimizer) if each is not None
         ]
-        self._boosted.add(model, boosted, boosted_criterion, wrappers, built)
+        wrapped_models: list[ModelWrapper] = [boosted] if isinstance(model, nn.Module) else boosted
+        for place, one in enumerate(wrapped_models):
+            own = (boosted_criterion, wrappers) if place == 0 else (None, [])  # what is of all is kept once
+            self._boosted.add(models[place], one, *own, built[place], alone=len(models) == 1)
+            if wrappers and self.plugin.pipeline(one.module) is None:  # a pipeline's schedule calls layers by itself
+                watch_raw_calls(one, several_ranks=self.plugin.group is not None)
+            for watching in (self._records, self._watcher):
+                if watching is not None:
+                    watching.follow(one, *own)
         if self._course is not None:
             for precision in self._course.precisions:
                 if precision is not self.precision:
@@ -289,13 +330,8 @@ class Booster:
             for wrapper in wrappers[:1]:
                 update_of(wrapper).gradients.listen(pilot)
             self._fly(self._boosted.boostings()[-1], pilot)
-        if wrappers and self.plugin.pipeline(boosted.module) is None:  # a pipeline's schedule calls layers by itself
-            watch_raw_calls(boosted, several_ranks=self.plugin.group is not None)
         if loader is not None:
             self._boosted.loaders.add(loader)
-        for watching in (self._records, self._watcher):
-            if watching is not None:
-                watching.follow(boosted, boosted_criterion, wrappers)
         wrapped = [LRSchedulerWrapper(each, self._boosted.optimizers[id(owner)]) for each, owner in owners]
         schedulers = wrapped if isinstance(lr_scheduler, (list, tuple)) else next(iter(wrapped), None)
         return Returned((boosted, boosted_optimizer, boosted_criterion, loader, schedulers))

@@ -37,10 +37,15 @@ class Boosted:
         criterion: Any,
         optimizers: Sequence[OptimizerWrapper],
         built: AsBuilt,
+        *,
+        alone: bool = True,
     ) -> None:
-        """Keep what `boost` was given and what it made of it. built: what the model was before."""
+        """Keep what `boost` was given and what it made of it.
+
+        built: what the model was before. alone: False for one of several models that share optimizers.
+        """
         built.settle(boosted.module)
-        self._boostings.append(Boosting(built, boosted, optimizers, criterion))
+        self._boostings.append(Boosting(built, boosted, optimizers, criterion, alone=alone))
         self.models.update({model: None, boosted: None})
         if isinstance(criterion, ModelWrapper):
             self.criteria[criterion] = None

@@ -242,6 +242,26 @@ def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
         raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
 
 
+def check_several(models: Sequence[nn.Module], *, changes: bool) -> None:
+    """Raise unless `models` can be boosted as a list. changes: their precision does, during the run."""
+    if not models:
+        raise ValueError("model is an empty list; pass the models that the optimizer trains")
+    if changes:
+        raise ValueError(
+            "boost got a list of models, and a PrecisionSchedule or an Autopilot changes the precision of one model at a time; "
+            "boost each by itself with an optimizer of its own, or give Booster one precision"
+        )
+    places: dict[torch.Tensor, tuple[int, str]] = {}
+    for place, model in enumerate(models):
+        for name, param in model.named_parameters():
+            other, other_name = places.setdefault(param, (place, name))
+            if other != place:
+                raise ValueError(
+                    f"model {place} of the list has the parameter {name!r}, which is {other_name!r} of model {other} too; put "
+                    "both into one module, whose forward says which of them is called"
+                )
+
+
 def boosted_loader(
     loader: Any, boosted: Collection[DataLoaderWrapper], *, device: torch.device, plugin: Plugin
 ) -> DataLoaderWrapper | None:

@@ -27,12 +27,21 @@ from booster.update.outcome import UpdateOptions
 
 
 class Boosting:
-    """What one call of `boost` returned, as long as the user keeps the model, and what the model was before."""
+    """What one call of `boost` returned, as long as the user keeps the model, and what the model was before.
+
+    alone: False for one of several models that share optimizers.
+    """
 
     def __init__(
-        self, built: AsBuilt, model: ModelWrapper, optimizers: Sequence[OptimizerWrapper], criterion: Any
+        self,
+        built: AsBuilt,
+        model: ModelWrapper,
+        optimizers: Sequence[OptimizerWrapper],
+        criterion: Any,
+        *,
+        alone: bool = True,
     ) -> None:
-        self.built = built
+        self.built, self.alone = built, alone
         self.hooks = set(model._forward_pre_hooks)  # of the precision, as those of the user's come later
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(each) for each in optimizers]
@@ -78,6 +87,13 @@ class Switch:
             if precision.switch_refusal is not None:
                 raise ValueError(self._refusal(precision.switch_refusal))
         model, placed = boosting.model, boosting.model.module  # type: ignore[union-attr]
+        if not boosting.alone:
+            raise ValueError(
+                self._refusal(
+                    "it moves models one by one, and several were boosted as a list with one optimizer; save, build "
+                    "anew and load"
+                )
+            )
         if type(model) is not ModelWrapper:
             raise ValueError(
                 self._refusal(f"{type(self._old).__name__} wraps models in a {type(model).__name__} of its own")

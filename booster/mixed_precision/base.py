@@ -31,7 +31,7 @@ from booster.mixed_precision.policy import Conversion, DtypePolicy, InProcess, P
 from booster.mixed_precision.rebound import Rebound, rebind_all, tensor_names
 from booster.model.fast_path import passes_over
 from booster.model.modules import bare
-from booster.model.params import named_parameters
+from booster.model.params import named_parameters, prefixes, together
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.choice import COMPILED, PARAMETERS, choose_update
 from booster.update.compiled import can_compile
@@ -315,15 +315,17 @@ class MixedPrecision:
 
     def configure(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         *,
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
-    ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
+    ) -> tuple[Any, Any, ModelWrapper | CriterionWrapper | None]:
         """Wrap `model`, `optimizer` and `criterion`, of which the last two may be None, so that they run under this precision.
 
+        model: one, or several that the optimizers train together, which come as a list; each is placed by itself, and the
+            names of parameters begin with its number then, as in an `nn.ModuleList`.
         placement: the parallelism; None is none.
         options: how optimizers step, of which several come as a list; None is the defaults of `Booster`.
 
@@ -333,53 +335,73 @@ class MixedPrecision:
         placement = InProcess() if placement is None else placement
         arguments.instance("placement", placement, Placement, "a booster.plugin.Plugin, or what has its methods")
         options = options or UpdateOptions()
+        models = list(model) if isinstance(model, Sequence) else [model]
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
         # check
         if self.half_products is not None:
             self.half_products.settle(self.device, placement.group)
-        self.check(model)
-        if isinstance(criterion, nn.Module):
-            self.check(criterion)
+        for each in (*models, *([criterion] if isinstance(criterion, nn.Module) else [])):
+            self.check(each)
         if self.conversion is not None:
-            self.conversion.settle(model, self.device, self._keep_fp32, placement.group)
-        policy = self.policy_for(model)
+            for each in models:
+                self.conversion.settle(each, self.device, self._keep_fp32, placement.group)
+        policies = [self.policy_for(each) for each in models]
         if options.release_gradients and optimizers:
-            policy = dataclasses.replace(policy, release=True)
-        for each in optimizers:
+            policies = [dataclasses.replace(policy, release=True) for policy in policies]
+        for held in optimizers:
             if (of_masters := self.masters_on(self.device)) is not None:
-                of_masters.check(each)
+                of_masters.check(held)
             if self.kept.offload:  # also where nothing moves, so that a script tried on a CPU runs on a GPU
-                MasterOptions(offload=True).check(each)
-        # convert
-        before = named_parameters(bare(model))
-        weights = self.keep_weights(model, placement) if optimizers else {}
-        converted = self.convert(model)
-        # place
-        placed = placement.place(converted, policy, self.device)
-        boosted, boosted_criterion = self.wrap_model(placed), self._wrap_criterion(criterion, self.device)
+                MasterOptions(offload=True).check(held)
+        before = named_parameters(together(models))
+        # convert and place
+        weights: dict[str, torch.Tensor] = {}
+        placed: list[nn.Module] = []
+        for each, policy, prefix in zip(models, policies, prefixes(models), strict=True):
+            if optimizers:
+                weights |= {prefix + name: kept for name, kept in self.keep_weights(each, placement).items()}
+            placed.append(placement.place(self.convert(each), policy, self.device))
+        boosted, boosted_criterion = (
+            [self.wrap_model(each) for each in placed],
+            self._wrap_criterion(criterion, self.device),
+        )
         casts = self.policy.compute is not None or (self.products is not None and self.is_rehearsal)
-        if passes_over(bare(placed), casts=casts):
-            leave_fast_path(boosted)
+        for wrapper in boosted:
+            if passes_over(bare(wrapper.module), casts=casts):
+                leave_fast_path(wrapper)
         # rebind
-        names = tensor_names(boosted, boosted_criterion)
+        names = tensor_names(placed, boosted_criterion)
         rebound = rebind_all(optimizers, before, placed, placement)
         # wrap
-        wrapped = [self._wrap_optimizer(each, boosted, names, weights, placement.group, options) for each in rebound]
-        if self.conversion is not None and (choice := self.conversion.choice(bare(placed))) is not None:
+        wrapped = [self._wrap_optimizer(each, placed, names, weights, placement.group, options) for each in rebound]
+        for wrapper in boosted if self.conversion is not None else ():
+            self._follow_conversion(wrapper, wrapped, placement)
+        return (
+            boosted if isinstance(model, Sequence) else boosted[0],
+            wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None),
+            boosted_criterion,
+        )
+
+    def _follow_conversion(
+        self, boosted: ModelWrapper, optimizers: Sequence[OptimizerWrapper], placement: Placement
+    ) -> None:
+        """Have the converted layers of `boosted` hear of steps, and checkpoints of what they know."""
+        assert self.conversion is not None
+        layers = bare(boosted.module)
+        if (choice := self.conversion.choice(layers)) is not None:
             keep_choice(boosted, choice)
-        if wrapped and self.conversion is not None:
-            histories = self.conversion.follow(bare(placed), self.device, placement.group)
-            if histories is not None:
-                keep_histories(boosted, histories)
-                update_of(wrapped[0]).gradients.listen(histories)
-        if wrapped and self.conversion is not None and not placement.stores_float32:  # shards are gathered, and freed
-            self.conversion.keep_weights(bare(placed))
-        return boosted, (wrapped if isinstance(optimizer, Sequence) else next(iter(wrapped), None)), boosted_criterion
+        if not optimizers:
+            return
+        if (histories := self.conversion.follow(layers, self.device, placement.group)) is not None:
+            keep_histories(boosted, histories)
+            update_of(optimizers[0]).gradients.listen(histories)
+        if not placement.stores_float32:  # shards are gathered, and freed
+            self.conversion.keep_weights(layers)
 
     def _wrap_optimizer(
         self,
         rebound: Rebound,
-        boosted: ModelWrapper,
+        placed: Sequence[nn.Module],
         names: Mapping[torch.Tensor, str],
         weights: dict[str, torch.Tensor],
         group: dist.ProcessGroup | None,
@@ -389,7 +411,7 @@ class MixedPrecision:
         optimizer, shards = rebound.optimizer, rebound.shards
         compiled = options.fused_optimizer == "compile" and self.may_compile(optimizer) and can_compile(optimizer)
         may_switch = bool(options.fused_optimizer) and not compiled and self.may_fuse(optimizer)
-        switched = may_switch and switch_to_fused(optimizer, boosted)
+        switched = may_switch and switch_to_fused(optimizer, together(placed))
         with shards.local():
             named = {**names, **rebound.named_parts()}
             shards.name(named)
@@ -417,7 +439,7 @@ class MixedPrecision:
             after_step=self.step_follower,
             forget_weights=None if self.conversion is None else self.conversion.forget_weights,
         )
-        wrapper._update.kept.watch(bare(boosted.module))
+        wrapper._update.kept.watch(together(placed))
         if make_update is not None and shards.sharded:
             shards.publish()  # masters round the weights of their own part anew, ties not as the cast did
         return wrapper

@@ -85,13 +85,13 @@ class NaiveMixedPrecision(HalfPrecision):
 
     def configure(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         *,
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
-    ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
+    ) -> tuple[Any, Any, ModelWrapper | CriterionWrapper | None]:
         options = options or UpdateOptions()
         if self._max_norm:
             if options.clip_grad_norm not in (0.0, self._max_norm):
@@ -101,14 +101,15 @@ class NaiveMixedPrecision(HalfPrecision):
                 )
             options = dataclasses.replace(options, clip_grad_norm=self._max_norm)
         boosted = super().configure(model, optimizer, criterion, placement=placement, options=options)
-        placed = boosted[0].module
-        if self._sync_buffer and isinstance(placed, PlacedModule) and placed.is_partial:
-            raise ValueError(
-                f"sync_buffer=True of {type(self).__name__} averages buffers where the model is called, and a pipeline "
-                "does not call it; leave it False, or use pp_size=1"
-            )
-        if self._sync_buffer and placement is not None and placement.group is not None:
-            boosted[0].register_forward_pre_hook(BufferAverage(placement.group))
+        for wrapper in boosted[0] if isinstance(model, Sequence) else [boosted[0]]:
+            placed = wrapper.module
+            if self._sync_buffer and isinstance(placed, PlacedModule) and placed.is_partial:
+                raise ValueError(
+                    f"sync_buffer=True of {type(self).__name__} averages buffers where the model is called, and a pipeline "
+                    "does not call it; leave it False, or use pp_size=1"
+                )
+            if self._sync_buffer and placement is not None and placement.group is not None:
+                wrapper.register_forward_pre_hook(BufferAverage(placement.group))
         return boosted
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from booster.interface.model import CriterionWrapper, ModelWrapper
 from booster.mixed_precision.policy import Placement
 from booster.model.modules import PlacedModule
-from booster.model.params import placed_parameters, rebind
+from booster.model.params import placed_parameters, prefixes, rebind, together
 from booster.shards import Shards
 
 
@@ -37,11 +37,16 @@ class Rebound:
 
 
 def rebind_all(
-    optimizers: Sequence[Optimizer], before: Mapping[str, torch.Tensor], placed: nn.Module, placement: Placement
+    optimizers: Sequence[Optimizer],
+    before: Mapping[str, torch.Tensor],
+    placed: Sequence[nn.Module],
+    placement: Placement,
 ) -> list[Rebound]:
-    """Make `optimizers` hold the parameters of `placed` in place of those of `before`, see `params.rebind`."""
-    params = placed_parameters(placed) if optimizers else {}
-    partial = isinstance(placed, PlacedModule) and placed.is_partial
+    """Make `optimizers` hold the parameters of the models `placed` in place of those of `before`, see `params.rebind`."""
+    params: dict[str, torch.Tensor] = {}
+    for each, prefix in zip(placed, prefixes(placed), strict=True):
+        params |= {prefix + name: param for name, param in placed_parameters(each).items()} if optimizers else {}
+    partial = any(isinstance(each, PlacedModule) and each.is_partial for each in placed)
     selections = [rebind(each, before, params, partial=partial) for each in optimizers]
     # All before the first is wrapped: together they may settle how parameters are divided.
     all_shards = [placement.make_shards(each) for each in optimizers]
@@ -54,9 +59,11 @@ def rebind_all(
     return rebound
 
 
-def tensor_names(model: ModelWrapper, criterion: ModelWrapper | CriterionWrapper | None) -> dict[torch.Tensor, str]:
+def tensor_names(
+    placed: Sequence[nn.Module], criterion: ModelWrapper | CriterionWrapper | None
+) -> dict[torch.Tensor, str]:
     """Return the names of parameters, as users see them."""
-    names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {param: name for name, param in together(placed).named_parameters()}
     if isinstance(criterion, ModelWrapper):
         names |= {param: f"criterion.{name}" for name, param in criterion.named_parameters()}
     return names

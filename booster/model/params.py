@@ -5,7 +5,7 @@ Loading an optimizer's state without rounding it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,19 @@ from booster.model.modules import PlacedModule, bare
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter of `model` by its qualified name; a tied parameter has one entry, its first name."""
     return dict(model.named_parameters())
+
+
+def together(models: Sequence[nn.Module]) -> nn.Module:
+    """Return a module in which the parameters of `models`, bare of what plugins wrapped around them, have their names.
+
+    One model is that itself; names of several begin with their place in the list.
+    """
+    return bare(models[0]) if len(models) == 1 else nn.ModuleList(map(bare, models))
+
+
+def prefixes(models: Sequence[nn.Module]) -> list[str]:
+    """Return what the names of `together(models)` begin with, by model."""
+    return [""] if len(models) == 1 else [f"{place}." for place in range(len(models))]
 
 
 def placed_parameters(placed: nn.Module) -> dict[str, torch.Tensor]:

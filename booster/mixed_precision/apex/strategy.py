@@ -183,13 +183,13 @@ class FP16ApexMixedPrecision(MixedPrecision):
 
     def configure(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., Any] | None = None,
         *,
         placement: Placement | None = None,
         options: UpdateOptions | None = None,
-    ) -> tuple[ModelWrapper, Any, ModelWrapper | CriterionWrapper | None]:
+    ) -> tuple[Any, Any, ModelWrapper | CriterionWrapper | None]:
         placement = InProcess() if placement is None else placement
         if not self._boosted_any:
             self._real = choose_backend(
@@ -215,11 +215,17 @@ class FP16ApexMixedPrecision(MixedPrecision):
                 "backend='native'"
             )
         if self._real is None:
-            self.check(model)
+            models = list(model) if isinstance(model, Sequence) else [model]
+            for each in models:
+                self.check(each)
             several = optimizer if isinstance(optimizer, Sequence) else [] if optimizer is None else [optimizer]
-            for each in [] if placement.stores_float32 else several:
-                self.check_optimizer(each, [model], self.device)
+            for held in [] if placement.stores_float32 else several:
+                self.check_optimizer(held, models, self.device)
             return super().configure(model, optimizer, criterion, placement=placement, options=options)
+        if isinstance(model, Sequence):
+            raise RuntimeError(
+                "boost got a list of models, and the real apex.amp is given one here; use backend='native' for several"
+            )
         return real.configure(
             self._real,
             model,
