@@ -33,7 +33,12 @@ SAFETENSORS_DTYPES = {
     torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
 }
+PAIRS = torch.float4_e2m1fn_x2  # of which the format counts numbers, and torch pairs of them
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _LARGEST = 100_000_000  # bytes, as the package allows
 _ROOM = 16 * 2**20  # bytes of memory that a header may take, and half of those that its file has
@@ -98,6 +103,12 @@ def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return taken
 
 
+def entry_for(dtype: torch.dtype, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    """Return what a header says of a tensor whose bytes lie from `start` to `stop` behind it."""
+    told = [*shape[:-1], 2 * shape[-1]] if dtype == PAIRS and shape else [*shape]
+    return {"dtype": SAFETENSORS_DTYPES[dtype], "shape": told, "data_offsets": [start, stop]}
+
+
 def sizes(given: Any) -> tuple[int, ...]:
     """Return a shape or offsets as a tuple; raises ValueError for anything but a list of whole numbers from 0 on."""
     if not isinstance(given, list) or not all(type(size) is int and 0 <= size <= _MOST_BYTES for size in given):
@@ -114,6 +125,10 @@ def _place(name: str, entry: Any, begin: int) -> Extent:
     if dtype is None:
         raise ValueError(f"{name} has the dtype {str(entry['dtype'])[:40]!r}, which booster does not read")
     shape, offsets = sizes(entry["shape"]), sizes(entry["data_offsets"])
+    if dtype == PAIRS and shape:
+        if shape[-1] % 2:
+            raise ValueError(f"{name} has rows of {shape[-1]} numbers of 4 bits, which are no whole bytes")
+        shape = (*shape[:-1], shape[-1] // 2)
     if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes(dtype, shape):
         raise ValueError(f"{name} lies at {list(offsets)}, and its {entry['dtype']} {list(shape)} take other bytes")
     return Extent(dtype, shape, begin + offsets[0], begin + offsets[1])

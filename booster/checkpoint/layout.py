@@ -98,6 +98,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if isinstance(value, (torch.Tensor, Divided)):
+        refuse_made_of_tensors(where, value)
         tensors[where] = value if isinstance(value, Divided) else value.detach()
         return {_TAG: "tensor", "name": where}
     if isinstance(value, (torch.dtype, torch.device)):
@@ -119,6 +120,17 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor | Divided]) -
         f"{where} is a {type(value).__name__}, which a checkpoint does not hold: give tensors, numbers, strings, lists, "
         "tuples, dicts of these, or an object with state_dict() and load_state_dict()"
     )
+
+
+def refuse_made_of_tensors(where: str, tensor: Held) -> None:
+    """Raise TypeError for a tensor without memory of its own, made of others inside, as those of torchao in few bits are."""
+    held = tensor.values if isinstance(tensor, Divided) else tensor
+    local = held.to_local() if is_dtensor(held) else held  # type: ignore[attr-defined]
+    if hasattr(type(local), "__tensor_flatten__"):
+        raise TypeError(
+            f"{where} is a {type(local).__name__}, made of tensors inside, which no checkpoint holds; leave weights that do "
+            "not train out with b.save(frozen=False), and keep states of optimizers in few bits with Booster(states='8bit')"
+        )
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor | Divided]) -> Any:

@@ -31,7 +31,7 @@ from booster.checkpoint.folder import (
     writing,
 )
 from booster.checkpoint.hashing import hash_of, new_hash
-from booster.checkpoint.layout import Held, SavePlanner, storable
+from booster.checkpoint.layout import Held, SavePlanner, refuse_made_of_tensors, storable
 from booster.checkpoint.lock import Lock
 from booster.checkpoint.manifest import (
     LARGEST_NUMBER,
@@ -186,6 +186,8 @@ def save_weights(
     if weights is not None:
         read = dtypes_read(own, half, weights=True)
         tensors = {name: value.to(read.get(name, value.dtype)) for name, value in tensors.items()}
+    for name, tensor in tensors.items():
+        refuse_made_of_tensors(name, tensor)
     taken = Snapshot({name: storable(tensor) for name, tensor in tensors.items()}, {"random": []})
     between = write(path.with_name(f".{path.name}.whole"), taken, step=0, keep_last=None, group=group)
     said = exchange(asdict(layers_of(own)), group) if weights is not None else []

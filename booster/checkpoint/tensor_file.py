@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 
 from booster.checkpoint.hashing import BLOCK, Hash, new_hash
-from booster.checkpoint.header import SAFETENSORS_DTYPES, header_length, num_bytes, places_of
+from booster.checkpoint.header import PAIRS, SAFETENSORS_DTYPES, entry_for, header_length, num_bytes, places_of
 from booster.checkpoint.manifest import CheckpointError, File, Tensor
 from booster.ground.foreign_files import open_regular
 
@@ -32,14 +32,14 @@ def write_tensors(
     end = 0
     for key, (dtype, shape) in entries.items():
         start, end = end, end + num_bytes(dtype, shape)
-        header[key] = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[key] = entry_for(dtype, shape, start, end)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("xb") as file:
         digest = new_hash()
         _write(file, memoryview(len(text).to_bytes(8, "little") + text), digest)
         for key in entries:
-            tensor = tensor_of(key).detach().cpu().contiguous()
+            tensor = tensor_of(key).detach().cpu().resolve_conj().resolve_neg().contiguous()
             _write(file, bytes_of(tensor), digest)
         file.flush()
         os.fsync(file.fileno())
@@ -56,7 +56,7 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 
 def fits(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return whether numbers of dtype `saved` may be loaded into `own`: as they are, or rounded to another precision."""
-    return saved == own or (saved.is_floating_point and own.is_floating_point)
+    return saved == own or (saved.is_floating_point and own.is_floating_point and PAIRS not in (saved, own))
 
 
 def read_tensors(path: Path, expected: File, targets: Mapping[str, torch.Tensor]) -> str | None:

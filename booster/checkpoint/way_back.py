@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from booster.data import DataLoaderWrapper
+from booster.ground.text import listed
 from booster.interface.model import ModelWrapper
 from booster.interface.scheduler import LRSchedulerWrapper
 from booster.masters.keeps import LoadedWeights
@@ -40,10 +41,36 @@ def way_back(part: Any) -> Callable[[], None]:
 
 
 def load_module(module: nn.Module, state: dict[str, Any], undo: ExitStack) -> None:
-    """Load `state`, whose names and shapes fit, into `module`; where that may raise, `undo` has the way back."""
-    if may_refuse(module):
+    """Load `state`, whose names and shapes fit, into `module`; where that may raise, `undo` has the way back.
+
+    Raises ValueError for entries that differ from those of `module` and that it does not read.
+    """
+    if may_refuse(module) or not _torch_reads(_user_module(module), state):
         undo.callback(_way_back_of_module(module))
-    module.load_state_dict(state, strict=False)
+    unread = module.load_state_dict(state, strict=False).unexpected_keys
+    now = module.state_dict() if unread else {}
+    lost = [key for key in unread if not _equal(state[key], now.get(key))]
+    if lost:
+        raise ValueError(
+            f"{listed(lost, 8)} differ from the job's, and the modules that write these do not read them; give the model "
+            "what it had when it was saved, as weights quantised from the same file, or leave such out of checkpoints with "
+            "frozen=False"
+        )
+
+
+def _torch_reads(module: nn.Module, keys: Iterable[str]) -> bool:
+    """Whether each of `keys` is a parameter, a buffer or an extra state of `module`, which torch's own code loads."""
+    known = {
+        name
+        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    }
+    return all(key in known or key.endswith("_extra_state") for key in keys)
+
+
+def _equal(saved: Any, own: Any) -> bool:
+    if isinstance(saved, torch.Tensor) and isinstance(own, torch.Tensor):
+        return saved.dtype == own.dtype and torch.equal(saved, own.to(saved.device))
+    return type(saved) is type(own) and bool(saved == own)
 
 
 def may_refuse(module: nn.Module) -> bool:

@@ -256,3 +256,61 @@ def test_a_part_that_does_not_say_what_was_saved_is_refused_before_anything_chan
                 job = Job(precision, 1, 2)
                 before = job.fingerprint()
     assert not wrong, "\n".join(wrong)
+
+
+# ---- entries that a module writes and does not read ----
+
+
+class Packed(nn.Module):
+    """A frozen weight as codes under a scale that stands in the state dict, and that no load reads, as others pack them."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale, self.reads = torch.tensor(scale), nn.Linear(2, 2)
+        self.weight = nn.Parameter(torch.tensor([int(8 / scale)], dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x):
+        return self.reads(x) + self.scale * self.weight
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.scale"] = self.scale
+
+
+def packed(scale):
+    booster = Booster("cpu")
+    torch.manual_seed(int(scale * 100))
+    model = Packed(scale)
+    return booster, *booster.boost(model, torch.optim.AdamW(model.reads.parameters()))[:2]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("load", ["load", "load_model"])
+def test_an_entry_that_no_module_reads_and_that_differs_from_the_job_s_is_refused_with_nothing_changed(
+    tmp_path, load, frozen
+):
+    booster, model, optimizer = packed(0.5)
+    folder = booster.save(tmp_path, model, optimizer, frozen=frozen)
+    for scale in (0.5, 2.0):
+        other, loaded, its_optimizer = packed(scale)
+        with torch.no_grad():
+            loaded.reads.weight.add_(1)
+        before = {key: value.clone() for key, value in loaded.state_dict().items()}
+        given = (folder, loaded, its_optimizer) if load == "load" else (loaded, folder)
+        if scale != 0.5 and frozen:
+            with pytest.raises(CheckpointError, match=r"weight\.scale.* differ from the job's"):
+                getattr(other, load)(*given)
+            assert all(torch.equal(value, before[key]) for key, value in loaded.state_dict().items())
+            continue
+        getattr(other, load)(*given)
+        assert torch.equal(loaded.reads.weight, model.reads.weight)
+        assert loaded.scale * loaded.weight == 8
+
+
+def test_an_entry_of_a_file_that_no_module_reads_is_refused_with_nothing_changed(tmp_path):
+    booster, model, _ = packed(0.5)
+    booster.save_model(model, tmp_path / "weights.safetensors")
+    other, loaded, _ = packed(2.0)
+    with pytest.raises(CheckpointError, match=r"weight\.scale.* differ from the job's"):
+        other.load_model(loaded, tmp_path / "weights.safetensors")
+    assert loaded.scale * loaded.weight == 8

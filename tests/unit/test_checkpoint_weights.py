@@ -125,6 +125,95 @@ def test_timm_opens_a_saved_model(tmp_path, timm):
         assert torch.equal(opened.state_dict()[name], weight.float())
 
 
+class Views(nn.Module):
+    """Buffers that are views of others, with the sign or the imaginary part turned round, and of dtypes of few bits."""
+
+    def __init__(self, seed):
+        super().__init__()
+        codes = torch.arange(seed, seed + 12, dtype=torch.uint8).view(3, 4)
+        self.weight = nn.Parameter(torch.ones(2))
+        conjugated = torch.complex(torch.full((2,), 1.0 + seed), torch.full((2,), 3.0)).conj()
+        self.register_buffer("conjugated", conjugated)
+        self.register_buffer("negated", conjugated.imag)
+        for dtype in ("float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"):
+            self.register_buffer(dtype, codes.view(getattr(torch, dtype)))
+
+
+def bits(tensor):
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("form", ["run", "asynchronous", "extra", "safetensors", "torch"])
+def test_conjugated_and_negated_views_and_dtypes_of_few_bits_come_back_as_they_are_read(tmp_path, form):
+    booster, other = Booster("cpu"), Booster("cpu")
+    (model, *_), (loaded, *_) = booster.boost(Views(0)), other.boost(Views(5))
+    if form == "run":
+        other.load(booster.save(tmp_path, model), loaded)
+    elif form == "asynchronous":
+        booster.save(tmp_path, model, async_save=True)
+        booster.wait_for_save()
+        other.load(tmp_path, loaded)
+    elif form == "extra":
+        booster.save(tmp_path, model, extra={"own": dict(model.named_buffers())})
+        found = other.load(tmp_path, loaded).extra["own"]
+        assert {key: bits(value) for key, value in found.items()} == {k: bits(v) for k, v in model.named_buffers()}
+    else:
+        booster.save_model(model, tmp_path / "weights", use_safetensors=form == "safetensors")
+        other.load_model(loaded, tmp_path / "weights")
+    assert {k: bits(v) for k, v in loaded.named_buffers()} == {k: bits(v) for k, v in model.named_buffers()}
+
+
+def test_rows_of_numbers_of_4_bits_are_counted_in_numbers_as_the_format_does(tmp_path):
+    booster = Booster("cpu")
+    model, *_ = booster.boost(Views(0))
+    booster.save_model(model, tmp_path / "weights")
+    data = (tmp_path / "weights").read_bytes()
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert (told["float4_e2m1fn_x2"]["dtype"], told["float4_e2m1fn_x2"]["shape"]) == ("F4", [3, 8])
+
+
+class MadeOfTensors(torch.Tensor):
+    """A weight without memory of its own, as torchao's are."""
+
+    @staticmethod
+    def __new__(cls, inside):
+        return torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __tensor_flatten__(self):
+        return ["inside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return MadeOfTensors(inner["inside"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [arg.inside if isinstance(arg, cls) else arg for arg in args]
+        result = func(*plain, **(kwargs or {}))
+        return cls(result) if func is torch.ops.aten.detach.default else result
+
+
+def test_a_tensor_made_of_others_is_refused_by_name_and_left_out_where_it_does_not_train(tmp_path):
+    def job():
+        booster, model = Booster("cpu"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
+        model[0].weight = nn.Parameter(MadeOfTensors(torch.ones(2, 2)), requires_grad=False)
+        return booster, *booster.boost(model, torch.optim.AdamW(model[1].parameters()))[:2]
+
+    booster, model, optimizer = job()
+    with pytest.raises(TypeError, match=r"0\.weight is a MadeOfTensors, .*frozen=False"):
+        booster.save(tmp_path, model, optimizer)
+    with pytest.raises(TypeError, match=r"0\.weight is a MadeOfTensors"):
+        booster.save_model(model, tmp_path / "weights")
+    assert not [*tmp_path.iterdir()]
+    booster.save(tmp_path, model, optimizer, frozen=False)
+    other, loaded, its_optimizer = job()
+    other.load(tmp_path, loaded, its_optimizer)
+    assert torch.equal(loaded[1].weight, model[1].weight)
+
+
 def test_an_optimizer_and_a_scheduler_alone_come_back(tmp_path):
     booster, model, optimizer = boosted("fp16_naive")
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -23,7 +23,7 @@ from booster.ground.arguments import is_whole
 from booster.ground.text import listed
 from booster.interface.model import Choice, Histories, ModelWrapper, Pinned, choice_of, histories_of, pins_of
 from booster.masters.keeps import LoadedWeights
-from booster.model.modules import bare
+from booster.model.modules import bare, parents
 from booster.model.tied import names_of
 from booster.tensors.trees import HALF_DTYPES
 
@@ -65,13 +65,18 @@ class Modules(Part):
 
 def _kept(kind: str, module: nn.Module, into: Collection) -> dict[str, Any]:
     left_out = _frozen_names(module) if kind == "models" and not into.frozen else frozenset()
-    return {key: value for key, value in module.state_dict().items() if key not in left_out}
+    return {key: value for key, value in module.state_dict().items() if not _is_of(key, left_out)}
 
 
 def _frozen_names(module: nn.Module) -> frozenset[str]:
     """Return all names of parameters of `module` that do not train, as users know them."""
     own = bare(module.module) if isinstance(module, ModelWrapper) else module
     return frozenset(name for param, names in names_of(own).items() if not param.requires_grad for name in names)
+
+
+def _is_of(key: str, params: frozenset[str]) -> bool:
+    """Whether an entry of a state dict is one of `params`, or belongs to one, as scales of a packed weight under its name."""
+    return any(name in params for name in (key, *parents(key)))
 
 
 class _Entry:
@@ -93,7 +98,7 @@ class _Entry:
             self._saved.notes.append(untold)
         left_out = self._kind == "models" and leaves_out_frozen(self._saved.tree["run"])
         frozen = _frozen_names(self.module) if left_out else frozenset()
-        missing = [key for key in current if key not in saved and key not in frozen]
+        missing = [key for key in current if key not in saved and not _is_of(key, frozen)]
         # A rank of a pipeline holds some layers; what no rank wants cannot be seen from here.
         partial = getattr(getattr(self.module, "module", None), "is_partial", False)
         extra = [] if partial else [key for key in saved if key not in current]
