@@ -16,7 +16,7 @@ from booster.ground.torch_internals import unhooked
 from booster.masters.packed import Packed, Way
 from booster.masters.rounding import Dither
 from booster.masters.stand_in import State
-from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known, probe_of
+from booster.model.optimizer_kinds import KNOWN, Sign, declared_states, known, probe_of, untouched
 
 _STEPS, _ELEMENTS = 8, 64
 
@@ -55,26 +55,32 @@ class StateSigns:
 
 def _tried(optimizer: Optimizer) -> dict[str, Sign]:
     """Step a copy of `optimizer` on random weights and gradients, and see which states become negative."""
-    generator = torch.Generator().manual_seed(0)
     signs: dict[str, Sign] = {}
     for group in optimizer.param_groups:
-        weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32))
-        probe = probe_of(optimizer, group, weights)
-        for _ in range(_STEPS):
-            weights.grad = torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32)
-            try:
-                with torch.no_grad():
-                    unhooked(type(probe).step)(probe)
-            except Exception as error:
-                raise ValueError(
-                    f"which states of {type(optimizer).__name__} are never negative could not be tried out ({error}); declare "
-                    f"them: register_elementwise({type(optimizer).__name__}, states={{'exp_avg': 'signed', ...}})"
-                ) from error
-            for name, value in probe.state[weights].items():
-                if isinstance(value, torch.Tensor) and value.shape == weights.shape and value.dtype == torch.float32:
-                    negative = bool((value < 0).any()) or signs.get(name) == "signed"
-                    signs[name] = "signed" if negative else "unsigned"
+        with untouched(optimizer, group):
+            _try(optimizer, group, signs)
     return signs
+
+
+def _try(optimizer: Optimizer, group: dict[str, Any], signs: dict[str, Sign]) -> None:
+    """Note in `signs` what steps on the options of `group` show."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.nn.Parameter(torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32))
+    probe = probe_of(optimizer, group, weights)
+    for _ in range(_STEPS):
+        weights.grad = torch.randn(_ELEMENTS, generator=generator, dtype=torch.float32)
+        try:
+            with torch.no_grad():
+                unhooked(type(probe).step)(probe)
+        except Exception as error:
+            raise ValueError(
+                f"which states of {type(optimizer).__name__} are never negative could not be tried out ({error}); declare "
+                f"them: register_elementwise({type(optimizer).__name__}, states={{'exp_avg': 'signed', ...}})"
+            ) from error
+        for name, value in probe.state[weights].items():
+            if isinstance(value, torch.Tensor) and value.shape == weights.shape and value.dtype == torch.float32:
+                negative = bool((value < 0).any()) or signs.get(name) == "signed"
+                signs[name] = "signed" if negative else "unsigned"
 
 
 States = Literal["fp32", "bf16", "8bit"]

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from booster.ground.torch_internals import unwrapped
+from booster.model.optimizer_kinds import untouched
 
 Entries = dict[str, Any]
 State = dict[str, Any]
@@ -45,7 +46,8 @@ def keeps_state(optimizer: Optimizer, group: Entries, device: torch.device) -> b
     masters = torch.zeros(1, dtype=torch.float32, device=device)
     masters.grad = torch.zeros(1, dtype=torch.float32, device=device)
     own = stand_in_class(type(optimizer)), instance_attributes(optimizer)
-    return bool(step_stand_in(*own, read_entries(group), group.get("lr"), masters, {})[1])
+    with untouched(optimizer, group):
+        return bool(step_stand_in(*own, read_entries(group), group.get("lr"), masters, {})[1])
 
 
 def instance_attributes(optimizer: Optimizer) -> Entries:

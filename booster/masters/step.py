@@ -40,6 +40,7 @@ from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Journey
 from booster.masters.packing import Packing
 from booster.masters.plain import StateLayouts, laid_like, lots
+from booster.model.optimizer_kinds import KNOWN
 from booster.tensors.flat import SMALLEST_BUCKET
 from booster.tensors.trees import HALF_DTYPES
 from booster.update.application import AS_THEY_ARE, Told, honours_grad_scale, start_late_momentum
@@ -152,8 +153,11 @@ class MasterStep:
     def _step_buckets(self, plain: Sequence[Sequence[torch.Tensor]], buckets: Sequence[Bucket], told: Told) -> None:
         self.masters.dither.next()
         optimizer = self.masters.optimizer
-        restricted = map(Restricted, repeat(optimizer), optimizer.param_groups)
-        self.step_those(buckets, plain, told, list(restricted))
+        restricted = list(map(Restricted, repeat(optimizer), optimizer.param_groups))
+        self.step_those(buckets, plain, told, restricted)
+        if type(optimizer) not in KNOWN:
+            for only in restricted:
+                only.step_if_nothing_was()
 
     def step_those(
         self,

@@ -15,7 +15,7 @@ from booster.masters.packed import GROUP
 from booster.masters.packing import Packing
 from booster.masters.rounding import Dither
 from booster.memory.tracker import StorageTracker
-from booster.model.optimizer_kinds import kind_of, probe_of
+from booster.model.optimizer_kinds import kind_of, probe_of, untouched
 from booster.tensors.flat import SMALLEST_BUCKET, aligned, bucket_size
 from booster.update.fused import switch_to_fused
 from booster.update.gradual import most_at_once
@@ -166,7 +166,7 @@ def _observed(optimizer: Optimizer, fused: bool, num_dims: int) -> _Probe:
     if fused:
         switch_to_fused(probe)
     weights.grad = torch.ones(shape, dtype=torch.float32)
-    with torch.no_grad():
+    with torch.no_grad(), untouched(optimizer, optimizer.param_groups[0]):
         for _ in range(2):
             unhooked(type(probe).step)(probe)
         state = probe.state[weights]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
-from torch import optim
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from booster.ground import arguments
@@ -135,6 +137,9 @@ def register_elementwise(
     all state is either of the parameter's shape or the same for every element. Optimizers that take norms, sort,
     factorise or look at another parameter must not be registered. The class counts exactly, not its subclasses.
 
+    A step may be made in parts. What it counts in its group, as a number, in a tensor or container in place, or in a number of
+    the optimizer itself, is put back before the next part, so that it counts once.
+
     states: of states that are kept in few bits (`states="8bit"`), by name: "signed"; "unsigned", which is never negative; or
     "fp32", which stays float32, as an average of weights should. Those not named, with None all, are found by trial steps.
 
@@ -206,3 +211,77 @@ def probe_of(optimizer: Optimizer, group: Mapping[str, object], weights: torch.T
 def kind_of(optimizer: Optimizer) -> Kind:
     """ "elementwise": may be stepped on flat buckets; "per tensor": on some whole tensors at a time; "whole": neither."""
     return "elementwise" if type(optimizer) in _registered else known(optimizer).kind
+
+
+def entries_put_back(optimizer: Optimizer, group: Any) -> Callable[[], None]:
+    """Return what makes the entries of `group` but its parameters, and the numbers among the attributes of `optimizer`, what
+    they are now, in place."""
+    entries = {key: value for key, value in group.items() if key != "params"}
+    numbers = {key: value for key, value in vars(optimizer).items() if _is_number(value)}
+    held = put_back([*entries.values(), *numbers.values()])
+
+    def back() -> None:
+        for key in group.keys() - entries.keys() - {"params"}:
+            del group[key]
+        group.update(entries)
+        vars(optimizer).update(numbers)
+        if held is not None:
+            held()
+
+    return back
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+@contextmanager
+def untouched(optimizer: Optimizer, group: Mapping[str, object]) -> Iterator[None]:
+    """Put back afterwards what trial steps of something like `optimizer` write to `group` and to the optimizer itself."""
+    back = entries_put_back(optimizer, group)
+    try:
+        yield
+    finally:
+        back()
+
+
+def put_back(value: Any) -> Callable[[], None] | None:
+    """Return what makes `value`, and all that it holds, what they are now, in place; None where nothing can be written.
+
+    Tensors, lists, dicts, sets, deques, random generators, and attributes of other objects. Parameters, modules, optimizers
+    and functions are not looked into: they are no entry's own.
+    """
+    backs: list[Callable[[], Any]] = []
+    _collect(value, backs, set())
+    return functools.partial(_call_all, backs) if backs else None
+
+
+_NOT_OWN = (nn.Parameter, nn.Module, Optimizer, ModuleType, type, torch.dtype, torch.device)
+
+
+def _collect(value: Any, backs: list[Callable[[], Any]], seen: set[int]) -> None:
+    if isinstance(value, _NOT_OWN) or id(value) in seen:
+        return
+    seen.add(id(value))
+    held: Iterable[Any] = ()
+    if isinstance(value, torch.Tensor):
+        backs.append(functools.partial(value.detach().copy_, value.detach().clone()))
+    elif isinstance(value, torch.Generator):
+        backs.append(functools.partial(value.set_state, value.get_state()))
+    elif isinstance(value, (dict, set)):
+        backs += [value.clear, functools.partial(value.update, copy.copy(value))]
+        held = value.values() if isinstance(value, dict) else ()
+    elif isinstance(value, (list, deque)):
+        backs += [value.clear, functools.partial(value.extend, copy.copy(value))]
+        held = value
+    elif isinstance(value, tuple):
+        held = value
+    elif hasattr(value, "__dict__") and not hasattr(value, "__get__"):  # no function
+        held = (vars(value),)
+    for each in held:
+        _collect(each, backs, seen)
+
+
+def _call_all(functions: Iterable[Callable[[], Any]]) -> None:
+    for each in functions:
+        each()

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from booster.ground.torch_internals import exchange_step_hooks, note_step, step_hooks, unhooked
+from booster.model.optimizer_kinds import KNOWN, entries_put_back
 from booster.shards import Shards
 
 
@@ -21,7 +23,8 @@ class Restricted:
     """Restricts the optimizer, while entered, to one group with the parameters last given to `to`.
 
     The group's other entries are as the user set them before each call: an optimizer that writes to them, once per step,
-    has then written once.
+    has then written once. So are what they hold, and numbers of the optimizer itself, for optimizers that are not torch's,
+    which write to none of these.
     """
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -30,6 +33,8 @@ class Restricted:
         self._params = list(group["params"])
         self._entries = dict(group)
         del self._entries["params"]
+        self._put_back = None if type(optimizer) in KNOWN else entries_put_back(optimizer, group)
+        self._stepped = False
 
     def __enter__(self) -> Restricted:
         self._groups = self._optimizer.param_groups
@@ -37,12 +42,23 @@ class Restricted:
         return self
 
     def to(self, params: Sequence[torch.Tensor]) -> None:
-        self._group.update(self._entries)
+        if self._put_back is None:
+            self._group.update(self._entries)
+        else:
+            self._put_back()
+        self._stepped = True
         self._group["params"][:] = params
 
     def __exit__(self, *error: Any) -> None:
         self._group["params"][:] = self._params
         self._optimizer.param_groups = self._groups
+
+    def step_if_nothing_was(self) -> None:
+        """Step the group once although it has no gradient, as a step of all groups does: the optimizer may count in it."""
+        if self._put_back is not None and not self._stepped:
+            with self:
+                self.to([nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))])
+                bare_step(self._optimizer)
 
 
 @contextmanager
@@ -126,4 +142,6 @@ class GradualStep(ABC):
 
     def end(self) -> None:
         """All is stepped."""
+        for only in self._restricted:
+            only.step_if_nothing_was()
         fire_post_hooks(self.optimizer)
