@@ -143,8 +143,16 @@ class Bucket:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
     def joined(self) -> torch.Tensor:
-        """Return the masters as float32: themselves where that is how they are kept, else a copy."""
-        return self.load(self.scratch(), self.scratch())
+        """Return the masters as float32, for reading: themselves where that is how they are kept, else a copy.
+
+        Weights that somebody else wrote stand for their masters in a copy, and nothing else is written: they may be an average
+        that is put in for a validation, and be put back."""
+        values, spare = self.scratch(), self.scratch()
+        rest = self.rest if self.host is None else self.host.near(self)
+        self.format.read(self.working(), rest, values, spare)
+        if self.format.needs_values or rest is not self.rest or rest is None:
+            return values
+        return rest if torch.equal(values.view(torch.int32), rest.view(torch.int32)) else values
 
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
