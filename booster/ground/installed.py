@@ -114,16 +114,24 @@ def is_users(code: CodeType) -> bool:
     return not file.startswith(("<", *_LIBRARIES)) and (not file.startswith(_STANDARD) or "site-packages" in file)
 
 
-def where_raised(error: BaseException) -> str:
-    """Return "file:line in function" of the innermost line of the user's below which `error` was raised, "" without one.
+def raised_in(error: BaseException) -> TracebackType | None:
+    """Return the innermost line of the user's below which `error` was raised; None without one.
 
     Only what ran below the frame that caught it counts.
     """
-    found = ""
+    found: TracebackType | None = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        code = trace.tb_frame.f_code
-        if is_users(code):
-            found = f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+        if is_users(trace.tb_frame.f_code):
+            found = trace
         trace = trace.tb_next
     return found
+
+
+def where_raised(error: BaseException) -> str:
+    """Return "file:line in function" of that line, "" without one."""
+    trace = raised_in(error)
+    if trace is None:
+        return ""
+    code = trace.tb_frame.f_code
+    return f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"

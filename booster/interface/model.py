@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from typing import Any, Protocol
@@ -14,13 +15,16 @@ from torch import nn
 
 from booster.ground import arguments
 from booster.ground.guards import RawCalls
+from booster.ground.installed import raised_in, where_raised
+from booster.ground.text import dtype_name, listed
 from booster.ground.torch_internals import graph_task
 from booster.interface.tape import Tape
 from booster.interface.transparent import TransparentModule
+from booster.model.dtensors import is_dtensor, is_part
 from booster.model.fast_path import fast_path_off
 from booster.model.modules import bare, wait_for_weights
 from booster.tensors.cast_regions import both, cast_floats, region
-from booster.tensors.trees import tensors
+from booster.tensors.trees import HALF_DTYPES, tensors
 
 
 class ForwardPrecision(Protocol):
@@ -89,8 +93,14 @@ class PrecisionModule(TransparentModule):
         wanted = self._input_dtype
         if wanted is not None:  # outside of the region, whose function modes would see it
             args, kwargs = self._cast(args, wanted), (self._cast(kwargs, wanted) if kwargs else kwargs)
-        with region(self._off_path if self._passed_over else self._precision.forward_context):
-            output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+        try:
+            with region(self._off_path if self._passed_over else self._precision.forward_context):
+                output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            hint = _hint_of_shards(error, "forward", bare(self.module)) or _hint_of_dtypes(error, self)
+            if hint is None:
+                raise
+            raise RuntimeError(hint) from error
         returned = self._output_dtype
         if returned is None or (type(output) is torch.Tensor and output.dtype == returned):
             return output
@@ -107,6 +117,14 @@ class PrecisionModule(TransparentModule):
         """Outputs of the model, likewise."""
         return self._cast(tree, self._output_dtype)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if any(map(is_part, self.module.parameters())):
+            raise RuntimeError(
+                "torch.save and pickle of a model that is divided among ranks would write this rank's part of each weight; "
+                "write whole weights with b.save_model(model, path), or a checkpoint with b.save, which all ranks call"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PrecisionModule:
         wait_for_weights(self.module)
         memo[id(self._precision)] = self._precision  # one strategy may serve several models
@@ -122,7 +140,7 @@ class PrecisionModule(TransparentModule):
                 with region(self._off_path if self._passed_over else self._precision.forward_context):
                     output = method(*self.cast_inputs(args), **self.cast_inputs(kwargs))
             except RuntimeError as error:
-                hint = _hint_of_shards(error, name)
+                hint = _hint_of_shards(error, name, bare(self.module)) or _hint_of_dtypes(error, self)
                 if hint is None:
                     raise
                 raise RuntimeError(hint) from error
@@ -159,21 +177,58 @@ def _refuse_trace() -> None:
     )
 
 
-def _hint_of_shards(error: Exception, name: str) -> str | None:
-    """Return what to do where the method `name` of the user's model met shards of parameters; None for other errors."""
+def _hint_of_shards(error: Exception, name: str, model: nn.Module) -> str | None:
+    """Return what to do where the method `name` of the user's `model` met shards of parameters; None for other errors."""
     said = str(error)
     if "invalid python storage" in said:
         return (
             f"model.{name}() read the memory of weights that are divided among ranks, of which each holds a part; write them "
             "with b.save_model(model, folder, shard=True), which all ranks call and from_pretrained opens"
         )
-    if "mixed torch.Tensor and DTensor" in said:
+    if "mixed torch.Tensor and DTensor" not in said:
+        return None
+    if name != "forward":
         return (
             f"model.{name}() computed with weights that are divided among ranks and were not gathered, since its forward does "
             "not start at the model itself. Tell torch of it after boost, on all ranks, and call it on all: "
             f"torch.distributed.fsdp.register_fsdp_forward_method(b.unwrap(model), {name!r})"
         )
-    return None
+    trace = raised_in(error)
+    values = {} if trace is None else trace.tb_frame.f_locals
+    own = {id(param): key for key, param in model.named_parameters() if is_part(param)}
+    parts = [
+        f"{key} (the parameter {own[id(value)]!r})" if id(value) in own else key
+        for key, value in values.items()
+        if is_dtensor(value)
+    ]
+    return (
+        f"forward computed with a DTensor, a part of a weight that is divided among ranks, at {where_raised(error)}: "
+        f"{'there, ' + listed(parts, 4) + (' is' if len(parts) == 1 else ' are') + ' such; ' if parts else ''}not gathered are "
+        f"{listed(list(own.values()), 3)}. Weights are whole only in the forward of the module that has them, and what is made "
+        "from a part (new_zeros, .data.new, a sum of weights) is a part. Make new tensors from an input, x.new_zeros(...); "
+        "compute with weights in the forward of their own module, or make one block of all that share them, by wrap_policy of "
+        "the plugin; averages of weights: docs/guides/averages.md"
+    )
+
+
+_MIXED_DTYPES = re.compile(
+    r"must have the same dtype|expected scalar type|should be the same|dtype.* mismatch", re.IGNORECASE
+)
+
+
+def _hint_of_dtypes(error: Exception, model: PrecisionModule) -> str | None:
+    """Return what to do where the forward of a model of half weights met a float32 tensor; None for other errors."""
+    wanted = model._input_dtype
+    if wanted is None or wanted not in HALF_DTYPES or not _MIXED_DTYPES.search(str(error)):
+        return None
+    half, kind = dtype_name(wanted), type(model._precision)
+    takes = "default_dtype" in inspect.signature(kind).parameters
+    or_by_default = f"; or pass default_dtype=True to {kind.__name__}, which makes such tensors {half}" if takes else ""
+    return (
+        f"{error}: weights are {half}, and forward gave one of them a tensor of another dtype, at {where_raised(error)}. A "
+        "tensor that forward makes itself, by torch.zeros or torch.arange(...).float(), is float32 by default: make it from "
+        f"an input, x.new_zeros(...), or with dtype=x.dtype{or_by_default}"
+    )
 
 
 class Pinned(Protocol):

@@ -61,12 +61,13 @@ class TransparentModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch, through a plugin's wrapper, which may keep gradients of its own; also between forward and backward."""
-        self.module.zero_grad(arguments.flag("set_to_none", set_to_none))
+        arguments.flag("set_to_none", set_to_none)
+        self.module.zero_grad(*(() if set_to_none else (False,)))  # a class may have a zero_grad() without arguments
         clear_hidden_gradients(bare(self.module), set_to_none)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load into the user's model."""
-        return self._whole().load_state_dict(state_dict, strict, assign)
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the user's model; arguments are those of its own load_state_dict."""
+        return self._whole().load_state_dict(*args, **kwargs)
 
     # parameters(), modules() and buffers() of nn.Module follow from this one.
     def named_modules(
@@ -77,10 +78,23 @@ class TransparentModule(nn.Module):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         yield from self._whole().named_children()
 
-    # These three recurse through children() in nn.Module, and would miss the module itself.
-    def train(self, mode: bool = True) -> TransparentModule:
-        self.module.train(mode)
-        return self
+    # What follows recurses through children() in nn.Module, and would miss the module itself.
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `train`, whatever arguments its class gives it; returns the wrapper where that returns the model."""
+        return self._set_mode("train", args, kwargs)
+
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `eval`, likewise."""
+        return self._set_mode("eval", args, kwargs)
+
+    def _set_mode(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = bare(self.module)
+        returned = getattr(own, name)(*args, **kwargs)
+        around = self.module
+        while around is not own:  # what plugins wrapped around it
+            around.training = own.training
+            around = next(around.children())
+        return self if returned is own else returned
 
     def apply(self, fn: Callable[[nn.Module], None]) -> TransparentModule:
         self._whole().apply(arguments.function("fn", fn, "a function of a module"))
@@ -88,7 +102,9 @@ class TransparentModule(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TransparentModule:
         wait_for_weights(self.module)
-        self.module._apply(fn, recurse)
+        self.module._apply(
+            fn, *(() if recurse else (False,))
+        )  # a class may have an _apply of one argument, as metrics do
         return self
 
     def __getattr__(self, name: str) -> Any:

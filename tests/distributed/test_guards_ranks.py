@@ -1,6 +1,7 @@
 """What stands beside the boosted objects, on several ranks: see tests/unit/test_guards.py."""
 
 import contextlib
+import io
 import logging
 import warnings
 
@@ -162,6 +163,39 @@ def divided(rank, world_size, folder):
 
 def test_parts_of_weights_are_told_and_methods_that_meet_them_say_what_to_call(ranks2, tmp_path):
     ranks2(divided, str(tmp_path))
+
+
+class MeetsParts(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.first, self.second = how, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        own = self.second.weight
+        made = {
+            "new_zeros": lambda: x + own.new_zeros(x.shape),
+            "average": lambda: x @ (own + self.first.weight) / 2,
+        }[self.how]()
+        return self.second(self.first(made))
+
+
+def meets(rank, world_size):
+    torch.manual_seed(0)
+    for how in ("new_zeros", "average"):
+        model, *_ = Booster("cpu", "bf16", TorchFSDPPlugin(wrap_policy=nn.Linear)).boost(MeetsParts(how))
+        parts = r"test_guards_ranks.py:\d+ in .*own \(the parameter 'second.weight'\).*x.new_zeros"
+        with pytest.raises(RuntimeError, match=parts):
+            model(torch.randn(4, 8))
+    with pytest.raises(RuntimeError, match=r"whole weights with b.save_model\(model, path\)"):
+        torch.save(model, io.BytesIO())
+    for kind in (TorchFSDPPlugin, lambda: HybridParallelPlugin(1, 1)):
+        table = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+        with pytest.raises(ValueError, match="sparse=True of 0 in Sequential makes sparse gradients"):
+            Booster("cpu", "bf16", kind()).boost(table, torch.optim.SGD(table.parameters()))
+
+
+def test_what_forward_computes_with_parts_of_weights_is_named_and_pickles_and_sparse_tables_are_refused(ranks2):
+    ranks2(meets)
 
 
 def wrapped_before(rank, world_size):

@@ -678,6 +678,80 @@ def test_a_model_compiled_with_inductor_trains():
     assert losses[-1] < losses[0]
 
 
+class OwnWords(nn.Module):
+    """Overrides what nn.Module has, with arguments of its own, as people do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.fitted = self.loaded = None
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def train(self, batches=(), *, epochs=1):
+        self.fitted = (batches, epochs)
+        super().train(True)
+        return "fitted"
+
+    def eval(self, batches=None):
+        super().train(False)
+        return self if batches is None else len(batches)
+
+    def load_state_dict(self, state):
+        self.loaded = sorted(state)
+        return super().load_state_dict(state)
+
+    def zero_grad(self):
+        for param in self.parameters():
+            param.grad = None
+
+    def _apply(self, fn):
+        return super()._apply(fn)
+
+
+def test_methods_of_torch_that_a_class_overrides_keep_its_own_arguments():
+    net = OwnWords()
+    model, *_ = Booster("cpu", "bf16").boost(net)
+    assert model.train([1, 2], epochs=3) == "fitted"
+    assert net.fitted == ([1, 2], 3)
+    assert model.training
+    assert model.eval() is model
+    assert not net.layer.training
+    assert model.eval([1, 2, 3]) == 3
+    model.load_state_dict(net.state_dict())
+    assert net.loaded == ["layer.bias", "layer.weight"]
+    model(torch.ones(1, 4)).sum().backward()
+    model.zero_grad()
+    assert net.layer.weight.grad is None
+    assert model.to(torch.float64) is model
+
+
+class MakesTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x) + self.layer(torch.zeros(len(x), 4))
+
+    def act(self, x):
+        return self.layer(torch.zeros(len(x), 4))
+
+
+@pytest.mark.parametrize("precision", ["bf16_naive", "fp16_naive"])
+def test_a_tensor_that_forward_makes_in_float32_is_named_by_its_line(precision):
+    model, *_ = Booster("cpu", precision).boost(MakesTensors())
+    for call in (model, model.act):
+        with pytest.raises(
+            RuntimeError, match=r"weights are b?float16, and .*test_model_wrapper.py:\d+ in (forward|act)"
+        ):
+            call(torch.ones(1, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        model(torch.ones(1, 5))
+    assert "default_dtype" not in str(caught.value)
+
+
 # ---- transformers ----
 
 

@@ -88,10 +88,15 @@ def shard_module(
     `policy.install_keep_fp32`. Nothing is cast at the boundary of the module: that is for the caller, as `ModelWrapper` does.
 
     Raises ValueError, before anything is changed, for parameters that cannot be sharded, those of integers before torch 2.13
-    among them, or have no values, or have hooks; RuntimeError
-    if a module is sharded already.
+    among them, or have no values, or have hooks, or get sparse gradients; RuntimeError if a module is sharded already.
     """
     model = bare(module)
+    sparse = [name for name, child in model.named_modules() if getattr(child, "sparse", False) is True]
+    if any(param.requires_grad for name in sparse for param in model.get_submodule(name).parameters(recurse=False)):
+        raise ValueError(
+            f"sparse=True of {listed(sparse, 5)} in {type(model).__name__} makes sparse gradients, which cannot be "
+            "divided among ranks; build with sparse=False, or use TorchDDPPlugin"
+        )
     sharded = [name or type(child).__name__ for name, child in model.named_modules() if isinstance(child, FSDPModule)]
     if sharded:
         raise RuntimeError(
