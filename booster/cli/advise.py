@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import runpy
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from booster.cli import values
 from booster.cli.values import told
@@ -21,7 +17,6 @@ if TYPE_CHECKING:
 
 _WIDTH = 110  # columns, where no terminal says how many there are
 _DEFAULTS = {"steps": 20, "seconds": 60.0, "max_gradient_error": 0.1, "max_memory_mib": None}
-_NAMES = ("model_fn", "batch", "criterion", "optimizer_fn")
 
 
 def advise(argv: Sequence[str]) -> int:
@@ -29,8 +24,9 @@ def advise(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="booster advise",
         description="Train a few steps in every precision, and say which to take: by time, memory and errors.",
-        epilog=f"A script, or what its function returns as a dict, has {', '.join(_NAMES)}: the arguments of "
-        "booster.numerics.advise. status: 0 there is an answer, 1 nothing is within the bounds, 2 trouble",
+        epilog="A file defines model_fn, batch, criterion and optimizer_fn, the arguments of booster.numerics.advise; a "
+        "function returns them as a dict, or (model, optimizer, batch, criterion). `booster estimate` takes the same. status: "
+        "0 there is an answer, 1 nothing is within the bounds, 2 trouble",
         allow_abbrev=False,
     )
     parser.add_argument("--precisions", type=values.precisions, metavar="A,B", help="names, by commas; all by default")
@@ -55,7 +51,7 @@ def advise(argv: Sequence[str]) -> int:
         help="time each shape of linear layer instead, in bf16 and what this device runs",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("script", metavar="SCRIPT", help="a file FILE.py, or a function FILE.py:NAME or MODULE:NAME")
+    parser.add_argument("job", metavar="JOB", help="FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION")
     options = parser.parse_args(list(argv))
     given = [name for name in ("precisions", *_DEFAULTS) if getattr(options, name) is not None]
     if options.layers and given:
@@ -65,6 +61,7 @@ def advise(argv: Sequence[str]) -> int:
     for name, value in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    from booster.memory.named import named_parts
     from booster.numerics import Budget
     from booster.numerics.choosing.advise import advise as advised
     from booster.numerics.record.run import as_json
@@ -72,7 +69,7 @@ def advise(argv: Sequence[str]) -> int:
     with told("advise", OSError, ValueError, TypeError, ImportError, status=2):
         most = None if options.max_memory_mib is None else int(options.max_memory_mib * 2**20)
         budget = Budget(seconds=options.seconds, max_gradient_error=options.max_gradient_error, max_memory=most)
-        task = _task(options.script)
+        task = named_parts(options.job)
         if options.layers:
             from booster.numerics import time_layers
 
@@ -92,32 +89,6 @@ def advise(argv: Sequence[str]) -> int:
         else:
             _show(found)
     return 0 if found.best is not None else 1
-
-
-def _task(script: str) -> dict[str, Any]:
-    """The four of a script; it runs under another name than "__main__", so that it does not train."""
-    file, _, function = script.rpartition(":") if ":" in script else (script, "", "")
-    if file.endswith(".py"):
-        sys.path.insert(0, str(Path(file).resolve().parent))
-        names: Mapping[str, Any] = runpy.run_path(file, run_name=Path(file).stem)
-    elif function:
-        sys.path.insert(0, str(Path.cwd()))
-        names = vars(importlib.import_module(file))
-    else:
-        raise ValueError(f"{script!r} is no script; give a file FILE.py, or a function as FILE.py:NAME or MODULE:NAME")
-    if function:
-        if not callable(names.get(function)):
-            raise ValueError(f"{file} has no function {function!r}; it is to return a dict of {', '.join(_NAMES)}")
-        names = names[function]()
-        if not isinstance(names, Mapping):
-            raise TypeError(f"{script} returned {type(names).__name__}; it must return a dict of {', '.join(_NAMES)}")
-    missing = [name for name in _NAMES if name not in names]
-    if missing:
-        raise ValueError(
-            f"{script} does not define {', '.join(missing)}; it needs {', '.join(_NAMES)}: the arguments of "
-            "booster.numerics.advise"
-        )
-    return {name: names[name] for name in _NAMES}
 
 
 def _show(found: Advice) -> None:

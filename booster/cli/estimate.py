@@ -65,7 +65,8 @@ def estimate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "job",
         metavar="JOB",
-        help="timm:NAME, transformers:NAME, or MODULE:FUNCTION or FILE.py:FUNCTION that returns (model, optimizer, batch, "
+        help="timm:NAME, transformers:NAME, or what `booster advise` takes: FILE.py that defines model_fn, batch, criterion "
+        "and optimizer_fn, or FILE.py:FUNCTION or MODULE:FUNCTION that returns them as a dict, or (model, optimizer, batch, "
         "criterion)",
     )
     options = parser.parse_args(list(argv))

@@ -1,11 +1,11 @@
-"""Training jobs by name: a model of timm or transformers, or what a function of the user's returns."""
+"""Training jobs by name: a model of timm or transformers, or what a file of the user's defines, or a function returns."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,11 @@ from booster.ground import arguments
 from booster.memory.fitting import resized
 
 _BATCH = {"timm": 32, "transformers": 8}
+PARTS = ("model_fn", "batch", "criterion", "optimizer_fn")
+_ASKED = (
+    f"it needs {', '.join(PARTS)}: optimizer_fn takes the model that model_fn makes; or a function that returns these as a "
+    "dict, or (model, optimizer, batch, criterion)"
+)
 _LENGTH = 512
 
 
@@ -41,33 +46,70 @@ def named_job(what: str, batch_size: int | None = None) -> Job:
 
     what: "timm:NAME" is a classifier of images of its own size, with AdamW, batches of 32. "transformers:NAME" is a model type,
         as "gpt2", of its default size, or what `AutoConfig.from_pretrained` takes; it predicts tokens, or classes of images,
-        with AdamW, batches of 8, at most 512 tokens. "MODULE:FUNCTION" or "FILE.py:FUNCTION" is imported, and called without
-        arguments for (model, optimizer, batch, criterion), in any memory.
+        with AdamW, batches of 8, at most 512 tokens. Else what `named_parts` takes, in any memory.
     batch_size: of one rank, in place of those; None leaves them.
 
     Raises ValueError for a name that means none of these, ImportError where the package is missing, and what FUNCTION raises.
     """
     where, _, name = what.rpartition(":")
-    if not where or not name:
-        raise ValueError(
-            f"{what!r} names no job; give timm:NAME, transformers:NAME, MODULE:FUNCTION or FILE.py:FUNCTION"
-        )
     makers = {"timm": _of_timm, "transformers": _of_transformers}
-    if where in makers:
+    if where in makers and name:
         try:
             importlib.import_module(where)
         except ImportError as error:
             raise ImportError(f"models of {where} need it: pip install {where}") from error
         return makers[where](name, batch_size or _BATCH[where])
+    parts = named_parts(what)
+    model, batch = parts["model_fn"](), parts["batch"]
+    return Job(
+        model,
+        parts["optimizer_fn"](model),
+        batch if batch_size is None else resized(batch, batch_size),
+        parts["criterion"],
+    )
+
+
+def named_parts(what: str) -> dict[str, Any]:
+    """Return model_fn, batch, criterion and optimizer_fn of the job that `what` names.
+
+    what: "FILE.py", which defines these four; or "FILE.py:FUNCTION" or "MODULE:FUNCTION", called without arguments for a dict
+        of them, or for (model, optimizer, batch, criterion), and then again for each model. A file runs under its own name
+        instead of "__main__", so that it does not train.
+
+    Raises ValueError or TypeError for what is none of these, and what the file or the function raises.
+    """
+    where, _, name = (what, "", "") if what.endswith(".py") else what.rpartition(":")
+    if not where or not (name or where.endswith(".py")):
+        raise ValueError(
+            f"{what!r} names no job; give FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION, or, to estimate it alone, timm:NAME or "
+            "transformers:NAME"
+        )
     module = _of_file(Path(where)) if where.endswith(".py") else _imported(where)
+    if not name:
+        return _checked(what, vars(module))
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{where} has no function {name!r}")
     made = function()
+    if isinstance(made, Mapping):
+        return _checked(what, made)
     if not isinstance(made, (tuple, list)) or len(made) != 4:
-        raise ValueError(f"{what} must return (model, optimizer, batch, criterion), got {arguments.described(made)}")
-    model, optimizer, batch, criterion = made
-    return Job(model, optimizer, batch if batch_size is None else resized(batch, batch_size), criterion)
+        raise ValueError(f"{what} returned {arguments.described(made)}; {_ASKED}")
+    _, _, batch, criterion = made
+    made, latest = None, []
+
+    def model_fn() -> nn.Module:  # anew each time, so that random weights are those of the seed that was set before
+        latest[:] = function()[:2]
+        return latest[0]
+
+    return {"model_fn": model_fn, "batch": batch, "criterion": criterion, "optimizer_fn": lambda model: latest[1]}
+
+
+def _checked(what: str, names: Mapping[str, Any]) -> dict[str, Any]:
+    missing = [name for name in PARTS if name not in names]
+    if missing:
+        raise ValueError(f"{what} does not define {', '.join(missing)}; {_ASKED}")
+    return {name: names[name] for name in PARTS}
 
 
 def _of_timm(name: str, size: int) -> Job:
@@ -118,7 +160,12 @@ def _of_file(path: Path) -> Any:
         raise ValueError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)  # what stands beside a script is imported by it, as by python itself
+    try:
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    finally:
+        sys.path.remove(folder)
     return module
 
 

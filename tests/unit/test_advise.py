@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import sys
 from contextlib import contextmanager, nullcontext
 
 import numpy
@@ -402,7 +403,7 @@ def test_the_command_draws_a_table(script, capsys):
     ("end", "says"),
     [
         ("--device=bf16", "'cuda:N'; bf16 is a precision"),
-        ("x", "is no script"),
+        ("x", "names no job; give FILE.py"),
         ("{script}:wrong", "returned int"),
         ("{script}:absent", "no function 'absent'"),
     ],
@@ -422,6 +423,46 @@ def test_the_command_names_what_is_not_defined(tmp_path, capsys):
     (tmp_path / "empty_advised.py").write_text("batch = 3\n")
     assert main(["advise", str(tmp_path / "empty_advised.py")]) == 2
     assert "does not define model_fn, criterion, optimizer_fn" in capsys.readouterr().err
+
+
+FORMS = {
+    "job.py": "",
+    "job.py:parts": "\n\ndef parts():\n    return {'model_fn': model_fn, 'batch': batch, 'criterion': criterion, "
+    "'optimizer_fn': optimizer_fn}\n",
+    "job.py:four": "\n\ndef four():\n    model = model_fn()\n    return model, optimizer_fn(model), batch, criterion\n",
+}
+JOB = """
+import torch
+from own_layers import Layer
+
+
+def model_fn():
+    return torch.nn.Sequential(Layer(8, 4), torch.nn.Tanh(), Layer(4, 2))
+
+
+def optimizer_fn(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+batch, criterion = (torch.ones(4, 8), torch.tensor([0, 1, 0, 1])), torch.nn.CrossEntropyLoss()
+if __name__ == "__main__":
+    raise SystemExit("trained")
+"""
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_advise_and_estimate_take_the_same_jobs(what, tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_layers.py").write_text("from torch.nn import Linear as Layer\n")
+    (tmp_path / "job.py").write_text(JOB + FORMS[what])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_layers", raising=False)
+    assert main(["advise", "--precisions", "bf16", "--steps", "3", "--device", "cpu", "--json", what]) in (0, 1)
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["fp32"]["loss_error"] == 0.0, "all models of one seed have the same weights"
+    assert 0 < rows["bf16"]["gradient_error"] < 0.1
+    monkeypatch.delitem(sys.modules, "own_layers", raising=False)
+    assert main(["estimate", "--precision", "fp32", "--json", what]) == 0
+    assert json.loads(capsys.readouterr().out)
 
 
 # ---- CPUs without units for halves ----

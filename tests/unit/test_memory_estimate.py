@@ -406,7 +406,7 @@ def half():
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("nothing", "'nothing' names no job; give timm:NAME"),
+        ("nothing", "'nothing' names no job; give FILE.py"),
         ("no_such_module:job", "there is no module 'no_such_module'"),
         ("no_such_file.py:job", "there is no file no_such_file.py"),
         ("json:no_such", "json has no function 'no_such'"),
