@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -1014,13 +1014,16 @@ class Booster:
         """Whether this process is rank 0 of the job; True without a process group. `DistCoordinator` knows more of ranks."""
         return is_main()
 
-    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
-        """Print on rank 0 of the job alone, as `print` does, at once. No collective: ranks need not all call it.
+    def print(
+        self, *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = True
+    ) -> None:
+        """Print on rank 0 of the job alone, as `print` does. No collective: ranks need not all call it.
 
-        values, sep, end: as for Python's `print`.
+        values, sep, end, file: as for Python's `print`.
+        flush: True, so that lines of a job whose output goes into a file come at once.
         """
         if is_main():
-            print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - printing is what was asked for
+            print(*values, sep=sep, end=end, file=file, flush=flush)  # noqa: T201 - printing is what was asked for
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank of the job has come here; nothing without a process group. A collective."""

@@ -34,7 +34,7 @@ def new_hash(kind: str = HASH) -> Hash:
     try:
         from xxhash import xxh3_128
     except ImportError as error:
-        raise ImportError("the hashes of a checkpoint need xxhash: pip install 'booster-amp[checkpoint]'") from error
+        raise ImportError("the hashes of a checkpoint need xxhash: pip install xxhash") from error
     return xxh3_128()
 
 

@@ -98,9 +98,7 @@ def _show(found: Advice) -> None:
         from rich.table import Table
         from rich.text import Text
     except ImportError as error:
-        raise ImportError(
-            "the table is drawn by rich: pip install 'booster-amp[report]'; or use --json, which needs nothing"
-        ) from error
+        raise ImportError("the table is drawn by rich: pip install rich; or use --json, which needs nothing") from error
     console = Console(width=values.width(_WIDTH))
     heading, *rows = found.table()
     shown = len(heading) if console.width >= _WIDTH else len(heading) - 1

@@ -22,10 +22,23 @@ def report(argv: Sequence[str]) -> int:
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     output.add_argument(
-        "--html", type=values.file_path, metavar="FILE", help="write one page with pictures instead of tables"
+        "--html",
+        type=values.file_path,
+        nargs="?",
+        const=True,  # a string would have to be a legal name
+        metavar="FILE",
+        help="write one page with pictures instead of tables; FOLDER/report.html without a name",
     )
-    parser.add_argument("folder", type=values.file_path, metavar="FOLDER", help="the folder given to Booster.record")
+    parser.add_argument(
+        "folder", type=values.file_path, nargs="?", metavar="FOLDER", help="the folder given to Booster.record"
+    )
     options = parser.parse_args(list(argv))
+    if options.folder is None and options.html not in (None, True):  # `--html FOLDER`, which argparse takes for the page
+        options.folder, options.html = options.html, True
+    if options.folder is None:
+        parser.error("the following arguments are required: FOLDER")
+    if options.html is True:
+        options.html = options.folder / "report.html"
     from booster.numerics.record.run import as_json, read_run
     from booster.numerics.reports.page import page
     from booster.numerics.reports.summary import summarise

@@ -94,5 +94,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("adapters are those of peft: pip install 'booster-amp[peft]'") from error
+        raise ImportError("adapters are those of peft: pip install peft") from error
     return peft

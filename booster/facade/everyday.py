@@ -119,7 +119,7 @@ def progress(items: Iterable[T], description: str, total: int | None, loss: Show
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
-        raise ImportError("the bar is drawn by rich: pip install 'booster-amp[report]'") from error
+        raise ImportError("the bar is drawn by rich: pip install rich") from error
 
     words = TextColumn("{task.description}"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     bar = Progress(*words, TextColumn("{task.fields[loss]}"), TimeRemainingColumn(), expand=True)

@@ -61,9 +61,7 @@ def show(
         from rich.markup import escape
         from rich.table import Table
     except ImportError as error:
-        raise ImportError(
-            "the table is drawn by rich: pip install 'booster-amp[report]'; or use --json, which needs nothing"
-        ) from error
+        raise ImportError("the table is drawn by rich: pip install rich; or use --json, which needs nothing") from error
     console = console or Console(width=shutil.get_terminal_size((_FILE_WIDTH, 24)).columns)
     columns = [name for name in _COLUMNS if any(getattr(each, name) for each in estimates)]
     wide = max(len(each.name) for each in estimates) + sum(max(len(name), 9) + 2 for name in columns) + 22

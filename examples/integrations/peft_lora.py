@@ -1,6 +1,6 @@
 """peft: low-rank adapters on a frozen model; only they get masters, states and checkpoints.
 
-pip install "booster-amp[peft]" transformers
+pip install peft transformers
 python examples/integrations/peft_lora.py
 """
 

@@ -839,7 +839,7 @@ COMMAND_OPTIONS: dict[str, tuple[Predicate, tuple[str, ...]]] = {
     "advise --seed": (digits(0, 2**40), _job),
     "advise --json": (nothing, _job),
     "advise --layers": (nothing, _job),
-    "advise SCRIPT": (nothing, ()),
+    "advise JOB": (nothing, ()),
 }
 
 # By option of `get_default_parser`.

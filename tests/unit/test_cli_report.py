@@ -122,7 +122,7 @@ def test_without_rich_the_error_names_the_line_that_installs_it(run, capsys, mon
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     assert main(["report", str(run)]) == 1
-    assert "pip install 'booster-amp[report]'" in capsys.readouterr().err
+    assert "pip install rich" in capsys.readouterr().err
     assert main(["report", "--json", str(run)]) == 0
 
 
@@ -131,3 +131,13 @@ def test_a_sparkline_has_a_bar_for_each_stretch_of_steps():
     assert sparkline([1.0, None, INF, 1.0]) == "▁ ×▁"
     assert len(sparkline([1.0] * 1000, width=32)) <= 32
     assert sparkline([1.0, 2.0, 4.0, 8.0], logarithmic=True)[1] == "▃"
+
+
+def test_a_page_without_a_name_lies_in_the_folder_of_the_record(run, capsys):
+    for argv in (["report", str(run), "--html"], ["report", "--html", str(run)]):
+        assert main(argv) == 0
+        assert capsys.readouterr().out == f"wrote {run / 'report.html'}\n"
+        assert (run / "report.html").read_text().startswith("<!")
+        (run / "report.html").unlink()
+    assert main(["report", "--html"]) == 2
+    assert "required: FOLDER" in capsys.readouterr().err

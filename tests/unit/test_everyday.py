@@ -109,7 +109,7 @@ def test_a_loop_of_progress_may_be_left(capsys):
 
 def test_progress_without_rich_names_the_line_that_installs_it(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rich.progress", None)
-    with pytest.raises(ImportError, match=r"pip install 'booster-amp\[report\]'"):
+    with pytest.raises(ImportError, match=r"pip install rich"):
         Booster("cpu").progress([1])
 
 

@@ -28,7 +28,7 @@ def show(run: Run, console: Any = None) -> None:
         from rich.markup import escape
     except ImportError as error:
         raise ImportError(
-            "the summary is drawn by rich: pip install 'booster-amp[report]'; or use --json or --html, which need nothing"
+            "the summary is drawn by rich: pip install rich; or use --json or --html, which need nothing"
         ) from error
     console = console or Console()
     summary = summarise(run)
@@ -110,7 +110,7 @@ def _show_tensors(console: Any, summary: OptimizerSummary) -> None:
     console.print()
     if summary.least_headroom is not None:
         room = summary.least_headroom
-        of = f"{summary.num_samples} samples"
+        of = "1 sample" if summary.num_samples == 1 else f"{summary.num_samples} samples"
         came = f"In {of} gradients came within {room:.1f} bits of overflow" if room > 0 else f"Of {of} some overflowed"
         came += f", and in {summary.num_nonfinite} of them some held an inf or NaN" if summary.num_nonfinite else ""
         console.print(
