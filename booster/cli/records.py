@@ -33,7 +33,10 @@ def report(argv: Sequence[str]) -> int:
         "folder", type=values.file_path, nargs="?", metavar="FOLDER", help="the folder given to Booster.record"
     )
     options = parser.parse_args(list(argv))
-    if options.folder is None and options.html not in (None, True):  # `--html FOLDER`, which argparse takes for the page
+    if options.folder is None and options.html not in (
+        None,
+        True,
+    ):  # `--html FOLDER`, which argparse takes for the page
         options.folder, options.html = options.html, True
     if options.folder is None:
         parser.error("the following arguments are required: FOLDER")

@@ -96,7 +96,8 @@ def named_parts(what: str) -> dict[str, Any]:
     if not isinstance(made, (tuple, list)) or len(made) != 4:
         raise ValueError(f"{what} returned {arguments.described(made)}; {_ASKED}")
     _, _, batch, criterion = made
-    made, latest = None, []
+    made = None
+    latest: list[Any] = []
 
     def model_fn() -> nn.Module:  # anew each time, so that random weights are those of the seed that was set before
         latest[:] = function()[:2]
