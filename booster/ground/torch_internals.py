@@ -638,6 +638,58 @@ def _keeps_apart(param: Any) -> bool:
     return not isinstance(getattr(type(param), _HELD_BACK, None), property)
 
 
+def registered_group(tensor: torch.Tensor) -> Any | None:
+    """Return the group of `fsdp_groups` that is reduced by the node that `tensor` comes from; None for others."""
+    return getattr(tensor.grad_fn, "param_group", None)
+
+
+def reduces(group: Any) -> bool:
+    """Return whether a group of `fsdp_groups` reduces gradients at present, as outside of passes without synchronisation."""
+    return bool(group.reduce_grads)
+
+
+def unreduced(group: Any) -> tuple[list[bool | None], bool]:
+    """Return of each record of a group of `fsdp_groups` whether it has a gradient that is to be reduced, None for one that is
+    frozen or was never gathered; and whether gradients of the group are kept in the records, in the dtype of the reduction.
+
+    Those of this pass are kept there too, if those of earlier passes are: a reduction is of one dtype.
+    """
+    params = group.fsdp_params
+    apart = False
+    if params and not isinstance(getattr(type(params[0]), _HELD_BACK, None), property):  # see `held_back`
+        for param in params:
+            apart = apart or param.unsharded_accumulated_grad is not None
+    found: list[bool | None] = []
+    for param in params:
+        whole = getattr(param, "_unsharded_param", None)
+        if whole is None:
+            found.append(None)
+            continue
+        if apart and param.unsharded_accumulated_grad is not None:
+            param.accumulate_unsharded_grad_if_needed()
+        elif apart:
+            param.to_accumulated_grad_if_needed()
+        has = whole.grad is not None or (apart and param.unsharded_accumulated_grad is not None)
+        found.append(has if has or whole.requires_grad else None)
+    return found, apart
+
+
+def zero_unreduced(param: Any, apart: bool) -> None:
+    """Give a record of `fsdp_params`, which was gathered, a gradient of zeros; apart: as `unreduced` says of its group."""
+    whole = param._unsharded_param
+    if apart:
+        param.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=param.reduce_dtype)
+    else:
+        whole.grad = torch.zeros_like(whole)
+
+
+def leave_out(group: Any) -> None:
+    """Have torch leave out a group of `fsdp_groups` that was never gathered when a backward pass without synchronisation ends:
+    it would look for gradients of parameters that are not there."""
+    if not any(hasattr(param, "_unsharded_param") for param in group.fsdp_params):
+        group._training_state = type(group._training_state).POST_BACKWARD
+
+
 def is_gathered(group: Any) -> bool:
     """Return whether the modules of a group of `fsdp_groups` have whole parameters at present."""
     return bool(group.is_unsharded)

@@ -43,6 +43,7 @@ from booster.model.meta import check_meta, materialise
 from booster.model.modules import LinearStandIn, bare
 from booster.plugin.fsdp.dtypes import show_computed_dtypes
 from booster.plugin.fsdp.groups import Group, plan_groups
+from booster.plugin.fsdp.unused import UnusedParameters
 from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
 from booster.shards.fully_sharded import LeftGathered, forget_scales, recover, reshard
@@ -132,6 +133,7 @@ def shard_module(
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     memo: dict[int, torch.Tensor] = {}
     held: list[torch.Tensor] = []  # keeps ids in `memo` from being used again
+    unused = UnusedParameters(model, mesh, device)
     for group in groups:
         # One group at a time, so that no more than one is whole on the device.
         materialise(group.members, device)
@@ -140,6 +142,7 @@ def shard_module(
         _cast(group, policy, memo, held)
         for child in group.modules:
             child.register_forward_hook(_own_outputs)  # before those of fully_shard, which runs its own after it
+        unused.before_sharding(group.modules)
         fully_shard(
             group.modules[0] if len(group.modules) == 1 else group.modules,
             mesh=mesh,
@@ -149,6 +152,7 @@ def shard_module(
             offload_policy=offload,
             shard_placement_fn=shard_placement,
         )
+        unused.after_sharding(group.modules)
         for child in group.modules:
             run_hooks_outside_modes(child)
         if len(group.modules) == 1:  # several are leaves, which return tensors

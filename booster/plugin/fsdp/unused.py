@@ -1,0 +1,216 @@
+"""Parameters of a sharded model that some ranks use in a pass and others do not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from booster.ground.text import listed
+from booster.ground.torch_internals import (
+    fsdp_groups,
+    graph_task,
+    leave_out,
+    reduces,
+    registered_group,
+    unreduced,
+    when_backward_ends,
+    without_function_modes,
+    zero_unreduced,
+)
+from booster.tensors.trees import tensors
+
+_LOOKS = 4  # forward passes in which ranks compare the order in which they gather, and a GPU is asked what they reduce
+
+
+class _Group:
+    """Parameters that are gathered and reduced together: `own` is torch's record, `first` the place of its first parameter.
+
+    called: in a forward pass since gradients were last reduced. told: in this backward pass.
+    """
+
+    own: Any = None
+    first = 0
+
+    def __init__(self, owner: UnusedParameters, index: int, name: str) -> None:
+        self.index, self.name = index, name
+        self.called = self.told = False
+        self._owner = owner
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """After torch's own hook, which gathers, and puts a node before the inputs that reduces when backward comes there."""
+        if torch.is_grad_enabled():
+            self.called = True
+            with without_function_modes():
+                simple = not kwargs and all(map(torch.is_tensor, args))
+                for tensor in args if simple else tensors((args, kwargs)):
+                    if tensor.grad_fn is not None and registered_group(tensor) is self.own:
+                        tensor.register_hook(self._before_reduction)  # called before the node
+                        return
+
+    def _before_reduction(self, grad: torch.Tensor) -> None:
+        if reduces(self.own):
+            self._owner.agree(self)
+
+    def before_gather(self, module: nn.Module, args: Any) -> None:
+        if graph_task() == -1:  # what is computed again within backward is gathered
+            self._owner.look(self)
+
+    def before_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Before torch's own hook, which has the outputs gather in backward."""
+        if torch.is_grad_enabled() and graph_task() == -1:
+            left = [None]  # torch gathers for the first of the outputs
+
+            def look(grad: torch.Tensor) -> None:
+                if left:
+                    left.clear()
+                    self._owner.look(self)
+
+            for tensor in tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(look)
+
+
+class UnusedParameters:
+    """Sees to it that all ranks reduce gradients of the same parameters of `model`, which goes through `fully_shard`.
+
+    `fully_shard` lays the gradients that a rank has end to end and adds what the ranks have laid so: where they took other
+    branches, gradients of one parameter to those of another. Before a group is reduced its ranks tell each other, in a small
+    collective, which of its parameters have a gradient, and who lacks one that another has brings zeros. What no rank used
+    gets none. In the first passes they compare what is gathered too. RuntimeError on all ranks where those are about to gather
+    or reduce different groups. A GPU is waited for in the first passes, and where this rank lacks a gradient.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+        self._model = weakref.ref(model)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._ranks = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        self._device = device
+        self._groups: list[_Group] = []
+        self._num_params = 0
+        self._under_way = False
+        self._looks = _LOOKS if self._ranks else 0
+        self._looking: list[Any] = []  # hooks
+
+    def before_sharding(self, modules: Sequence[nn.Module]) -> None:
+        """`fully_shard` is about to be applied to `modules` together: what is to run before its own hooks on outputs."""
+        names = [repr(self._names[module]) if self._names[module] else "the model" for module in modules]
+        group = _Group(self, len(self._groups), listed(names, 3))
+        self._groups.append(group)
+        for module in modules:
+            if self._looks:
+                hook = torch.compiler.disable(group.before_backward)
+                self._looking.append(module.register_forward_hook(hook))
+            if module is self._model():
+                module.register_forward_hook(torch.compiler.disable(self._after_forward))
+
+    def after_sharding(self, modules: Sequence[nn.Module]) -> None:
+        """`fully_shard` was just applied to `modules`."""
+        group = self._groups[-1]
+        if own := fsdp_groups(modules[:1]):
+            (group.own,), group.first = own, self._num_params
+            self._num_params += len(group.own.fsdp_params)
+        else:
+            self._groups.pop()
+        for module in modules:
+            if own:
+                hook = torch.compiler.disable(group.before_forward)
+                module.register_forward_pre_hook(hook, with_kwargs=True)
+                if self._looks:
+                    hook = torch.compiler.disable(group.before_gather)
+                    self._looking.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._under_way = False  # if a backward pass raised
+        if self._looks:
+            self.look(None)
+            self._looks -= 1
+            if not self._looks:
+                for hook in self._looking:
+                    hook.remove()
+        if torch.is_grad_enabled():
+            with without_function_modes():
+                for tensor in (output,) if isinstance(output, torch.Tensor) else tensors(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(self._begin)
+
+    def _begin(self, grad: torch.Tensor) -> None:
+        if not self._under_way:
+            self._under_way = True
+            when_backward_ends(self._before_end)  # and before what torch does then, whose hook comes after this one
+
+    def _before_end(self) -> None:
+        """Torch is about to reduce the groups whose inputs need no gradient, and those that were not reached."""
+        self._under_way = False
+        if self._groups and reduces(self._groups[0].own):
+            self.agree(None)
+            for group in self._groups:
+                group.called = group.told = False
+        else:
+            for group in self._groups:
+                leave_out(group.own)
+
+    def look(self, group: _Group | None) -> None:
+        """Compare which group is gathered next; None: the forward pass ends."""
+        count = len(self._groups)
+        here = bytearray(count) + bytearray([1]) * count
+        if group is not None:
+            here[group.index], here[count + group.index] = 1, 0
+        with torch.no_grad(), without_function_modes():
+            told = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
+            for ranks in self._ranks:
+                dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks)
+            anywhere = told.tolist()
+            if sum(anywhere) > count:
+                self._refuse(anywhere)
+
+    def agree(self, one: _Group | None) -> None:
+        """Give the parameters of a group that is about to be reduced zeros where they lack a gradient and others have one.
+
+        None: those of all groups that are left, but for what was not called, and of which nothing waits.
+        """
+        with torch.no_grad(), without_function_modes():
+            # Of each group whether it is reduced, of each whether it is not, and of each parameter whether it has a gradient.
+            count = len(self._groups)
+            here = bytearray(count) + bytearray([1]) * count + bytearray(self._num_params)
+            lacking: list[tuple[int, Any, bool]] = []
+            for group in self._groups if one is None else (one,):
+                if one is None and group.told:
+                    continue
+                found, apart = unreduced(group.own)
+                if one is None and not group.called and True not in found:
+                    continue
+                group.told = True
+                here[group.index], here[count + group.index] = 1, 0
+                for place, has in enumerate(found, 2 * count + group.first):
+                    if has:
+                        here[place] = 1
+                    elif has is not None:
+                        lacking.append((place, group.own.fsdp_params[place - 2 * count - group.first], apart))
+            if not self._ranks:
+                return
+            told = torch.frombuffer(here, dtype=torch.uint8).to(self._device)
+            for ranks in self._ranks:
+                dist.all_reduce(told, dist.ReduceOp.MAX, group=ranks)
+            if lacking or self._looks or self._device.type == "cpu":
+                anywhere = told.tolist()
+                if sum(anywhere[: 2 * count]) > count:
+                    self._refuse(anywhere)
+                for place, param, apart in lacking:
+                    if anywhere[place]:
+                        zero_unreduced(param, apart)
+
+    def _refuse(self, anywhere: list[int]) -> None:
+        count = len(self._groups)
+        names = [group.name for group in self._groups if anywhere[group.index] and anywhere[count + group.index]]
+        raise RuntimeError(
+            f"ranks take different ways through the model: some go through {listed(names, 5)} now and others do not, but each "
+            "of these is gathered and reduced by itself, so that weights and gradients of different modules would be taken for "
+            "each other. Pass a wrap_policy that does not name what some ranks leave out, so that it travels with the module "
+            "around it, or use LowLevelZeroPlugin(stage=2), which needs no option"
+        )
