@@ -277,7 +277,7 @@ class Booster:
         """
         models = cast(list[nn.Module], list(model) if isinstance(model, (list, tuple)) else [model])
         for one in models:
-            checks.check_model(one, self._boosted.models)
+            checks.check_model(one, self._boosted.models, self.plugin)
         if isinstance(model, (list, tuple)):
             changes = self._course is not None or self._phase.plan is not None
             checks.check_several(models, changes=changes)
@@ -719,7 +719,7 @@ class Booster:
         """
         from booster.memory import estimate_placed
 
-        checks.check_model(model, self._boosted.models)
+        checks.check_model(model, self._boosted.models, self.plugin)
         arguments.function("criterion", criterion, "a function of output and target")
         arguments.instance("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
         phases = [self.precision] if self._course is None else self._course.precisions

@@ -230,8 +230,8 @@ def check_recorded(every: Any, activations: Any, options: UpdateOptions) -> None
         )
 
 
-def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
-    """Raise unless `model` is a module that is not in `boosted`."""
+def check_model(model: Any, boosted: Collection[nn.Module], plugin: Plugin) -> None:
+    """Raise unless `model` is a module that is not in `boosted`, and that `plugin` can keep alike on its ranks."""
     arguments.instance("model", model, nn.Module, "a torch.nn.Module")
     if isinstance(model, ModelWrapper) or model in boosted:
         raise RuntimeError(
@@ -240,6 +240,15 @@ def check_model(model: Any, boosted: Collection[nn.Module]) -> None:
     refuse_torchscript(model, "model")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError("model is a DistributedDataParallel already; pass its .module, and plugin=TorchDDPPlugin(...)")
+    if plugin.data_parallel_size > 1:
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                raise ValueError(
+                    f"{name or 'the model'} is an {type(module).__name__} with max_norm={module.max_norm}, which writes to its "
+                    "weight in forward: each rank to the rows of its own batch, so that ranks drift apart, or the next step "
+                    "undoes it. Leave max_norm out, and in forward scale the rows that were looked up, or after each step all "
+                    "rows on all ranks"
+                )
 
 
 def check_several(models: Sequence[nn.Module], *, changes: bool) -> None:

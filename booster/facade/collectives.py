@@ -111,14 +111,30 @@ def _reduce_one(value: torch.Tensor, op: Op, group: dist.ProcessGroup | None) ->
         work = value.clone()
     if group is not None and work.numel():
         there = work.to(communication_device(value.device, group)).contiguous()
-        data = torch.view_as_real(there) if there.is_complex() else there
-        dist.all_reduce(
-            data, {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM), group=group
-        )
+        if op in ("max", "min"):
+            there = _extreme(there, op, group)
+        else:
+            dist.all_reduce(torch.view_as_real(there) if there.is_complex() else there, group=group)
         work = there.to(value.device)
     if op == "mean":
         work = (work.double() if whole else work) / _world_size(group)
     return work.to(result_dtype)
+
+
+def _extreme(values: torch.Tensor, op: Op, group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest or smallest of what each rank brings; NaN where any has one, which a backend's own may lose."""
+    if not values.is_floating_point():
+        dist.all_reduce(values, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.MIN, group=group)
+        return values
+    if op == "min":
+        return -_extreme(-values, "max", group)
+    kind = torch.int32 if values.dtype == torch.float32 else torch.int64
+    most = torch.iinfo(kind).max
+    # Read as whole numbers, positive floats keep their order, with NaN above inf, and negative ones come in the reverse.
+    bits = values.where(~values.isnan(), torch.nan).view(kind)
+    ordered = bits.where(bits >= 0, bits ^ most)
+    dist.all_reduce(ordered, dist.ReduceOp.MAX, group=group)
+    return ordered.where(ordered >= 0, ordered ^ most).view(values.dtype)
 
 
 def _agree(

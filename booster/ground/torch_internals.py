@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import filterfalse
 from operator import attrgetter
 from types import CodeType, FunctionType
@@ -407,6 +407,18 @@ def leave_gradients_alone(module: Any) -> None:
     module._remove_autograd_hooks()
 
 
+@contextmanager
+def left_to_others(module: Any, names: Sequence[str]) -> Iterator[None]:
+    """Inside, `DistributedDataParallel(module)` sends none of the parameters and buffers of these names, then or later."""
+    if names:
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    try:
+        yield
+    finally:
+        if names:
+            del module._ddp_params_and_buffers_to_ignore
+
+
 def own_part(tensor: Any) -> torch.Tensor:
     """Return what this rank holds of a DTensor, itself; not differentiable. `to_local` makes a view, by way of autograd."""
     local: torch.Tensor = tensor._local_tensor
@@ -665,12 +677,14 @@ def unreduced(group: Any) -> tuple[list[bool | None], bool]:
         if whole is None:
             found.append(None)
             continue
+        if not whole.numel():
+            whole.grad = None  # there is nothing in it, and torch's reduction takes no empty ones
         if apart and param.unsharded_accumulated_grad is not None:
             param.accumulate_unsharded_grad_if_needed()
         elif apart:
             param.to_accumulated_grad_if_needed()
         has = whole.grad is not None or (apart and param.unsharded_accumulated_grad is not None)
-        found.append(has if has or whole.requires_grad else None)
+        found.append(has if has or (whole.requires_grad and whole.numel() > 0) else None)
     return found, apart
 
 

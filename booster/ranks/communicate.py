@@ -9,6 +9,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+SENT = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+)
+"""Dtypes that every backend sends as they are; others travel as bytes, see `broadcast`."""
 SMALL, TOGETHER = 2**16, 2**20  # bytes; tensors up to the first travel together, up to the second: memory beside them
 
 
@@ -22,13 +27,29 @@ def communication_device(device: torch.device, group: dist.ProcessGroup) -> torc
     return torch.device("cpu")
 
 
+def is_sent(tensor: torch.Tensor) -> bool:
+    """Return whether others can send `tensor`, and write to it, as it is; `broadcast` can send any."""
+    return tensor.dtype in SENT and (0 not in tensor.stride() or not tensor.numel())
+
+
 def broadcast(values: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
     """Give `values` of the rank `source` of `group` to all its ranks, in place; a collective unless it is empty.
 
-    values: contiguous, on a device that the backend can use, of any dtype, on every rank of the same shape.
+    values: of any dtype and strides, on a device that the backend can use, on every rank of the same shape.
     """
     if values.numel():
-        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=source)
+        there = values.contiguous()  # a backend sends memory as it lies
+        dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=source)
+        if there.data_ptr() != values.data_ptr():
+            _write(values, there)
+
+
+def _write(values: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy `new` to `values`, also where that has numbers that lie in one place, as `expand` makes them."""
+    for dim, stride in enumerate(values.stride()):
+        if not stride:
+            values, new = values.narrow(dim, 0, 1), new.narrow(dim, 0, 1)
+    values.copy_(new)
 
 
 def align(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -90,7 +111,7 @@ def _align(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
         torch._foreach_copy_(own, parts)
     for tensor, aligned in zip(tensors, there, strict=True):
         if aligned.data_ptr() != tensor.data_ptr():
-            tensor.copy_(aligned)
+            _write(tensor, aligned)
 
 
 def exchange(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

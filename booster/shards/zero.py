@@ -432,7 +432,7 @@ class ZeroShards(Shards):
         Raises RuntimeError for a gradient that cannot be stepped.
         """
         for param in group.frozen:
-            if param.requires_grad and param.grad is not None:
+            if param.requires_grad and param.grad is not None and param.numel():  # empty ones are in no bucket
                 raise RuntimeError(FROZEN.format(name=self.name_of(param)))
         for param, _ in group.divided:
             if param.grad is not None and param.grad.is_sparse:

@@ -174,6 +174,34 @@ def test_modules_that_travel_alone_and_are_used_on_some_ranks_are_named_before_a
     assert ranks2(told, plugin, both) == [True, True]
 
 
+class Empty(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        torch.manual_seed(0)
+        self.nothing, self.layer = nn.Parameter(torch.zeros(shape)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x) + self.nothing.sum()
+
+
+def with_empty(rank, world_size, plugin, precision):
+    found = []
+    for shape in ((0, 3), (3, 0)):
+        booster, model = Booster("cpu", precision, PLUGINS[plugin]()), Empty(shape)
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        for _ in range(2):
+            booster.backward(model(torch.ones(ROWS, WIDTH)).float().square().mean(), optimizer)
+            found.append(optimizer.step().applied)
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_naive"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_parameter_without_elements_lies_beside_others(ranks2, plugin, precision):
+    assert ranks2(with_empty, plugin, precision) == [[True] * 4] * 2
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_ranks_that_take_other_branches_train_as_one_process(ranks2, plugin, precision):

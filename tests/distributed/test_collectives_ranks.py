@@ -1,5 +1,7 @@
 """Gather and reduce over several ranks: right rows, right order, right errors, and never a hang."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -258,6 +260,33 @@ def test_every_operation_on_every_kind_of_value(ranks4):
         assert result["empty"].shape == (0,)
         assert result["numbers"] == {"loss": 0.75, "seen": 1.5}
         assert result["labels"] == ["cola", 0.75, None]
+
+
+def reduce_extremes(rank, world_size):
+    values = torch.tensor([[1.0, -2.0, float("inf"), -0.0], [3.0, -5.0, -float("inf"), 0.0], [0.5, -1.0, 2.0, -0.0]])
+    found = {}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.half):
+        for op in ("max", "min"):
+            own = values[min(rank, 2)].to(dtype)
+            found[dtype, op] = reduce(own, op, group=world()).tolist()
+            for holder in range(world_size):
+                with_nan = own.clone()
+                with_nan[1] = float("nan") if rank == holder else own[1]
+                result = reduce(with_nan, op, group=world())
+                found[dtype, op, holder] = result.isnan().tolist() == [False, True, False, False]
+    found["number"] = [
+        math.isnan(reduce(float("nan") if rank == holder else 1.0, "max", group=world()))
+        for holder in range(world_size)
+    ]
+    return found
+
+
+def test_extremes_are_those_of_all_ranks_and_nan_where_any_rank_has_one(ranks4):
+    for found in ranks4(reduce_extremes):
+        assert found.pop("number") == [True] * 4
+        for key, value in found.items():
+            wanted = {"max": [3.0, -1.0, math.inf, 0.0], "min": [0.5, -5.0, -math.inf, 0.0]}
+            assert value == (True if len(key) == 3 else wanted[key[1]]), key
 
 
 def reduce_half(rank, world_size):

@@ -4,7 +4,16 @@ import pytest
 import torch
 from counts import Messages
 
+from booster import Booster
+from booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from booster.ranks.communicate import SMALL, TOGETHER, align, exchange
+
+PLUGINS = {
+    "ddp": TorchDDPPlugin,
+    "zero1": LowLevelZeroPlugin,
+    "zero1 scattered": lambda: LowLevelZeroPlugin(reduce_scatter=True),
+    "zero2": lambda: LowLevelZeroPlugin(stage=2),
+}
 
 
 def kinds(rank):
@@ -21,6 +30,9 @@ def kinds(rank):
         torch.full((2, 4, 3, 3), float(rank)).to(memory_format=torch.channels_last),
         wide[:, ::2],  # a view of others' memory, with gaps
         torch.zeros(2, device="meta"),
+        torch.full((1, 3), float(rank)).expand(4, 3),
+        torch.full((3,), rank, dtype=torch.int16),
+        torch.full((3,), float(rank)).to(torch.float8_e4m3fn),
     ]
 
 
@@ -28,13 +40,14 @@ def aligned(rank, world_size):
     tensors = kinds(rank + 1)
     with Messages() as sent:
         align(tensors, torch.distributed.group.WORLD)
-    alike = [torch.equal(*pair) for pair in zip(tensors, kinds(1), strict=True) if not pair[0].is_meta]
+    pairs = zip(tensors, kinds(1), strict=True)
+    alike = [torch.equal(own.double(), first.double()) for own, first in pairs if not own.is_meta]
     return alike, [each.stride() for each in tensors] == [each.stride() for each in kinds(1)], sent.count
 
 
 def test_every_kind_of_tensor_becomes_what_the_first_rank_has(ranks2):
     for alike, laid_as_before, messages in ranks2(aligned):
-        assert alike == [True] * 9
+        assert alike == [True] * 12
         assert laid_as_before
         assert messages == 3  # what they are, the large one, and all others
 
@@ -77,3 +90,56 @@ def exchanged(rank, world_size):
 
 def test_bytes_of_any_number_arrive_as_they_were_sent(ranks2):
     assert ranks2(exchanged) == [[b"", bytes(range(256))]] * 2
+
+
+class Buffers(torch.nn.Module):
+    """Buffers that backends do not send as they are, full of what only `rank` has."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        wide = torch.arange(8.0).reshape(4, 2) + 10 * rank
+        for name, values in {
+            "column": wide[:, 0],
+            "transposed": wide.t(),
+            "expanded": wide[:1, :1].expand(4, 2),
+            "int16": torch.full((3,), rank + 1, dtype=torch.int16),
+            "uint16": torch.full((3,), rank + 1).to(torch.uint16),
+            "float8": torch.full((3,), rank + 1.0).to(torch.float8_e4m3fn),
+        }.items():
+            self.register_buffer(name, values)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def sent(rank, world_size, plugin):
+    model = Buffers(rank)
+    booster = Booster("cpu", "fp32", PLUGINS[plugin]())
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), 0.1))
+    own, first = booster.unwrap(model), Buffers(0)
+    at_start = [torch.equal(a.double(), b.double()) for a, b in zip(own.buffers(), first.buffers(), strict=True)]
+    with torch.no_grad():
+        for name, buffer in own.named_buffers():
+            if name != "expanded" and rank:
+                buffer.copy_(torch.full(buffer.shape, 7.0).to(buffer.dtype))
+    booster.backward(model(torch.ones(2, 4)).sum(), optimizer)
+    optimizer.step()
+    return at_start, [torch.equal(a.double(), b.double()) for a, b in zip(own.buffers(), first.buffers(), strict=True)]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_buffers_of_any_strides_and_dtype_are_those_of_the_first_rank(ranks2, plugin):
+    assert ranks2(sent, plugin) == [([True] * 6, [True] * 6)] * 2
+
+
+def frozen(rank, world_size):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model.register_parameter("low", torch.nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False))
+    with pytest.raises(ValueError, match=r"float8_e4m3fn, such as low, of 1; use TorchDDPPlugin"):
+        Booster("cpu", "bf16", TorchFSDPPlugin()).boost(model, torch.optim.SGD(model[0].parameters(), 0.1))
+    return True
+
+
+def test_parameters_that_gloo_does_not_gather_are_named(ranks2):
+    assert ranks2(frozen) == [True] * 2

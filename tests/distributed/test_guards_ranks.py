@@ -206,3 +206,17 @@ def wrapped_before(rank, world_size):
 
 def test_a_model_that_is_distributed_already_is_refused(ranks2):
     ranks2(wrapped_before)
+
+
+def with_max_norm(rank, world_size):
+    for plugin in (TorchDDPPlugin(), LowLevelZeroPlugin(stage=2), TorchFSDPPlugin()):
+        model = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 2))
+        with pytest.raises(
+            ValueError, match=r"0 is an Embedding with max_norm=1.0, which writes to its weight in forward"
+        ):
+            Booster("cpu", "fp32", plugin).boost(model, torch.optim.SGD(model.parameters(), 0.1))
+    return True
+
+
+def test_an_embedding_that_writes_to_its_weight_in_forward_is_refused_on_several_ranks(ranks2):
+    assert ranks2(with_max_norm) == [True] * 2

@@ -312,3 +312,52 @@ def test_tests_that_run_beside_a_gpu_say_on_which_device():
         ]
     # Of machines without a GPU, where alone it runs.
     assert unsaid == ["test_booster.py: Booster()"]
+
+
+SENDS_ITS_OWN = {
+    "checkpoint/run.py": "a flag",
+    "facade/collectives.py": "what it made contiguous, of a dtype that backends know",
+    "facade/everyday.py": "a flag",
+    "mixed_precision/buffers.py": "a flat float32 copy",
+    "mixed_precision/half_products.py": "a flag",
+    "mixed_precision/low_precision/autopilot.py": "float64 sums",
+    "mixed_precision/low_precision/delayed.py": "float32 magnitudes",
+    "plugin/ddp/averaged_gradients.py": "flat buckets",
+    "plugin/ddp/fp8_communication.py": "flat bytes",
+    "plugin/ddp/gradient_reducer.py": "bytes",
+    "plugin/fsdp/unused.py": "bytes",
+    "plugin/pipeline/pipeline.py": "a float32 number",
+    "plugin/zero/sliced_gradients.py": "flat buckets",
+    "ranks/agreement.py": "a float64 number",
+    "ranks/communicate.py": "bytes",
+    "ranks/coordinator.py": "a flag",
+    "shards/dtensor.py": "a float64 sum",
+    "shards/fp8_gather.py": "flat bytes, and float32 magnitudes",
+    "shards/zero_buckets.py": "flat buckets",
+    "shards/zero_states.py": "bytes",
+    "tensors/grads.py": "a float32 flag",
+}
+_COLLECTIVE = {
+    "broadcast",
+    "all_reduce",
+    "all_gather",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all_single",
+    "reduce_scatter",
+}
+
+
+def test_whoever_hands_memory_to_a_backend_made_it():
+    """A backend sends memory as it lies, and knows some dtypes: tensors of users go through `ranks.communicate`."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in FILES
+        for node in nodes_of(path)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "dist"
+        and (node.attr in _COLLECTIVE or node.attr.endswith(("_into_tensor", "_tensor")))
+    }
+    assert found == set(SENDS_ITS_OWN)

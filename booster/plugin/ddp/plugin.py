@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from booster.ground import arguments
-from booster.ground.torch_internals import leave_gradients_alone
+from booster.ground.torch_internals import leave_gradients_alone, left_to_others
 from booster.mixed_precision.policy import DtypePolicy, cast_parameters
 from booster.model.meta import arrive
 from booster.model.modules import bare, unwrap_placed
@@ -24,7 +24,7 @@ from booster.plugin.ddp.averaged_gradients import AverageReducer
 from booster.plugin.ddp.fp8_communication import FP8Average, FP8Communication
 from booster.plugin.ddp.gradient_reducer import GradientReducer
 from booster.plugin.ddp.reduced_module import ReducedModule
-from booster.ranks.communicate import align
+from booster.ranks.communicate import align, broadcast, is_sent
 from booster.shards import Shards
 from booster.shards.replicated import Replica, ReplicatedShards
 
@@ -163,7 +163,13 @@ class TorchDDPPlugin(Plugin):
         if policy.release:
             return self._place_released(module)
         index = None if device.type == "cpu" else [device]
-        placed = self._wrapper(module, device_ids=index, process_group=self.group, **self._ddp_options)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        unsent = {name: each for name, each in tensors if not (each.requires_grad or is_sent(each))}
+        align(unsent.values(), self.group)
+        with left_to_others(module, list(unsent)):
+            placed = self._wrapper(module, device_ids=index, process_group=self.group, **self._ddp_options)
+        if _BUFFERS not in self._ddp_options and not all(map(is_sent, module.buffers())):
+            placed.register_forward_pre_hook(_send_buffers)
         self._hook(placed, device)
         self._replicas[placed] = Replica(placed)
         return placed
@@ -230,6 +236,14 @@ class TorchDDPPlugin(Plugin):
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         return module.no_sync() if isinstance(module, (DistributedDataParallel, ReducedModule)) else nullcontext()
+
+
+def _send_buffers(placed: Any, args: Any) -> None:
+    """Do for buffers that `DistributedDataParallel` cannot send what it does for others."""
+    if placed.require_forward_param_sync:  # not after passes inside no_sync
+        for buffer in placed.module.buffers():
+            if not is_sent(buffer):
+                broadcast(buffer.detach(), 0, placed.process_group)
 
 
 def _options(given: Any) -> FP8Communication | None:

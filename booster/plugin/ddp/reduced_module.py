@@ -17,6 +17,7 @@ from booster.ground.torch_internals import graph_task
 from booster.model.modules import PlacedModule, bare
 from booster.plugin.ddp.averaged_gradients import AverageReducer
 from booster.plugin.ddp.gradient_reducer import GradientReducer
+from booster.ranks.communicate import broadcast
 from booster.shards.zero_buckets import ModuleBuckets
 from booster.tensors.trees import tensors
 
@@ -98,4 +99,4 @@ class ReducedModule(LaidOut, PlacedModule):
         self.reducer.before_forward()
         if self._synchronise_buffers and self.reducer.synchronises:
             for buffer in self.module.buffers():
-                dist.broadcast(buffer.detach(), group=self._group, group_src=0)
+                broadcast(buffer.detach(), 0, self._group)

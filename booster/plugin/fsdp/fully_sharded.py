@@ -44,6 +44,7 @@ from booster.model.modules import LinearStandIn, bare
 from booster.plugin.fsdp.dtypes import show_computed_dtypes
 from booster.plugin.fsdp.groups import Group, plan_groups
 from booster.plugin.fsdp.unused import UnusedParameters
+from booster.ranks.communicate import SENT
 from booster.shards.dtensor import check_own
 from booster.shards.fp8_gather import FP8Gather, WeightScales
 from booster.shards.fully_sharded import LeftGathered, forget_scales, recover, reshard
@@ -122,6 +123,15 @@ def shard_module(
             f"fully_shard of torch {torch.__version__} does not shard parameters of integers, such as {integers[0]}, of "
             f"{len(integers)}; use torch 2.13 or newer, TorchDDPPlugin or LowLevelZeroPlugin, or keep frozen weights in a "
             "float dtype"
+        )
+    frozen = {
+        name: param for name, param in model.named_parameters() if not (param.requires_grad or param.is_complex())
+    }
+    unsent = [name for name, param in frozen.items() if dtype_at_rest(param, policy, False) not in SENT]
+    if unsent and device.type == "cpu" and mesh.size() > 1:
+        raise ValueError(
+            f"gloo does not gather parameters of {frozen[unsent[0]].dtype}, such as {unsent[0]}, of {len(unsent)}; use "
+            "TorchDDPPlugin or LowLevelZeroPlugin, which keep parameters whole, or make them buffers"
         )
     groups = plan_groups(
         model,
