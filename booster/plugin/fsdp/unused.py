@@ -58,12 +58,12 @@ class _Group:
             self._owner.agree(self)
 
     def before_gather(self, module: nn.Module, args: Any) -> None:
-        if graph_task() == -1:  # what is computed again within backward is gathered
+        if self.own is not None and graph_task() == -1:  # what is computed again within backward is gathered
             self._owner.look(self)
 
     def before_backward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Before torch's own hook, which has the outputs gather in backward."""
-        if torch.is_grad_enabled() and graph_task() == -1:
+        if self.own is not None and torch.is_grad_enabled() and graph_task() == -1:
             left = [None]  # torch gathers for the first of the outputs
 
             def look(grad: torch.Tensor) -> None:
@@ -71,9 +71,10 @@ class _Group:
                     left.clear()
                     self._owner.look(self)
 
-            for tensor in tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(look)
+            with without_function_modes():
+                for tensor in tensors(output):
+                    if tensor.grad_fn is not None:
+                        tensor.register_hook(look)
 
 
 class UnusedParameters:
