@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -331,7 +333,31 @@ class OptimizerWrapper(Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set: pickle and copy look for attributes on an empty object
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        if isinstance(found, MethodType) and found.__self__ is self.optimizer:
+            return functools.wraps(found)(functools.partial(self._call, name, found))
+        return found
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `method` of the user's optimizer, no step: as `train` and `eval` of schedule-free ones. It finds the float32
+        numbers that a step would change, and unscaled gradients; what it writes is kept.
+
+        It is no step: counters and records do not know it. But a schedule goes on if it changed weights by gradients.
+        """
+        if self._own_step.stepping:  # within a step, or another method
+            return method(*args, **kwargs)
+        self.settle()
+        self.wait_for_weights()
+        self._own_step.stepping = True
+        try:
+            result, changed = self._update.call(name, functools.partial(method, *args, **kwargs))
+        finally:
+            self._own_step.stepping = False
+            self.forget_weights()
+            torch.clear_autocast_cache()
+        if changed:
+            self._history.note_progress()
+        return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add `param_group`, as torch. Raises ValueError, on several ranks, where gradients of its are not synchronised."""

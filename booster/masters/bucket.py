@@ -54,6 +54,7 @@ class Bucket:
         self.handles = [empty_handle(like, self.device) for like in likes]
         self._filled = [filled(handle) for handle in self.handles]
         self._empty = [tensor.data for tensor in self._filled]
+        self._given: Sequence[torch.Tensor] = ()  # what handles stand for
         self._params = self.params
         self._divided = any(map(is_dtensor, self._params))
         self.layouts = [
@@ -142,28 +143,35 @@ class Bucket:
     def scratch(self) -> torch.Tensor:
         return torch.zeros(self.size, dtype=torch.float32, device=self.device)
 
-    def joined(self) -> torch.Tensor:
-        """Return the masters as float32, for reading: themselves where that is how they are kept, else a copy.
-
-        Weights that somebody else wrote stand for their masters in a copy, and nothing else is written: they may be an average
-        that is put in for a validation, and be put back."""
+    def copied(self) -> torch.Tensor:
+        """Return a float32 copy of the masters. Weights that somebody else wrote stand for theirs, and nothing is written: they
+        may be an average that is put in for a validation, and be put back."""
         values, spare = self.scratch(), self.scratch()
-        rest = self.rest if self.host is None else self.host.near(self)
-        self.format.read(self.working(), rest, values, spare)
-        if self.format.needs_values or rest is not self.rest or rest is None:
+        self.format.read(self.working(), self.rest if self.host is None else self.host.near(self), values, spare)
+        return values
+
+    def joined(self) -> torch.Tensor:
+        """Return the masters as float32, for reading: themselves where that is how they are kept, else as `copied`."""
+        values, rest = self.copied(), self.rest
+        if self.format.needs_values or self.host is not None or rest is None:
             return values
         return rest if torch.equal(values.view(torch.int32), rest.view(torch.int32)) else values
 
     def attach(self, values: torch.Tensor, grads: torch.Tensor | None) -> None:
         """Let the handles stand for `values` and `grads`."""
-        for tensor, value in zip(self._filled, self.handles_of(values) if self.whole else (values,), strict=True):
+        self._given = self.handles_of(values) if self.whole else (values,)
+        for tensor, value in zip(self._filled, self._given, strict=True):
             tensor.data = value
         if grads is not None:
             for handle, grad in zip(self.handles, self.handles_of(grads) if self.whole else (grads,), strict=True):
                 handle.grad = around(grad, handle) if self._divided else grad
 
     def detach(self) -> None:
-        """Let the handles stand for nothing again."""
+        """Let the handles stand for nothing again. What an optimizer put in the place of their data is copied to that."""
+        for tensor, value in zip(self._filled, self._given, strict=True):
+            if tensor.data_ptr() != value.data_ptr():
+                value.copy_(tensor)
+        self._given = ()
         for handle, tensor, empty in zip(self.handles, self._filled, self._empty, strict=True):
             handle.grad = None
             tensor.data = empty

@@ -160,6 +160,10 @@ class Masters:
         """Return the parameters with masters, each once."""
         return list(self._layouts)
 
+    def states_of(self, buckets: Iterable[Bucket]) -> dict[torch.Tensor, State]:
+        """Return the optimizer's state of every parameter in `buckets`, in its shape; see `state_of_params`."""
+        return state_of_params(buckets, self.optimizer.state, self._layouts)
+
     @property
     def of_half_alone(self) -> bool:
         """Whether none but half parameters may lie in buckets."""
@@ -276,7 +280,7 @@ class Masters:
 
         Where none are given, buckets stay as they are laid, unless their parameters come with different histories.
         """
-        if not masters and self._takes(states):
+        if not masters and self.takes(states):
             self.settle()
             for bucket in self.buckets:
                 self.optimizer.state.update(state_of_bucket(bucket, states))
@@ -287,12 +291,12 @@ class Masters:
         # Of a parameter that was frozen since: kept for the day when it is not, while its weights stay what they are.
         frozen = [(p, p.detach().clone()) for p in masters if p not in self._layouts]
         kept = {} if self._layouts.keys() <= masters.keys() else self.values()
-        self._rebuild(states, {**kept, **masters})
+        self.rebuild(states, {**kept, **masters})
         for param, weights in frozen:
             param.detach().copy_(weights)
         self.optimizer.state.update({p: own for p, own in states.items() if p not in self._layouts})
 
-    def _takes(self, states: Mapping[torch.Tensor, State]) -> bool:
+    def takes(self, states: Mapping[torch.Tensor, State]) -> bool:
         """Return whether the parameters of each flat bucket have `states` that can share it."""
         seen: dict[torch.Tensor, Any] = {}
         for bucket in self.buckets:
@@ -457,9 +461,10 @@ class Masters:
         for bucket in self.buckets:
             for handle in bucket.handles:
                 state.pop(handle, None)
-        self._rebuild(states, values)
+        self.rebuild(states, values)
 
-    def _rebuild(self, states: MutableMapping[Any, State], values: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
+    def rebuild(self, states: MutableMapping[Any, State], values: MutableMapping[torch.Tensor, torch.Tensor]) -> None:
+        """Make buckets anew, of the parameters that are in `values`, which are their masters, and of their `states`."""
         held = [[p for p in group["params"] if p in values] for group in self.optimizer.param_groups]
         self.buckets, self._layouts = [], {}
         self.buckets = self._build(held, states, values)

@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from booster.ground.torch_internals import note_step, step_hooks, unhooked
 from booster.masters.bucket import Bucket
+from booster.masters.lent import Lent
 from booster.masters.masters import Masters
 from booster.masters.offload import HostMemory, Journey
 from booster.masters.packing import Packing
@@ -94,6 +95,32 @@ class MasterStep:
                 plain, buckets = self.prepare()
                 self._step_buckets(plain, buckets, Told(grad_scale()))
             return loss
+
+    def call(self, method: Callable[[], Any], grad_scale: float | None, *, keep: bool = True) -> tuple[Any, bool]:
+        """Call `method`, of the optimizer and no step, with float32 parameters in the place of half ones.
+
+        grad_scale: what working gradients are divided by; None: there are none to be used. keep: whether what it writes to
+        parameters and states is kept; weights are then rounded once. What it only reads stays to the bit. Returns its result,
+        and whether it changed weights. Holds a float32 copy of all masters, and of states that are packed or cut, meanwhile.
+        """
+        with torch.no_grad():
+            if grad_scale is None:
+                self.follow_params()
+            else:
+                self.prepare()
+            lent = Lent(self.masters, grad_scale)
+        try:
+            result = method()
+        finally:
+            with torch.no_grad():
+                lent.take_back()
+        with torch.no_grad():
+            changed = lent.changed()
+            if keep or not changed:
+                lent.take_over()
+            else:
+                lent.put_back()
+        return result, changed
 
     def prepare(self) -> tuple[list[list[torch.Tensor]], list[Bucket]]:
         """Make buckets as the next step needs them; `step` does it by itself. Repeating it changes nothing.

@@ -13,7 +13,7 @@ import torch
 from booster.masters.bucket import Bucket
 from booster.masters.compiled import CompiledMasterStep, half_norms
 from booster.masters.keeps import KeptMasters
-from booster.masters.masters import Masters
+from booster.masters.masters import Masters, own_gradient
 from booster.masters.step import MasterStep
 from booster.shards import Shards
 from booster.tensors.flat import is_dense
@@ -121,6 +121,19 @@ class MasterApplication(Application):
             return float(divisor)
 
         return self.whole.step_with_closure(closure, taken), divisor
+
+    def call(self, gradients: Gradients | None, method: Callable[[], Any], *, keep: bool = True) -> tuple[Any, bool]:
+        if not self._keeps_any():
+            return super().call(gradients, method, keep=keep)
+        if gradients is None:
+            return self.whole.call(method, None)
+        if self.masters.gradient_of is not own_gradient:
+            raise RuntimeError(
+                f"a method of {type(self.optimizer).__name__} beside step() was called between backward and step, and this "
+                "precision keeps sums of gradients beside .grad, which it would not see; use mixed_precision='bf16_naive' or "
+                "'bf16', or call it after step() and zero_grad()"
+            )
+        return self.whole.call(method, float(gradients.divisor), keep=keep)
 
     def gradual(self, gradients: Gradients) -> GradualStep | None:
         return MasterGradualStep(self.whole, self.shards) if self._keeps_any() else super().gradual(gradients)

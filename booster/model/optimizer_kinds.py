@@ -135,7 +135,8 @@ def register_elementwise(
 
     The promise: splitting a parameter, or joining several of one group, leaves the update of each element as it was, and
     all state is either of the parameter's shape or the same for every element. Optimizers that take norms, sort,
-    factorise or look at another parameter must not be registered. The class counts exactly, not its subclasses.
+    factorise or look at another parameter must not be registered. The class counts exactly, not its subclasses. What is said
+    of its step holds for its other methods where ranks hold shards, as each sees this rank's part.
 
     A step may be made in parts. What it counts in its group, as a number, in a tensor or container in place, or in a number of
     the optimizer itself, is put back before the next part, so that it counts once.

@@ -21,6 +21,7 @@ from booster.shards.base import Shards, State, StateOfParts, world_size
 from booster.tensors.trees import HALF_DTYPES
 
 _GRAD = attrgetter("grad")
+_SECOND = itemgetter(1)
 
 
 class DTensorShards(Shards):
@@ -63,6 +64,7 @@ class DTensorShards(Shards):
         if self._steps_parts:
             for params in lists:
                 self._lay_out(params, given)
+        addresses = list(map(torch.Tensor.data_ptr, map(_SECOND, given)))
         self._inside = True
         try:
             yield
@@ -74,6 +76,15 @@ class DTensorShards(Shards):
                 if part.grad is not grad:
                     param.grad = None if part.grad is None else around(part.grad, param)
                 part.grad = None
+            for part, address in zip(map(_SECOND, given), addresses, strict=True):
+                if part.data_ptr() != address:  # by `part.data = ...`
+                    self._take_replaced(part)
+
+    @torch.no_grad()
+    def _take_replaced(self, part: torch.Tensor) -> None:
+        own = own_part(self._params[part]).detach()
+        own.copy_(part)
+        part.data = own
 
     def _lay_out(self, params: list[Any], given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Put parts in the places of DTensors in `params`, each with its gradient, and note them in `given`."""

@@ -107,7 +107,7 @@ class ZeroShards(Shards):
         self._lay_down()
         lists: list[list[Any]] = [group["params"] for group in self.optimizer.param_groups]
         self._held = [list(params) for params in lists]
-        given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        given: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = []
         try:
             groups = self._known(self._held)
             buckets = self._buckets()
@@ -126,16 +126,18 @@ class ZeroShards(Shards):
                     else:
                         grad = self._gradient(param, part, holding)
                     part.grad = grad
-                    given.append((param, part, grad))
+                    given.append((param, part, grad, part.data_ptr()))
             yield
         finally:
             for params, held in zip(lists, self._held, strict=True):
                 params[:] = held
             self._held = None
-            for param, part, grad in given:
+            for param, part, grad, address in given:
                 if part.grad is not grad:
                     self._replace_gradient(param, grad, part.grad)
                 part.grad = None
+                if part.data_ptr() != address:  # by `part.data = ...`
+                    self._take_replaced(param, part)
 
     @contextmanager
     def lent(self, params: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
@@ -487,6 +489,12 @@ class ZeroShards(Shards):
             holding.bucket.start_gradient(holding.position, self._rank)
             old = self._gradient(param, self.part_of(param))
         old.copy_(new)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def _take_replaced(self, param: torch.Tensor, part: torch.Tensor) -> None:
+        own = self.cut(param, param).detach()
+        own.copy_(part)
+        part.data = own
 
     def _forget(self, param: torch.Tensor) -> None:
         holding = self._holding(param) if self._reduced else None

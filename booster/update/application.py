@@ -179,6 +179,23 @@ class Application:
 
         return self.optimizer.step(clipped), 1.0
 
+    def call(self, gradients: Gradients | None, method: Callable[[], Any], *, keep: bool = True) -> tuple[Any, bool]:
+        """Call `method`, of the optimizer and no step, on what the groups hold, with unscaled gradients.
+
+        gradients: None where there are none to be used. keep: whether what it makes of weights that have a gradient is kept.
+        Returns its result, and whether it changed any of these.
+        """
+        params = [] if gradients is None else gradients.params()
+        if gradients is not None:
+            gradients.settle()
+        before = [param.detach().clone() for param in params]
+        result = method()
+        with torch.no_grad():
+            changed = not all(map(torch.equal, params, before))
+            for param, old in zip(params, before, strict=True) if changed and not keep else ():
+                param.copy_(old)
+        return result, changed
+
     def gradual(self, gradients: Gradients) -> GradualStep | None:
         """Return what makes the next step in parts, within backward; None where it is made all at once."""
         trained = [param for param in gradients.parameters.held() if param.requires_grad]

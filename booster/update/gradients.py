@@ -305,6 +305,10 @@ class Gradients:
         """`.grad` is multiplied by `scale` now, no clip waits, and nothing was read of it."""
         self.scale, self.factor, self.read = scale, None, []
 
+    def look_anew(self) -> None:
+        """Gradients may have been written to: nothing was read of them."""
+        self.read, self.joint.found = [], None
+
     def settle(self) -> None:
         """Apply scale and clips that wait to `.grad`."""
         scale, factor, _ = self.carried

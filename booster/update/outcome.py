@@ -242,6 +242,10 @@ class StepHistory:
         self.last = result if result.loss is None else result.without_loss()
         self.waiting.append((self.last, []))
 
+    def note_progress(self) -> None:
+        """Weights were changed by gradients, otherwise than in a step: what follows progress goes on."""
+        self.progress += 1
+
     def when_settled(self, action: Callable[[], None]) -> None:
         """Run `action` once the last step's outcome is known to the host: now, or at the next `settle()`."""
         if self.waiting:

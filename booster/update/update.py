@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from booster.ranks import agreement
 from booster.update.decision import Decision
 from booster.update.gradients import WHOLE, Gradients
 from booster.update.kept import KeptState
@@ -93,6 +94,52 @@ class Update:
             values = self.kept.dissolve()
         self.decision.application.kernel.give_up()
         return self.shards.widen_masters(values)
+
+    def call(self, name: str, method: Callable[[], Any]) -> tuple[Any, bool]:
+        """Call `method`, called `name`, of the optimizer and no step, on the float32 numbers that a step would change, and on
+        unscaled gradients. Returns its result, and whether it changed weights while there were gradients.
+
+        Where a step would be skipped, and it changes weights, they are put back, and RuntimeError is raised. Collectives on
+        ranks that hold shards.
+        """
+        gradients, shards = self.gradients, self.shards
+        pending = gradients.num_backwards > 0 and gradients.release is None
+        with shards.local() if shards.sharded else WHOLE:
+            culprits = None
+            if pending:
+                gradients.compare_noted()
+                culprits = self._nonfinite()
+            application = self.decision.application
+            result, changed = application.call(gradients if pending else None, method, keep=culprits is None)
+            if pending:
+                gradients.look_anew()
+        if culprits is not None and changed:
+            self._refuse_nonfinite(name, culprits)
+        if shards.sharded:
+            shards.publish()
+            shards.forget_gathered()
+        elif pending and not gradients.params():
+            gradients.reset(None)
+        return result, pending and changed
+
+    def _nonfinite(self) -> tuple[str, ...] | None:
+        """Return the parameters whose gradients are not finite, where a step looks at them and would be skipped; else None."""
+        gradients = self.gradients
+        if not gradients.check:
+            return None
+        found = bool(gradients.found())
+        if self.shards.sharded:
+            found = agreement.largest(float(found), gradients.group) > 0
+        return gradients.norms.blame(gradients)() if found else None
+
+    def _refuse_nonfinite(self, name: str, culprits: tuple[str, ...]) -> None:
+        raise RuntimeError(
+            f"{name}() of {type(self.optimizer).__name__} changed weights by gradients that are not finite (of "
+            f"{', '.join(culprits[:4]) or 'another rank'}), and the weights were put back. step() skips such a step and lowers "
+            "the loss scale; other methods of an optimizer cannot be skipped one by one. Use mixed_precision='bf16' or "
+            f"'bf16_naive', which need no loss scale; or look before {name}(): where optimizer.clip_grad_by_norm(math.inf) is "
+            "not finite, call optimizer.step(), which skips, and optimizer.zero_grad(), and go on with the next batch"
+        )
 
     def step_with_closure(self, closure: Callable[[], Any]) -> StepResult:
         """Step an optimizer that evaluates the loss itself, without a loss scaler; clips inside the closure take effect."""

@@ -54,3 +54,65 @@ def counts(rank, world_size, place, precision):
 @pytest.mark.parametrize("place", PLACES)
 def test_every_rank_counts_each_step_once_in_each_group(run_on_ranks, place, precision):
     assert run_on_ranks(counts, 2, place, precision) == [[4, 4, 4]] * 2
+
+
+@booster.register_elementwise
+class Averaging(torch.optim.Optimizer):
+    """SGD by new tensors, which keeps a mean of the weights and exchanges the two by a method."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad
+                    state = self.state[param]
+                    if "mean" not in state:
+                        state["mean"] = param.clone()
+                    state["mean"].lerp_(param, 0.1)
+
+    @torch.no_grad()
+    def exchange(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in self.state:
+                    mean, weights = self.state[param]["mean"], param.clone()
+                    param.data = 2.0 * mean
+                    mean.copy_(weights)
+
+
+def exchanged(rank, world_size, place, precision):
+    """Weights after a step, after a method, and after another step, whole; all ranks have the same batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    b = Booster("cpu", precision, *([PLACES[place]()] if place else []))
+    model, optimizer, *_ = b.boost(model, Averaging(model.parameters()))
+    found = []
+    for step in range(3):
+        if step == 2:
+            optimizer.exchange()
+        else:
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+            b.backward(model(x).float().square().mean(), optimizer)
+            assert optimizer.step().applied
+            optimizer.zero_grad()
+        weights = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+        found.append([p.detach().float().clone() for p in weights])
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_naive"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_methods_and_new_tensors_of_an_optimizer_make_of_weights_reaches_all_ranks(run_on_ranks, place, precision):
+    wanted = exchanged(0, 1, None, precision)
+    one_rounding = 2.0**-7 if precision == "bf16_naive" else 2.0**-14  # of a weight, of which two runs may fall apart
+    for ranks in run_on_ranks(exchanged, 2, place, precision):
+        for step, (found, own) in enumerate(zip(ranks, wanted, strict=True)):
+            for param, other in zip(found, own, strict=True):
+                assert torch.allclose(param, other, rtol=one_rounding, atol=1e-6), step
+    # After two steps at 1e-3 the mean is near the weights, and the method doubles it.
+    for before, after in zip(*wanted[1:], strict=True):
+        assert torch.allclose(after, 2.0 * before, rtol=0.05, atol=1e-2)

@@ -1,6 +1,7 @@
 """Optimizers as people write them: what one does beside stepping parameters is as in plain torch, wherever its numbers lie."""
 
 import collections
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import booster
 from booster import Booster
-from booster.mixed_precision import BF16NaiveMixedPrecision
+from booster.mixed_precision import BF16NaiveMixedPrecision, FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 WIDTH, LAYERS, STEPS = 300, 12, 5
 
@@ -170,3 +171,246 @@ def test_trial_steps_for_states_and_for_memory_leave_the_count_of_a_group(kind):
     assert optimizer.counts() == [0]
     model, optimizer, *_ = b.boost(model, optimizer)
     assert b.unwrap(optimizer).counts() == [0]
+
+
+# ---- methods beside step ----
+
+FORMS = {
+    "fp32": ("fp32", {}),
+    "bf16": ("bf16", {}),
+    "fp16": ("fp16", {}),
+    "8-bit states": ("bf16", {"states": "8bit"}),
+    "float32 masters, fp16": ("fp16_naive", {}),
+    "float32 masters": (lambda: BF16NaiveMixedPrecision(master_weights="fp32"), {}),
+    "split": ("bf16_naive", {}),
+    "split24": (lambda: BF16NaiveMixedPrecision(master_weights="split24"), {}),
+    "kahan": (lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="kahan"), {}),
+    "stochastic": (lambda: BF16NaiveMixedPrecision(master_weights="none", rounding="stochastic"), {}),
+    "packed masters": (lambda: BF16NaiveMixedPrecision(states="8bit"), {}),
+    "compiled": ("bf16_naive", {"fused_optimizer": "compile"}),
+}
+WHOLE_FORMS = ("fp32", "bf16", "fp16", "float32 masters, fp16", "float32 masters")
+
+
+class Averaging(torch.optim.Optimizer):
+    """SGD that keeps a mean of the weights, and exchanges the two by methods, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+        self.averaged = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+                    state = self.state[param]
+                    if "mean" not in state:
+                        state["mean"] = param.clone()
+                    state["mean"].lerp_(param, 0.1)
+
+    @torch.no_grad()
+    def exchange(self, factor=1.0, *, by_data=False):
+        moved = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in self.state:
+                    mean = self.state[param]["mean"]
+                    weights = param.clone()
+                    if by_data:
+                        param.data = mean * factor
+                    else:
+                        param.copy_(mean * factor)
+                    mean.copy_(weights)
+                    moved += 1
+        self.averaged = not self.averaged
+        return moved
+
+    def look(self):
+        return [float(self.state[p]["mean"].sum()) for group in self.param_groups for p in group["params"]]
+
+
+class AveragingByElement(Averaging):
+    """The same, declared to be elementwise."""
+
+
+booster.register_elementwise(AveragingByElement, states={"mean": "fp32"})
+
+
+def wide():
+    """A parameter that lies in several buckets, small ones that share one, one without dimensions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 500), nn.Linear(500, 4, bias=False))
+    model[0].scale = nn.Parameter(torch.tensor(1.0))
+    model[0].forward = lambda x, own=model[0]: nn.functional.linear(x, own.weight, own.bias) * own.scale
+    return model
+
+
+def averaged(form, cls, steps=4):
+    precision, options = FORMS[form]
+    model = wide()
+    b = Booster("cpu", precision() if callable(precision) else precision, **options)
+    model, optimizer, *_ = b.boost(model, cls(model.parameters()))
+    for step in range(steps):
+        one_pass(b, model, optimizer, step)
+        assert optimizer.step().applied
+        optimizer.zero_grad()
+    return b, model, optimizer
+
+
+def one_pass(b, model, optimizer, step):
+    x = torch.randn(8, 600, generator=torch.Generator().manual_seed(step))
+    b.backward(1e-2 * model(x).float().square().mean(), optimizer)
+
+
+METHODS = [(form, AveragingByElement) for form in FORMS] + [(form, Averaging) for form in WHOLE_FORMS]
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["in place", "by .data"])
+@pytest.mark.parametrize(("form", "cls"), METHODS)
+def test_what_a_method_of_an_optimizer_writes_is_what_the_model_computes_with(form, cls, by_data):
+    b, model, optimizer = averaged(form, cls)
+    means = {name: optimizer.state[p]["mean"].float().clone() for name, p in model.named_parameters()}
+    masters = optimizer.state_dict()["booster"].get("masters", {}).get("weights", {})
+    before = {name: masters.get(name, p).detach().float().clone() for name, p in model.named_parameters()}
+    assert optimizer.exchange(2.0, by_data=by_data) == 4
+    assert b.unwrap(optimizer).averaged
+    for name, param in model.named_parameters():
+        half = torch.finfo(param.dtype).eps
+        assert not torch.equal(param.float(), before[name])
+        assert torch.allclose(param.float(), 2.0 * means[name], rtol=half, atol=1e-7), name
+        assert torch.allclose(optimizer.state[param]["mean"].float(), before[name], rtol=2.0**-15, atol=1e-7), name
+    one_pass(b, model, optimizer, 9)
+    assert optimizer.step().applied
+
+
+@pytest.mark.parametrize(("form", "cls"), METHODS)
+def test_a_method_that_only_reads_changes_no_bit_and_no_later_step(form, cls):
+    runs = averaged(form, cls), averaged(form, cls)
+    runs[0][2].look()
+    one_pass(*runs[0], 4)
+    runs[0][2].look()
+    one_pass(*runs[1], 4)
+    for _, _, optimizer in runs:
+        assert optimizer.step().applied
+    for first, second in zip(runs[0][1].parameters(), runs[1][1].parameters(), strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(runs[0][2].state[first]["mean"], runs[1][2].state[second]["mean"])
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Two half steps around a base optimizer, as people write it: up the gradient, and back before the base steps."""
+
+    def __init__(self, params, rho=0.05, lr=1e-4):
+        super().__init__(params, {"rho": rho, "lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self, zero_grad=False):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for param in held:
+            self.state[param]["old"] = param.data.clone()
+            param.add_(param.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad=False):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = self.state[param]["old"]
+        self.base.step()
+        if zero_grad:
+            self.zero_grad()
+
+
+def sharpness_aware(precision, steps=30, scale=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    start = [p.detach().clone() for p in model.parameters()]
+    b = Booster("cpu", precision() if callable(precision) else precision)
+    made = SharpnessAware(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(made, 10, gamma=0.9)
+    model, optimizer, _, _, schedule = b.boost(model, made, lr_scheduler=schedule)
+    for step in range(steps):
+        for half in (optimizer.first_step, optimizer.second_step):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            b.backward((model(x).float() - 1).square().mean(), optimizer)
+            half(zero_grad=True)
+            assert all(p.grad is None for p in model.parameters())
+        schedule.step()
+    masters = optimizer.state_dict()["booster"].get("masters", {}).get("weights", {})
+    ends = [masters.get(name, p).detach().float() for name, p in model.named_parameters()]
+    way = torch.cat([(end - begin).flatten() for end, begin in zip(ends, start, strict=True)])
+    return way, b.unwrap(optimizer).param_groups[0]["lr"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")  # torch's, which says so of such an optimizer without us too
+@pytest.mark.parametrize("precision", ["bf16", "bf16_naive", "fp16 small scale", "fp16_naive small scale"])
+def test_an_optimizer_of_two_half_steps_trains_as_in_float32_and_its_schedule_goes_on(precision):
+    small = {"fp16 small scale": fp16, "fp16_naive small scale": fp16_naive}
+    way, rate = sharpness_aware(small.get(precision, precision))
+    wanted, wanted_rate = sharpness_aware("fp32")
+    # Half activations make gradients differ by some of their roundings, 2**-8 each, and the weights move along them.
+    assert (way - wanted).norm() <= 2.0**-5 * wanted.norm()
+    assert rate == wanted_rate == pytest.approx(1e-4 * 0.9**3)
+
+
+def fp16():
+    return FP16TorchMixedPrecision(init_scale=2.0**7)
+
+
+def fp16_naive():
+    return FP16NaiveMixedPrecision(initial_scale=2.0**7)
+
+
+@pytest.mark.parametrize("precision", [fp16, fp16_naive])
+def test_a_method_that_writes_by_gradients_that_overflowed_is_refused_and_the_weights_are_put_back(precision):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+    b = Booster("cpu", precision())
+    model, optimizer, *_ = b.boost(model, SharpnessAware(model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    b.backward(1e30 * model(torch.ones(2, 16)).float().square().sum(), optimizer)
+    with pytest.raises(
+        RuntimeError, match=r"first_step\(\) of SharpnessAware changed weights by gradients .* put back"
+    ):
+        optimizer.first_step()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert not math.isfinite(optimizer.clip_grad_by_norm(math.inf))
+    assert not optimizer.step().applied
+    optimizer.zero_grad()
+
+
+class ByData(torch.optim.Optimizer):
+    """Puts new tensors in the place of weights."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data = param.data - group["lr"] * param.grad.sign()
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "8-bit states", "float32 masters", "split", "kahan"])
+def test_a_step_may_put_new_tensors_in_the_place_of_weights(form):
+    booster.register_elementwise(ByData)
+    precision, options = FORMS[form]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4))
+    before = [p.detach().clone() for p in model.parameters()]
+    b = Booster("cpu", precision() if callable(precision) else precision, **options)
+    model, optimizer, *_ = b.boost(model, ByData(model.parameters()))
+    b.backward(model(torch.ones(2, 16)).float().square().sum(), optimizer)
+    signs = [p.grad.float().sign() for p in model.parameters()]
+    optimizer.step()
+    for param, old, sign in zip(model.parameters(), before, signs, strict=True):
+        assert torch.allclose(param.float(), old - 0.1 * sign, rtol=2.0**-7, atol=2.0**-9)

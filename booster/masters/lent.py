@@ -1,0 +1,147 @@
+"""Float32 parameters in the place of half ones, for methods of an optimizer that are no steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from booster.masters.masters import Masters
+from booster.masters.stand_in import State
+from booster.masters.states import state_of_bucket
+from booster.model.dtensors import local_part
+from booster.tensors.flat import flat_like, shaped_like
+
+
+class Lent:
+    """All masters of an optimizer as parameters in the shapes that the user knows, in its groups and as keys of its state.
+
+    For whole parameters these are the handles of their buckets, which the optimizer knows from its steps; for flat buckets
+    they are new. They stand there until `take_back`; `take_over` then makes masters, weights and states of what was written.
+    grad_scale: what gradients are multiplied by; None: none are given.
+    """
+
+    def __init__(self, masters: Masters, grad_scale: float | None) -> None:
+        if masters.hosts:
+            raise RuntimeError(
+                f"a method of {type(masters.optimizer).__name__} beside step() would need all states on the device at once, "
+                "and offload_states=True keeps them in the host's memory; leave it False"
+            )
+        masters.settle()
+        self._masters, self._state, self._scale = masters, masters.optimizer.state, grad_scale
+        self._copies = {bucket: bucket.copied() for bucket in masters.buckets}
+        self._flat = [bucket for bucket in masters.buckets if not bucket.whole]
+        self._lists: list[list[Any]] = [group["params"] for group in masters.optimizer.param_groups]
+        self._params = [list(params) for params in self._lists]
+        self._plain: list[Any] = [p for params in self._lists for p in masters.outside(params) if p.grad is not None]
+        self._before = [param.detach().clone() for param in self._plain if grad_scale is not None]
+        self._tensors = self._made()
+        states = masters.states_of(self._flat)
+        self._kept = {bucket: self._state.pop(bucket.handles[0], None) for bucket in self._flat}
+        self._written: dict[torch.Tensor, State] = {}
+        self._state.update({self._tensors[param]: own for param, own in states.items()})
+        self._grads = self._give()
+        for params in self._lists:
+            params[:] = [self._tensors.get(param, param) for param in params]
+
+    def take_back(self) -> None:
+        """Have groups, states and gradients as they were, but for what the method wrote to gradients."""
+        for params, held in zip(self._lists, self._params, strict=True):
+            params[:] = held
+        for param, (grad, given) in self._grads.items():
+            self._take_gradient(param, grad, given, self._tensors.get(param, param).grad)
+        for tensor in self._tensors.values():
+            tensor.grad = None
+        for param in {param: None for bucket in self._flat for param in bucket.params}:
+            if self._tensors[param] in self._state:
+                self._written[param] = self._state.pop(self._tensors[param])
+        self._state.update({bucket.handles[0]: own for bucket, own in self._kept.items() if own is not None})
+        for bucket, values in self._copies.items():
+            if bucket.whole:
+                bucket.detach()
+                continue
+            for piece, copied in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
+                copied.copy_(flat_like(self._tensors[piece.param].detach(), piece.param)[piece.start : piece.stop])
+
+    def changed(self) -> bool:
+        """Return whether weights were written, or what stands behind them."""
+        self._changed = [bucket for bucket, values in self._copies.items() if not _same_bits(values, bucket.copied())]
+        plain = self._scale is not None and not all(map(torch.equal, self._plain, self._before))
+        return plain or bool(self._changed)
+
+    def put_back(self) -> None:
+        """Have weights without masters as they were."""
+        for param, before in zip(self._plain, self._before, strict=True):
+            param.copy_(before)
+
+    def take_over(self) -> None:
+        """Make masters, weights and states of what was written."""
+        masters = self._masters
+        if self._changed:
+            masters.dither.next()
+        for bucket in self._flat:
+            self._state.pop(bucket.handles[0], None)
+        if masters.takes(self._written):
+            for bucket in self._flat:
+                self._state.update(state_of_bucket(bucket, self._written))
+            for bucket in self._changed:
+                bucket.save(self._copies[bucket], bucket.scratch())
+        else:  # parameters of one bucket have come to different states
+            values: dict[torch.Tensor, torch.Tensor] = {}
+            for bucket, own in self._copies.items():
+                if bucket.whole:
+                    values |= zip(bucket.params, bucket.handles_of(own), strict=True)
+                    for param, handle in zip(bucket.params, bucket.handles, strict=True):
+                        if handle in self._state:
+                            self._written[param] = self._state.pop(handle)
+                else:
+                    values |= {param: self._tensors[param].detach() for param in bucket.params}
+            masters.rebuild(self._written, values)
+        masters.dither.drawn.clear()
+
+    # ------------------------------------------------------------------ inside
+
+    def _made(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what stands for each parameter that has a master."""
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        pieces: dict[torch.Tensor, list[tuple[int, torch.Tensor]]] = {}
+        for bucket, values in self._copies.items():
+            if bucket.whole:
+                bucket.attach(values, None)
+                made |= zip(bucket.params, bucket.handles, strict=True)
+                continue
+            for piece, own in zip(bucket.pieces, bucket.pieces_of(values), strict=True):
+                pieces.setdefault(piece.param, []).append((piece.start, own))
+        for param, found in pieces.items():
+            own = torch.cat([values for _, values in sorted(found, key=lambda piece: piece[0])])
+            made[param] = nn.Parameter(shaped_like(own, param), requires_grad=param.requires_grad)
+        return made
+
+    def _give(self) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
+        """Give what stands for parameters unscaled gradients; return, by parameter, its own and the one that was given."""
+        given: dict[torch.Tensor, tuple[Any, torch.Tensor]] = {}
+        if self._scale is None:
+            return given
+        for param in [*self._tensors, *self._plain]:
+            tensor, own = self._tensors.get(param, param), param.grad
+            if own is not None:
+                tensor.grad = self._unscaled(own, tensor.dtype)
+                given[param] = own, tensor.grad
+        return given
+
+    def _take_gradient(self, param: torch.Tensor, own: Any, given: torch.Tensor, left: torch.Tensor | None) -> None:
+        """Make of `left`, where `given` was, the gradient of `param`, which is `own` where nothing was written."""
+        if left is None:
+            param.grad = None
+            return
+        if left is not given or not torch.equal(local_part(given), local_part(self._unscaled(own, given.dtype))):
+            own.copy_(left * self._scale)  # type: ignore[operator]
+        param.grad = own
+
+    def _unscaled(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return grad.to(dtype) * (1.0 / self._scale)  # type: ignore[operator]
+
+
+def _same_bits(values: torch.Tensor, others: torch.Tensor) -> bool:
+    return torch.equal(values.view(torch.int32), others.view(torch.int32))
